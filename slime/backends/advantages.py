@@ -129,7 +129,9 @@ def _check_lengths(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
         lengths = [len(x) for x in _require(batch.get(name), name, what)]
         if lengths != list(batch["response_lengths"]):
-            raise ValueError(f"{what} set {name} with lengths {lengths}; responses have {batch['response_lengths']}")
+            raise ValueError(
+                f"{what} set {name} with lengths {lengths}; the responses have {batch['response_lengths']}"
+            )
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
@@ -154,5 +156,5 @@ def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
 
 def _require(value: T | None, what: str, why: str) -> T:
     if value is None:
-        raise ValueError(f"{why} needs {what} in the batch, and it is not there")
+        raise ValueError(f"{why} needs {what}, which the batch does not have")
     return value

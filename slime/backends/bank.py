@@ -69,9 +69,7 @@ class WeightBank:
         if tag == LIVE:
             return self._live()
         if tag not in self.copies:
-            raise KeyError(
-                f"this trainer holds no {tag!r} weights; it has actor{''.join(', ' + t for t in self.copies)}"
-            )
+            raise KeyError(f"this trainer has no {tag!r} weights; it has actor{''.join(', ' + t for t in self.copies)}")
         return self.copies[tag]
 
     def _room(self, tag: str) -> list[Tensor]:
@@ -110,7 +108,7 @@ class WeightBank:
         for name, p in self.named:
             if name not in full or full[name].shape != p.shape:
                 there = tuple(full[name].shape) if name in full else "missing"
-                raise ValueError(f"{tag} model: {name} is {there}, in the trained model {tuple(p.shape)}")
+                raise ValueError(f"{tag} model: {name} is {there}, but {tuple(p.shape)} in the trained model")
         for (name, p), mine in zip(self.named, self._room(tag), strict=True):
             _copy(mine, shard_of(fetch(full.pop(name)), p))
         _synchronize(self.named)

@@ -170,7 +170,7 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
 def _entropy_part(settings: LossSettings, tokens: TokenBatch, mean: Reducer) -> dict[str, Part]:
     if tokens.entropy is None:
         if settings.entropy_coef != 0:
-            raise ValueError(f"--entropy-coef {settings.entropy_coef} needs TokenBatch.entropy, and it is not there")
+            raise ValueError(f"--entropy-coef {settings.entropy_coef} needs TokenBatch.entropy, which is missing")
         return {}
     return {"entropy_loss": Part(-settings.entropy_coef, mean(tokens.entropy))}
 
@@ -310,7 +310,7 @@ LOSSES: dict[str, Callable[[LossSettings, TokenBatch, Reduce], LossSum]] = {
 
 def _need(value: Tensor | None, name: str, why: str) -> Tensor:
     if value is None:
-        raise ValueError(f"{why} needs TokenBatch.{name}, and it is not there")
+        raise ValueError(f"{why} needs TokenBatch.{name}, which is missing")
     return value
 
 

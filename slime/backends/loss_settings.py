@@ -45,7 +45,7 @@ class LossSettings:
     def from_args(cls, args: Args) -> LossSettings:
         """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not given."""
         if args.loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown --loss-type {args.loss_type!r}; one of {', '.join(LOSS_TYPES)}")
+            raise ValueError(f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}")
         reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
         if args.loss_type == "custom_loss" and not custom_loss:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")

@@ -48,7 +48,7 @@ class LrSchedule:
             warmup = args.critic_lr_warmup_iters
         if args.lr_decay_style != "constant" and warmup >= decay:
             raise ValueError(
-                f"warm-up of {warmup} steps leaves nothing of a decay of {decay} (--lr-decay-iters, or "
+                f"a warm-up of {warmup} steps leaves no steps of a decay over {decay} steps (--lr-decay-iters, or "
                 "--num-rollout x samples / --global-batch-size): lower --lr-warmup-iters"
             )
         return cls(

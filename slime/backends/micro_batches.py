@@ -23,7 +23,7 @@ def of_step(batch: RankBatch, step: int) -> MicroBatches:
     """
     counts = batch["num_microbatches"]
     if not 0 <= step < len(counts):
-        raise IndexError(f"step {step} of a batch with {len(counts)} optimizer steps")
+        raise IndexError(f"there is no step {step} in a batch with {len(counts)} optimizer steps")
     start = sum(counts[:step])
     return [list(indices) for indices in batch["micro_batch_indices"][start : start + counts[step]]]
 

@@ -122,7 +122,7 @@ class SharedBackend:
             missing = sorted(set(range(len(batch["tokens"]))) - {i for indices in training for i in indices})
             if missing:
                 raise ValueError(
-                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so nothing scores them"
+                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so they would not be scored"
                 )
             return training
         # A rank that needs fewer packs divides its samples further instead of running dummies: smaller packs need less

@@ -284,9 +284,9 @@ class StoredTensors:
         for shard in shards:
             stored = self.shapes.get(shard.name)
             if stored is None:
-                problems.append(f"{shard.name} is not there")
+                problems.append(f"{shard.name} is missing")
             elif stored[1:] != shard.full_shape[1:] or (stored != shard.full_shape and not shard.may_be_padded):
-                problems.append(f"{shard.name} is {stored} there, here {shard.full_shape}")
+                problems.append(f"{shard.name} has shape {stored}, but {shard.full_shape} in the model")
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ValueError(f"{self.folder} does not fit the model: {'; '.join(problems[:5])}{more}")

@@ -71,7 +71,7 @@ def test_from_args() -> None:
 
 def test_warmup_as_long_as_the_decay_is_an_error() -> None:
     args = make_args("x", lr_decay_style="linear", lr_warmup_iters=10, lr_decay_iters=10)
-    with pytest.raises(ValueError, match="warm-up of 10 steps leaves nothing"):
+    with pytest.raises(ValueError, match="warm-up of 10 steps leaves no steps of a decay over"):
         LrSchedule.from_args(args)
 
 

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     stored = StoredTensors(tmp_path / "dcp")
     assert "a" in stored and "b" not in stored
     wrong = [*flat_shards("b", torch.zeros(2), []), *flat_shards("a", torch.zeros(5, 3), [])]
-    with pytest.raises(ValueError, match=r"b is not there; a is \(4, 3\) there, here \(5, 3\)"):
+    with pytest.raises(ValueError, match=r"b is missing; a has shape \(4, 3\), but \(5, 3\) in the model"):
         stored.read(wrong)
     padded = torch.full((5, 3), 7.0)
     stored.read([shard._replace(may_be_padded=True) for shard in flat_shards("a", padded, [])])

@@ -139,7 +139,7 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path
 def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_length_is_known() -> None:
     args = make_args(num_rollout=10, lr_decay_style="cosine", lr_warmup_iters=20)
     (problem,) = check_schedules(args)
-    assert problem.startswith("actor: warm-up of 20 steps leaves nothing of a decay of 10")
+    assert problem.startswith("actor: a warm-up of 20 steps leaves no steps of a decay over 10 steps")
     args.num_rollout = None
     assert check_schedules(args) == []
     args.num_rollout = 100

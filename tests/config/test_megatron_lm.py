@@ -125,4 +125,4 @@ def test_a_core_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     said = run_beside(fake_checkout(tmp_path, False), IMPORTED)
     assert f"MegatronError megatron.core 0.99.0 was imported from {tmp_path}/megatron/core, but megatron-core" in said
-    assert "take the other off PYTHONPATH" in said
+    assert "remove the other from PYTHONPATH" in said

@@ -86,7 +86,7 @@ class FsdpState:
             )
         meta = json.loads((path / META).read_text())
         if meta["role"] != self.role:
-            raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {self.role}")
+            raise ValueError(f"{path} contains the state of the {meta['role']}, not of the {self.role}")
         require_undamaged(path, self.rank, self.world_size)
         args = self.args
         copies = [] if args.finetune else meta["copies"]

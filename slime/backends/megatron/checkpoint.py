@@ -85,7 +85,7 @@ class MegatronState:
         """
         meta = read_meta(path)
         if meta["role"] != self.model.role:
-            raise MegatronError(f"{path} holds the state of the {meta['role']}, not of the {self.model.role}")
+            raise MegatronError(f"{path} contains the state of the {meta['role']}, not of the {self.model.role}")
         require_undamaged(path, self.rank, self.world_size)
         args = self.args
         for tag in [] if args.finetune else meta["copies"]:
@@ -157,13 +157,13 @@ class MegatronState:
         if steps and self.args.optimizer == "adam" and not any(name.startswith(needed) for name in stored.shapes):
             raise MegatronError(
                 f"{path} has no moments of Adam under names that this version reads ({needed}...): pass "
-                "--no-load-optim to go on with the weights only"
+                "--no-load-optim to continue with the weights only"
             )
         try:
             of_optimizer = state_shards(self.model.chunks, self.optimizer.chained, stored)
             stored.read([*weight_shards(self.model.chunks), *of_optimizer])
         except ValueError as error:
-            raise MegatronError(f"{error}; --no-load-optim goes on with the weights only") from error
+            raise MegatronError(f"{error}; pass --no-load-optim to continue with the weights only") from error
         self.optimizer.set_adam_steps(adam_steps)
         self.optimizer.set_steps(steps)
 

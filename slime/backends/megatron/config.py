@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig) -> Settings:
-    """Return the shape of the model, from config.json and the user's flags, which take precedence.
+    """Return the shape of the model: what config.json specifies, and the user's flags for everything else.
 
     Args:
         flags: The Megatron flags that the user gave, by name.
@@ -38,13 +38,13 @@ def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config:
     """
     settings = family.settings(hf_config.to_dict())
     differences = [
-        f"--{name.replace('_', '-')} {flag}, but config.json means {settings.get(name)}"
+        f"--{name.replace('_', '-')} {flag}, but config.json specifies {settings.get(name)}"
         for name, flag in flags.items()
         if name in settings and not _same(name, flag, settings)
     ]
     if differences:
         raise MegatronError(
-            f"flags describe another model than {checkpoint}: "
+            f"the flags describe another model than {checkpoint}: "
             + "; ".join(differences)
             + ". Source the model script of this checkpoint, or leave these flags out"
         )

@@ -33,7 +33,9 @@ def prepare() -> str:
             "--train-backend megatron needs megatron-core: pip install 'slime[megatron]', or use --train-backend fsdp"
         ) from None
     if not version.startswith(SUPPORTED):
-        raise MegatronError(f"megatron-core {version} is installed; tested are {', '.join(SUPPORTED)}.x: install one")
+        raise MegatronError(
+            f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested"
+        )
     if importlib.util.find_spec("psutil") is None:
         # megatron-core does not declare this dependency, and without it dist_checkpointing.save waits forever.
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
@@ -60,8 +62,8 @@ def _require_installed(version: str, imported: str, file: Path) -> None:
     if imported != version or (root is not None and not file.resolve().is_relative_to(root)):
         raise MegatronError(
             f"megatron.core {imported} was imported from {file.parent}, but megatron-core {version} is installed"
-            f"{f' in {root}' if root else ''}, and only that one is tested: take the other off PYTHONPATH, and do not "
-            "import it before slime's Megatron backend starts"
+            f"{f' in {root}' if root else ''}, and only that one is tested: remove the other from PYTHONPATH, and do "
+            "not import it before slime's Megatron backend starts"
         )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's GPT model as RL needs it: from a pack to per-token log-probs (actor) or values (critic)."""
+"""Megatron's GPT model for RL: it computes per-token log-probs (actor) or values (critic) of a pack."""
 
 from __future__ import annotations
 
@@ -60,26 +60,27 @@ EMPTY = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class Scoring:
-    """What the last pipeline stage computes of a pack, beside the hidden states."""
+    """What the last pipeline stage computes from the hidden states of a pack."""
 
     logit_index: Tensor = EMPTY
-    """int64 ``[R]``: rows of this rank's ``[T]`` that score a response token."""
+    """int64 ``[R]``: the rows, among the ``T`` tokens of this rank, that predict a response token."""
     targets: Tensor = EMPTY
-    """int64 ``[R]``"""
+    """int64 ``[R]``: the token that each of these rows predicts."""
     temperature: float = 1.0
     with_entropy: bool = False
     entropy_grad: bool = False
     with_logits: bool = False
     chunk_size: int = -1
     fused: bool = False
-    """Compile what is done to logits; for accelerators."""
+    """Whether to compile the operations on logits. This is meant for accelerators."""
 
 
 class PolicyModel(GPTModel):
-    """Its last stage returns :class:`Scores`; logits are made of scored rows only, in chunks."""
+    """A GPT model whose last stage returns :class:`Scores`. Logits are computed for scored rows only, in chunks."""
 
     def _postprocess(self, hidden_states: Tensor, *args: object, labels: Scoring, **kwargs: object) -> Tensor | Scores:
-        """Megatron hands ``labels`` through the whole model to this place: here they are what is to be scored."""
+        """Compute the output of a stage. Megatron passes ``labels`` through the whole model to this method, so slime
+        uses this argument for the :class:`Scoring`."""
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -87,7 +88,7 @@ class PolicyModel(GPTModel):
 
 
 Chunk: TypeAlias = PolicyModel | DistributedDataParallel
-"""A pipeline rank's part of the model, or one of several parts, with or without Megatron's gradient buffers."""
+"""The part of the model on a pipeline rank, or one of its chunks, with or without Megatron's gradient buffers."""
 
 
 def unwrapped(chunk: Chunk) -> PolicyModel:
@@ -95,29 +96,29 @@ def unwrapped(chunk: Chunk) -> PolicyModel:
 
 
 class PolicyHead(nn.Module):
-    """The output embedding, shared out over tensor parallel ranks; made of Megatron's own output layer."""
+    """The output embedding, divided among tensor-parallel ranks. It takes the weight of Megatron's own output layer."""
 
     weight: nn.Parameter | None
-    """None: it is the input embedding's, on the same stage."""
+    """None if the weight is that of the input embedding on the same stage."""
 
     def __init__(self, layer: ColumnParallelLinear, vocab_size: int) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
         self.vocab_size = vocab_size
-        # Megatron pads the vocabulary to a multiple of the ranks. The padding is on the last ones and must not enter
-        # the softmax.
+        # Megatron pads the vocabulary to a multiple of the number of ranks. The padding is on the last ranks and must
+        # not enter the softmax.
         rows = layer.output_size_per_partition
         self.start = rows * self.tp_group.rank()
         self.rows = min(rows, vocab_size - self.start)
         if self.rows < 1:
             raise MegatronError(
-                f"tensor parallel rank {self.tp_group.rank()} would hold padding only: lower "
-                f"--make-vocab-size-divisible-by (vocabulary {vocab_size})"
+                f"tensor-parallel rank {self.tp_group.rank()} would hold only padding of the vocabulary. Lower "
+                f"--make-vocab-size-divisible-by (the vocabulary size is {vocab_size})"
             )
         self.register_parameter("weight", layer.weight)
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
-        # Tied embeddings come as an argument, since the parameter belongs to another module of this stage.
+        # A tied embedding is passed as an argument, because the parameter belongs to another module of this stage.
         padded = self.weight if weight is None else weight
         assert padded is not None
         weight = padded[: self.rows]
@@ -134,7 +135,8 @@ class PolicyHead(nn.Module):
         return Scores(scores.log_probs, scores.entropy, logits)
 
     def _rows(self, hidden: Tensor, scoring: Scoring) -> Tensor:
-        """``[R, H]`` with gradients summed over tensor parallel ranks, since each has those of its rows only."""
+        """Return the scored rows ``[R, H]``. Their gradients are summed over tensor-parallel ranks, because each rank
+        computes only the part of the gradient that belongs to its rows of the vocabulary."""
         if self.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -148,14 +150,14 @@ class PolicyHead(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
     ) -> dict[str, ShardedTensor]:
-        """As the layer that it stands for."""
+        """Return the same tensors as the output layer that this module replaces."""
         tensors = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 class ValueHead(nn.Module):
-    """A critic's ``hidden -> 1``; every tensor parallel rank computes it whole."""
+    """The value head of a critic, ``hidden -> 1``. Every tensor-parallel rank computes all of it."""
 
     def __init__(self, config: TransformerConfig, seed: int, layer: ColumnParallelLinear) -> None:
         super().__init__()
@@ -181,8 +183,14 @@ def build_chunk(
     seed: int,
     rotary: tuple[Tensor, float] | None = None,
 ) -> PolicyModel:
-    """The part of the model that one pipeline rank (one of its model chunks) holds; weights are not set, but for the
-    head of a critic, which comes from ``seed``. ``rotary`` is what ``modules.scaled_frequencies`` returns.
+    """Build the part of the model on a pipeline rank, or one of its model chunks.
+
+    The weights are not initialized, except those of the value head of a critic.
+
+    Args:
+        vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
+        seed: The seed of the value head.
+        rotary: The result of :func:`~slime.backends.megatron.modules.scaled_frequencies`.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
@@ -209,7 +217,7 @@ def build_chunk(
 
 
 def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, float] | None) -> None:
-    """Put slime's rotary positions, and whole low-rank projections, in the place of Megatron's."""
+    """Replace Megatron's rotary embeddings and its low-rank projections by those of slime."""
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary)
     for layer in model.decoder.layers if config.multi_latent_attention else ():
@@ -221,13 +229,13 @@ def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, 
             attention.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)
 
 
-# --- the one layer specification: megatron-core's parallel layers, and slime's norm, attention, MLP and experts ---
+# --- the layer specification: parallel layers of megatron-core; norm, attention, MLP and experts of slime ---
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
 def block_spec(config: TransformerConfig, settings: Settings, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline rank (and model chunk), and the norm behind the last of all."""
+    """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer of the model."""
     with_experts = moe_layers(settings)
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
@@ -237,7 +245,7 @@ def block_spec(config: TransformerConfig, settings: Settings, vp_stage: int | No
 
 
 def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool) -> ModuleSpec:
-    """One decoder layer."""
+    """Return the specification of a decoder layer."""
     normed = ModuleSpec(module=NormedResidual, params={"config": config})
     return ModuleSpec(
         module=TransformerLayer,

@@ -1,5 +1,5 @@
-"""Building blocks that megatron-core has only with Transformer Engine: norm, attention over packs, rotary positions,
-experts in one product, and an MLP that keeps no more than a backward pass must have."""
+"""Modules that megatron-core provides only with Transformer Engine: norm, attention over packs, rotary embeddings,
+grouped experts, and an MLP that saves few tensors for the backward pass."""
 
 from __future__ import annotations
 
@@ -25,27 +25,24 @@ from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Offsets = tuple[tuple[int, int, int], ...]
-"""Axis, place along it and number of parts, for each axis along which a tensor is cut outside of its module."""
-COMPILED_VARIANTS = 64  # of each function below, over all sizes behind the first; torch's own limit is 8
+"""(axis, index of the part, number of parts) for each axis along which a tensor is divided outside of its module."""
+COMPILED_VARIANTS = 64  # per compiled function, one for each combination of trailing sizes; torch's default limit is 8
 
 
 @dataclass
 class Pack(PackedSeqParams):
-    """A micro-batch's layout, handed down to every layer. ``qkv_format`` stays None: Megatron then leaves the
-    ``[T, 1, ...]`` layout alone."""
+    """The layout of a micro-batch, which Megatron passes to every layer. ``qkv_format`` stays None, so that Megatron
+    does not change the layout ``[T, 1, ...]``."""
 
     positions: Tensor | None = None
-    """int64 ``[T]``: position of each of this rank's tokens in its own sample."""
+    """int64 ``[T]``: the position of each token of this rank in its sample."""
     cos_sin: tuple[Tensor, Tensor] | None = None
-    """``[T, 1, rotary dims]`` each, by which the heads are turned; made of the positions once for all layers."""
+    """Cosines and sines of the rotary embedding, each ``[T, 1, rotary dims]``, computed once for all layers."""
     segments: PackSegments | None = None
 
 
@@ -53,14 +50,14 @@ _fused = True
 
 
 def fuse(on: bool) -> None:
-    """Whether this process compiles the functions below for its GPU (``--no-compile-layers``: not)."""
+    """Set whether this process compiles the functions below for its GPU (not with ``--no-compile-layers``)."""
     global _fused
     _fused = on
 
 
 def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """One kernel for what ``fn`` does, where its tensors are on a GPU: for any number of rows, and compiled anew for
-    other sizes behind them, since kernels with all sizes open are several times slower."""
+    """Compile ``fn`` for tensors on a GPU. The first size of each tensor is dynamic. The function is compiled again for
+    other trailing sizes, because kernels in which all sizes are dynamic are several times slower."""
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
     compiled = torch.compile(fn)
@@ -80,12 +77,12 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 @fused_on_cuda
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension."""
+    """Normalize ``x`` over its last dimension."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight. With sequence parallelism each rank sees part of the tokens, so gradients are summed."""
+    """x / rms(x) · weight. With sequence parallelism each rank has part of the tokens, so gradients are summed."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -98,12 +95,12 @@ class RMSNorm(nn.Module):
 
 
 def device_of(config: TransformerConfig) -> torch.device | str | int:
-    """Where parameters are made."""
+    """Return the device on which parameters are created."""
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def plain_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """In the place of Megatron's bias-dropout-add, which keeps a mask of ones where there is no dropout."""
+    """Replace Megatron's bias-dropout-add, which saves a mask of ones for the backward pass even without dropout."""
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
         x, bias = x_with_bias
@@ -113,7 +110,7 @@ def plain_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class NormedResidual(nn.Module):
-    """In the place of Megatron's bias-dropout-add: a norm on the branch before it joins the residual (GLM-4)."""
+    """Replaces Megatron's bias-dropout-add, with a norm on the branch before it is added to the residual (GLM-4)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -154,7 +151,8 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: Pack | None = None,
         **_: object,
     ) -> Tensor:
-        """query ``[T, 1, H, d]`` or ``[T, H, d]``, key and value with their own heads → ``[T, 1, H · d_v]``."""
+        """Return the attention of a pack, ``[T, 1, H · d_v]``. ``query`` is ``[T, 1, H, d]`` or ``[T, H, d]``. ``key``
+        and ``value`` have the same layout, but may have fewer heads."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if self.turns and packed_seq_params.cos_sin is not None:
@@ -166,8 +164,13 @@ class PackedCoreAttention(MegatronModule):
 
 @fused_on_cuda
 def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotary positions: ``q [T, H, d]``, ``k [T, H_kv, d]`` by ``cos, sin [T, 1, r]``, in which each angle is twice;
-    the last ``d - r`` features stay. Pairs are the halves of the first ``r``, or ``interleaved`` neighbours."""
+    """Apply the rotary embedding (RoPE).
+
+    Args:
+        q, k: ``[T, H, d]`` and ``[T, H_kv, d]``. Only the first ``r`` features are rotated.
+        cos, sin: ``[T, 1, r]``, in which each angle occurs twice.
+        interleaved: Whether neighboring features form a pair. Otherwise feature i forms a pair with feature i + r/2.
+    """
     return _turned(q, cos, sin, interleaved), _turned(k, cos, sin, interleaved)
 
 
@@ -176,7 +179,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
-        # Checkpoints of Hugging Face pair feature i with feature i + r/2, those of DeepSeek neighbours.
+        # Checkpoints of Hugging Face pair feature i with feature i + r/2, those of DeepSeek neighboring features.
         first, second = x.chunk(2, -1)
         other = torch.cat((-second, first), -1)
     turned = x * cos + other * sin
@@ -184,9 +187,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class ReplicatedLinear(nn.Module):
-    """A projection that every tensor parallel rank has whole: the low-rank ones of latent attention.
+    """A low-rank projection of latent attention, which every tensor-parallel rank has in full.
 
-    Megatron's own, cut into columns, loses the other ranks' heads in the gradient of the rotary part of the keys.
+    Megatron divides it into columns, and the gradient of the rotary part of the keys then lacks other ranks' heads.
     """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
@@ -196,22 +199,23 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Of this rank's part of the sequence."""
+        """Project this rank's part of the sequence."""
         return F.linear(x, self.weight), None
 
 
 class PackedRotary(nn.Module):
-    """Rotary angles per token of a pack, with the frequencies of one of megatron-core's embeddings.
+    """Rotary angles for each token of a pack, with the frequencies of one of megatron-core's embeddings.
 
-    Megatron asks first for a length, then for the angles of that length. Here the first call puts their cosines and
-    sines into the pack, where the attention finds them, and the second has none for Megatron to turn the heads by.
+    Megatron first calls :meth:`get_rotary_seq_len` and then :meth:`forward` with the length. Here the first call stores
+    cosines and sines in the pack, for :class:`PackedCoreAttention`. The second returns None, so that Megatron itself
+    does not rotate the heads.
     """
 
     frequencies: Tensor
 
     def __init__(self, source: RotaryEmbedding, scaled: tuple[Tensor, float] | None = None) -> None:
-        """``scaled``: frequencies ``[rotary dims / 2]`` in the place of the embedding's, and a factor on cosines and
-        sines."""
+        """Create the embedding. ``scaled`` are frequencies ``[rotary dims / 2]`` that replace those of ``source``, and
+        a factor on cosines and sines."""
         super().__init__()
         self.interleaved = source.rotary_interleaved
         self.scale: float | None = None
@@ -237,7 +241,7 @@ class PackedRotary(nn.Module):
         return None
 
     def angles(self, positions: Tensor) -> Tensor:
-        """float32 ``[T, 1, rotary dims]``."""
+        """Return the angles of tokens, float32 ``[T, 1, rotary dims]``."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
@@ -245,10 +249,10 @@ class PackedRotary(nn.Module):
 
 
 def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
-    """What transformers turns heads by where config.json has YaRN or linear scaling.
+    """Return the rotary frequencies that transformers uses, if config.json has YaRN or linear scaling.
 
     Returns:
-        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for other types.
+        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for other types of scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -260,7 +264,7 @@ def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | No
 
 
 class LatentRotary(PackedRotary):
-    """For latent attention, which turns a part of its heads by itself: the "length" is the positions."""
+    """The rotary embedding of latent attention, which rotates the heads itself: the "length" is the positions."""
 
     def get_rotary_seq_len(
         self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
@@ -268,19 +272,19 @@ class LatentRotary(PackedRotary):
         return pack.positions
 
     def forward(self, length: Tensor | None, **_: object) -> Any:
-        """float32 ``[T, 1, rotary dims]``; with YaRN also its scale."""
+        """Return the angles, float32 ``[T, 1, rotary dims]``, and with YaRN also their scale."""
         assert length is not None
         angles = self.angles(length)
         return angles if self.scale is None else (angles, self.scale)
 
 
 def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor], Tensor], source: Tensor) -> _Result:
-    """``linear(make(source))``, whose backward pass makes the argument again from ``source`` instead of keeping it."""
+    """Compute ``linear(make(source))``. The backward pass computes ``make(source)`` again instead of saving it."""
     inner = make(source)
     place, size = inner.data_ptr(), inner.numel()
 
-    # autograd offers every tensor that the product saves, its weight among them. The argument is known by its address;
-    # only that one is replaced by its shape, from which backward makes it again.
+    # autograd calls `pack` with every tensor that the product saves, including its weight. The result of `make` is
+    # recognized by its address, and only this tensor is replaced by its shape, so that backward computes it again.
     def pack(x: Tensor) -> Tensor | torch.Size:
         return x.shape if x.data_ptr() == place and x.numel() == size else x
 
@@ -295,10 +299,10 @@ def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor]
 
 
 class GatedMLP(MLP):
-    """Megatron's, without the product of gate and up among what is kept for the backward pass."""
+    """Megatron's MLP, which does not save the product of gate and up for the backward pass."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object) -> Any:
-        """``[T, 1, H]`` -> the same, and the bias that is still to be added."""
+        """Return the output, ``[T, 1, H]`` like the input, and the bias that the caller has to add."""
         plain = per_token_scale is None and self.config.activation_func_clamp_value is None
         if not plain or self.config.glu_linear_offset:
             return super().forward(hidden_states, per_token_scale, **kwargs)
@@ -307,29 +311,29 @@ class GatedMLP(MLP):
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
-    """The experts that see every token, likewise."""
+    """The experts that process every token. They save the same tensors as :class:`GatedMLP`."""
 
 
 @fused_on_cuda
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up`` of ``[..., 2 f]`` -> ``[..., f]``."""
+    """Return ``silu(gate) · up``, ``[..., f]``, of the halves of ``gate_up``, ``[..., 2 f]``."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @fused_on_cuda
 def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """The same, each row by its own weight: ``[N, 2 f]``, ``[N]`` -> ``[N, f]``."""
+    """Return :func:`swiglu` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by its weight."""
     gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
 class GroupedExperts(MegatronModule):
-    """The experts of one rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``.
+    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``.
 
-    Tokens come sorted by expert. On CUDA each projection is one grouped product, on the CPU one per expert.
-    Both are always reduced over Megatron's expert-data-parallel group, which leaves no layout out: its own experts
-    are not reduced over tensor parallel ranks where EP and ETP are 1.
+    Tokens are sorted by expert. On CUDA each projection is one grouped product, on the CPU one product per expert. The
+    gradients are always reduced over Megatron's expert-data-parallel group, which is correct in every layout. Those of
+    Megatron's own experts are not reduced over tensor-parallel ranks if EP and ETP are 1.
     """
 
     def __init__(
@@ -348,8 +352,9 @@ class GroupedExperts(MegatronModule):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """tokens ``[N, H]``, probs ``[N]`` → ``[N, H]``, this rank's share where ETP is over 1."""
-        # The dispatcher may leave the counts on the CPU; grouped products need them beside the tokens.
+        """Return the outputs ``[N, H]`` of ``tokens``, ``[N, H]``, which are sorted by expert. ``probs``, ``[N]``, are
+        the routing weights. With expert tensor parallelism, the result is this rank's part of a sum over ranks."""
+        # The dispatcher may leave the counts on the CPU. Grouped products need them on the device of the tokens.
         counts = tokens_per_expert.to(tokens.device, torch.int64)
         gate_up = grouped_linear(tokens, self.gate_up.flatten(1, 2), counts)
         down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
@@ -358,7 +363,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
     ) -> dict[str, ShardedTensor]:
-        """All experts of the model as one tensor each: cut by EP along the first axis, by ETP along the features."""
+        """Return the parameters as parts of tensors that contain all experts of the model. EP divides these tensors
+        along the first axis, and ETP along the features."""
         found = {}
         axes = {"gate_up": 2, "down": 2}
         for name, parameter in self.named_parameters():
@@ -375,8 +381,9 @@ class GroupedExperts(MegatronModule):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``x [N, in]`` by groups of ``counts [n]`` rows with ``weight [n, out, in]`` → ``[N, out]``."""
-    if not len(x):  # nothing was sent to these experts; their gradient is 0
+    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``; returns ``[N, out]``.
+    ``counts``, ``[n]``, are the numbers of rows in the groups."""
+    if not len(x):  # no tokens were routed to these experts; the product gives them a gradient of 0
         return x @ weight[0].t()
     if x.is_cuda and x.dtype == torch.bfloat16:
         offsets = counts.cumsum(0).to(torch.int32)

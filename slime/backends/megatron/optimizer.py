@@ -1,4 +1,4 @@
-"""Megatron's (distributed) optimizer with its parameter scheduler."""
+"""Megatron's optimizer, distributed or not, with its scheduler of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from slime.config.args import Args
 
 
 class ScheduledOptimizer:
-    """One step is: gradients to the main parameters, their norm, clipping, update, learning rate of the next step."""
+    """The optimizer of one rank.
+
+    A step is a call of :meth:`grad_norm` followed by one of :meth:`step`, which clips the gradients, updates the
+    parameters and sets the learning rate of the next step.
+    """
 
     def __init__(self, args: Args, role: str, chunks: list[DistributedDataParallel]) -> None:
         schedule = LrSchedule.from_args(args, role)
@@ -31,10 +35,10 @@ class ScheduledOptimizer:
             for one in self.chained.chained_optimizers:
                 offload_main_parameters(one, fraction)
         if torch.cuda.is_available():
-            for group in self.chained.param_groups:  # Megatron's choice would take as much again as the moments
+            for group in self.chained.param_groups:  # Megatron's default would take as much memory again as the moments
                 group.update(fused=True, foreach=False)
-        # Megatron would copy all bfloat16 gradients to float32 at once, and it has no way to bring gradients to main
-        # parameters in CPU memory. Both go through pieces.
+        # Megatron would copy all bfloat16 gradients to float32 at once, and it cannot copy gradients to main parameters
+        # in CPU memory. In both cases, slime processes the gradients piece by piece.
         in_bf16 = args.megatron.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
         streamed = offloads or bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
         self.streamed = [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
@@ -47,7 +51,7 @@ class ScheduledOptimizer:
             max_lr=schedule.max_lr,
             min_lr=schedule.min_lr,
             lr_warmup_steps=schedule.warmup_steps,
-            # Megatron asserts that the decay is longer than the warm-up, also where the rate stays constant after it.
+            # Megatron asserts that the decay is longer than the warm-up, even for a rate that is constant afterwards.
             lr_decay_steps=max(schedule.decay_steps, schedule.warmup_steps + 1),
             lr_decay_style=schedule.style,
             start_wd=_or(given.get("start_weight_decay"), args.weight_decay),
@@ -67,7 +71,10 @@ class ScheduledOptimizer:
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Of the gradients of all ranks; after it they are ready for :meth:`step`."""
+        """Return the norm of the gradients of all ranks, and prepare them for :meth:`step`.
+
+        This is a collective operation.
+        """
         if self.streamed:
             return math.sqrt(sum(one.squared_norm() for one in self.streamed))
         self.chained.prepare_grads()
@@ -75,10 +82,14 @@ class ScheduledOptimizer:
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
-        """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
+        """Update the parameters, and return the learning rate of this step.
+
+        Args:
+            norm: The result of :meth:`grad_norm`, by which gradients are clipped.
+        """
         used = self.lr
-        # The norm is that of all ranks, computed once in grad_norm. Clipping here only multiplies, so that a step has
-        # no second collective.
+        # grad_norm has computed the norm over all ranks. Clipping here only multiplies the gradients, so a step has no
+        # second collective for it.
         for one in self.streamed:
             one.step(min(self.clip_grad / (norm + 1e-6), 1.0) if self.clip_grad > 0 else 1.0)
         if self.clip_grad > 0 and not self.streamed:
@@ -92,7 +103,7 @@ class ScheduledOptimizer:
         return used
 
     def reset(self) -> None:
-        """Zero the moments and counts of steps (``--reset-optimizer-states``); main parameters are no part of them."""
+        """Set the moments and the counts of steps to 0 (``--reset-optimizer-states``), but not the main parameters."""
         self._steps_since_reset = 0
         for state in self.states():
             for value in state.values():
@@ -100,7 +111,7 @@ class ScheduledOptimizer:
                     value.zero_()
 
     def prime(self) -> None:
-        """Moments of zero before the first step: Megatron's state dicts take it that they exist."""
+        """Create moments of 0 if there were no steps yet, because Megatron's state dicts require that they exist."""
         for optimizer in self._inner():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -109,14 +120,14 @@ class ScheduledOptimizer:
                         optimizer.state[parameter].update(step=_step(group, parameter), **zeros)
 
     def adam_steps(self) -> int:
-        """How many steps Adam's bias corrections count: those since the start, or since its states were reset."""
+        """Return the number of steps for Adam's bias correction: those since the start or the last :meth:`reset`."""
         counts = {int(state["step"]) for state in self.states() if "step" in state}
-        assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
+        assert len(counts) <= 1, f"the parameters have different numbers of optimizer steps: {sorted(counts)}"
         return counts.pop() if counts else self._steps_since_reset  # all parameters of this rank are frozen
 
     def set_adam_steps(self, steps: int) -> None:
-        """Give every parameter that has moments a count of its own: with one tensor for all, torch's Adam would
-        advance it once for each of them."""
+        """Set the number of steps for Adam's bias correction. Every parameter gets its own tensor, because torch's Adam
+        would increment a shared tensor once for each parameter."""
         self._steps_since_reset = steps
         for optimizer in self._inner():
             for group in optimizer.param_groups:
@@ -126,12 +137,12 @@ class ScheduledOptimizer:
                         state["step"] = _step(group, parameter).fill_(float(steps))
 
     def _inner(self) -> list[Any]:
-        """torch's optimizers; a rank without parameters of a kind has None."""
+        """Return torch's optimizers. Megatron has None if the rank has no parameters of a kind."""
         inner = [optimizer.optimizer for optimizer in self.chained.chained_optimizers]
         return [optimizer for optimizer in inner if optimizer is not None]
 
     def kept(self) -> list[dict[str, torch.Tensor]]:
-        """Of every main parameter on this rank, in order: itself, its moments and its count of steps."""
+        """Return each main parameter on this rank with its moments and its count of steps, in a fixed order."""
         groups = [(inner, group) for inner in self._inner() for group in inner.param_groups]
         return [
             {"parameter": p.detach(), **{n: x for n, x in inner.state[p].items() if isinstance(x, torch.Tensor)}}
@@ -140,17 +151,17 @@ class ScheduledOptimizer:
         ]
 
     def set_steps(self, steps: int) -> None:
-        """As many steps were made; the schedule's learning rate is that of the next."""
+        """Set the number of completed steps, and the learning rate of the next step."""
         self.steps = steps
         self.scheduler.num_steps = 0
         self.scheduler.step(increment=steps)
 
     def states(self) -> list[dict[str, Any]]:
-        """The state of every main parameter on this rank."""
+        """Return the state of every main parameter on this rank."""
         return [state for optimizer in self._inner() for state in optimizer.state.values()]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What occupies memory beside the model: moments and main parameters."""
+        """Return the tensors that occupy memory besides the model: moments and main parameters."""
         moments = [x for state in self.states() for x in state.values() if isinstance(x, torch.Tensor)]
         mains = [p for group in self.chained.param_groups for p in group["params"]]
         return [*moments, *(p.detach() for p in mains)]
@@ -161,5 +172,5 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _step(group: Mapping[str, object], parameter: torch.Tensor) -> torch.Tensor:
-    """A count of 0 where torch's Adam keeps it."""
+    """Return a count of 0 on the device on which torch's Adam needs it."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")

@@ -1,7 +1,8 @@
-"""Training state as files of single ranks (``--ckpt-format torch``): plain ``torch.save``, for the same layout.
+"""Training state in one file per rank (``--ckpt-format torch``), written by ``torch.save``. Only the same layout can
+load it.
 
-``weights_TP_PP_ETP_EP.pt`` holds the parameters of one place in the model-parallel grid, ``optimizer_RANK.pt`` what a
-rank's optimizer keeps: main parameters, moments and counts of steps.
+``weights_TP_PP_ETP_EP.pt`` has the parameters of the ranks with these model-parallel ranks. ``optimizer_RANK.pt`` has
+the state of a rank's optimizer: main parameters, moments and counts of steps.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from slime.checkpoint.files import DigestedFile, FileEntry
 
 GRID = ("tp", "pp", "ep", "etp", "vpp")
 Content = dict[Path, list[dict[str, Tensor]]]
-"""What goes into each file."""
+"""The content of each file."""
 
 
 def content(states: list[dict[str, Tensor]], folder: Path) -> Content:
-    """This rank's files of a model's state dicts, copied to the CPU; a collective: of equal places one rank writes."""
+    """Return the files with a model's state dicts that this rank writes, copied to the CPU.
+
+    This is a collective operation. Of the ranks with the same parameters, only one writes.
+    """
     places: list[str] = [_place()]
     if dist.is_initialized():
         places = [""] * dist.get_world_size()
@@ -37,13 +41,13 @@ def content(states: list[dict[str, Tensor]], folder: Path) -> Content:
 
 
 def optimizer_content(optimizer: ScheduledOptimizer, rank: int, folder: Path) -> Content:
-    """The file of this rank's optimizer, copied to the CPU."""
+    """Return the file with the state of this rank's optimizer, copied to the CPU."""
     optimizer.prime()
     return {folder / f"optimizer_{rank}.pt": [_copied(kept) for kept in optimizer.kept()]}
 
 
 def write(files: Content, root: Path) -> list[FileEntry]:
-    """Returns the files with their digests, and with paths relative to ``root``."""
+    """Write the files, and return them with their digests and with paths relative to ``root``."""
     entries = []
     for path, state in files.items():
         with DigestedFile(path) as file:
@@ -53,16 +57,20 @@ def write(files: Content, root: Path) -> list[FileEntry]:
 
 
 def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> list[dict[str, Tensor]]:
-    """State dicts of this rank's part of the model.
+    """Read the state dicts of this rank's part of the model.
+
+    Args:
+        saved: The layout of the run that wrote the files.
+        here: The layout of this run.
 
     Raises:
-        MegatronError: another layout wrote them.
+        MegatronError: The files were written with another layout.
     """
     _same(folder, {name: saved[name] for name in GRID}, {name: here[name] for name in GRID})
     file = folder / f"weights_{_place()}.pt"
     if not file.is_file():
         raise MegatronError(
-            f"{folder} has no {file.name}: it was written by another layout; give as many ranks as then"
+            f"{folder} has no {file.name}: it was saved with another layout. Use as many ranks as when it was saved"
         )
     states: list[dict[str, Tensor]] = torch.load(file, map_location="cpu", weights_only=True)
     return states
@@ -72,10 +80,10 @@ def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
 def read_optimizer(
     optimizer: ScheduledOptimizer, rank: int, folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
 ) -> None:
-    """Main parameters, moments and steps, each into the tensor that is there.
+    """Read main parameters, moments and counts of steps into the tensors of ``optimizer``.
 
     Raises:
-        MegatronError: another layout, or other numbers of ranks, wrote them.
+        MegatronError: The files were written with another layout or another number of ranks.
     """
     _same(folder, saved, here)
     optimizer.prime()
@@ -89,13 +97,13 @@ def _same(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> No
     different = [f"{name} {saved[name]} (here {here[name]})" for name in saved if saved[name] != here[name]]
     if different:
         raise MegatronError(
-            f"{folder} was saved with --ckpt-format torch by another layout: {', '.join(different)}. Use that one, or "
-            "--no-load-optim where only the number of ranks differs; torch_dist alone moves between layouts"
+            f"{folder} was saved with --ckpt-format torch in another layout: {', '.join(different)}. Use that layout, "
+            "or --no-load-optim if only the number of ranks differs; only torch_dist can be loaded in another layout"
         )
 
 
 def _place() -> str:
-    """Where this rank stands in the model-parallel grid."""
+    """Return this rank's coordinates in the model-parallel grid, as text for a file name."""
     ranks = (
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
@@ -106,5 +114,5 @@ def _place() -> str:
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, each tensor in memory of its own: parameters are views of large buffers."""
+    """Copy tensors to the CPU, each into its own memory, because parameters are views of large buffers."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

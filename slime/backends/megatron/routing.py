@@ -1,8 +1,9 @@
-"""Routing replay: experts are chosen as in an earlier pass (R2), or as the engine chose them (R3).
+"""Routing replay: a forward pass uses the experts that an earlier pass (R2) or the engine (R3) chose.
 
-Without it, a token that the trainer sends to other experts than the engine did has a log-prob of another model. The
-choices of a sample are int16 ``[total_length, layers, top-k]`` of this rank's layers, −1 where nobody said: there the
-router chooses. They stand in the rank batch, under ``ROUTING``, from the pass that records to those that replay.
+Without it, if the trainer routes a token to other experts than the engine did, its log-prob is that of another model.
+The choices of a sample are int16 ``[total_length, layers, top-k]`` for the layers of this rank. Where a choice is not
+known, it is −1, and the router chooses. The rank batch has the choices under the key ``ROUTING``, from the pass that
+records them to those that replay them.
 """
 
 from __future__ import annotations
@@ -26,43 +27,43 @@ from slime.data.fields import RankBatch
 
 ROUTING = "routing_choices"
 ENGINE = "rollout_routed_experts"
-"""Of the engine, per sample ``[total_length - 1, layers, top-k]``."""
+"""The key of the engine's choices, ``[total_length - 1, layers, top-k]`` for each sample."""
 Mode = Literal["record", "replay"]
 Choose = Callable[..., tuple[Tensor, Tensor]]
-"""Megatron's own choice: scores and experts of each token."""
+"""Megatron's function that chooses experts. It returns scores and experts of each token."""
 
 
 class LayerReplay:
-    """In the place of megatron-core's RouterReplay, on one router."""
+    """Replaces megatron-core's RouterReplay of one router."""
 
     def __init__(self) -> None:
         self.mode: Mode | None = None
         self.target: Tensor | None = None
         self.recorded: Tensor | None = None
         self.pending: deque[Tensor] = deque()
-        """Targets whose forward may be computed again in backward, oldest first."""
+        """Targets of forward passes that backward may compute again, oldest first."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Choose
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts of each token, ``[T, topk]``."""
+        """Return the scores and experts of each token, both ``[T, topk]``."""
         values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.mode == "record":
             self.recorded = own
         target = self.target
-        # With activation checkpointing backward runs the forward once more, outside of `around`. Backward passes come
-        # in the order of the forward passes, so the oldest target is the right one.
+        # With activation checkpointing, backward runs the forward pass again, outside of `around`. Backward passes have
+        # the order of the forward passes, so the oldest target is the right one.
         if target is None and self.mode != "record" and self.pending:
-            target = self.pending.popleft()  # a forward that is computed again
+            target = self.pending.popleft()  # a forward pass that is computed again
         if target is None:
             return values, own
         chosen = torch.where(target >= 0, target.to(own.dtype), own)
-        # The choice is replayed, the weights of the chosen experts are not: gradients flow through the current scores.
+        # Only the choice of experts is replayed, not their weights, so that gradients flow through the current scores.
         return scores.gather(1, chosen), chosen
 
 
 class RoutingReplay:
-    """All routers of this rank's model chunks."""
+    """Records and replays the choices of all routers in this rank's model chunks."""
 
     def __init__(
         self, chunks: list[PolicyModel], with_experts: list[bool], sequence_parallel: bool, from_engine: bool
@@ -83,7 +84,7 @@ class RoutingReplay:
 
     @contextmanager
     def during(self, batch: RankBatch, mode: Mode) -> Iterator[Around]:
-        """A pass over a batch; gives what ``run_schedule`` calls around each forward."""
+        """Record or replay in one pass over a batch. The result is the argument ``around`` of ``run_schedule``."""
         if self.from_engine and ROUTING not in batch:
             batch[ROUTING] = self._of_engine(batch)
         store: list[np.ndarray | None] = batch.setdefault(ROUTING, [None] * len(batch["tokens"]))
@@ -110,7 +111,7 @@ class RoutingReplay:
 
     def _of_engine(self, batch: RankBatch) -> list[np.ndarray | None]:
         if batch.get(ENGINE) is None:
-            raise MegatronError("--use-rollout-routing-replay needs the engine's choices: the samples have none")
+            raise MegatronError("--use-rollout-routing-replay: the samples have no choices of experts from the engine")
         store: list[np.ndarray | None] = []
         for routed, total in zip(batch[ENGINE], batch["total_lengths"], strict=True):
             routed = torch.as_tensor(routed)
@@ -120,7 +121,7 @@ class RoutingReplay:
                 mine = routed[:, [self.expert_layers.index(layer) for layer in self.layers]]
             else:
                 raise MegatronError(
-                    f"the engine's routing has {routed.shape[1]} layers, the model {self.num_layers}, "
+                    f"the engine chose experts for {routed.shape[1]} layers, but the model has {self.num_layers}, "
                     f"{len(self.expert_layers)} of them with experts"
                 )
             choices = np.full((int(total), *mine.shape[1:]), -1, np.int16)
@@ -129,7 +130,7 @@ class RoutingReplay:
         return store
 
     def _targets(self, store: list[np.ndarray | None], micro: MicroBatch) -> Tensor:
-        """int64 ``[T, layers, top-k]`` of this rank's part of the pack."""
+        """Return the choices for this rank's part of the pack, int64 ``[T, layers, top-k]``."""
         positions = micro.positions
         shape = next((x.shape[1:] for x in store if x is not None), (len(self.layers), 1))
         rows = np.full((len(positions), *shape), -1, np.int16)

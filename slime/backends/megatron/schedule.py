@@ -1,6 +1,6 @@
-"""Run a pass over micro-batches with megatron-core's schedules: none, 1F1B, or interleaved.
+"""Run a pass over micro-batches with megatron-core's schedules: no pipeline, 1F1B, or interleaved.
 
-Gradients of the passes inside :func:`without_a_trace` are thrown away: what such passes take of memory is measured.
+Passes whose memory is measured run in :func:`without_a_trace`, which discards their gradients.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from slime.backends.token_batch import Scores
 
 Chunks = list[DistributedDataParallel]
 OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
-"""On the last stage: the micro-batch's loss (scalar), and what to return of it."""
+"""Computes, on the last stage, the loss of a micro-batch (a scalar) and results for the caller of the schedule."""
 Around = Callable[[PolicyModel, MicroBatch], contextlib.AbstractContextManager[None]]
-"""(model chunk, micro-batch) → what its forward runs in."""
+"""Returns the context in which the forward pass of a model chunk over a micro-batch runs."""
 
 
 def run_schedule(
     chunks: Chunks, micros: list[MicroBatch], on_scores: OnScores, forward_only: bool, around: Around | None = None
 ) -> list[dict[str, Tensor]]:
-    """Forward, and backward unless ``forward_only``, of all micro-batches on this rank's model chunks.
+    """Run forward and, unless ``forward_only``, backward passes of all micro-batches on this rank's model chunks.
 
-    ``around`` is entered for each forward of a chunk.
+    Args:
+        around: Creates the context of each forward pass of a chunk.
 
-    Returns the second results of ``on_scores``, in order; nothing on stages before the last.
+    Returns:
+        The second results of ``on_scores``, in order. The list is empty on stages before the last.
     """
     for chunk in chunks:
-        chunk.train(not forward_only)  # dropout is 0; recomputation and checks of Megatron depend on it
+        chunk.train(not forward_only)  # dropout is 0, but Megatron's recomputation and checks depend on the mode
     iterators = [iter(micros) for _ in chunks]
     several = len(chunks) > 1
     return get_forward_backward_func()(
@@ -45,8 +47,8 @@ def run_schedule(
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(micros),
-        # Packs differ in length. With several stages the config has variable_seq_lengths: neighbours exchange shapes
-        # before tensors, and this number only has to be there.
+        # Packs differ in length. With several stages the config has variable_seq_lengths, so neighboring stages
+        # exchange shapes before tensors. The value here is required, but has no effect.
         seq_length=max(micro.num_tokens for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -70,7 +72,7 @@ def _forward(
 
 def _reduce(on_scores: OnScores, micro: MicroBatch, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     loss, result = on_scores(micro, scores)
-    # Megatron counts tokens to divide by; losses are divided already.
+    # Megatron would divide by the number of tokens. The losses are already divided, so the number here is 0.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
 
@@ -78,16 +80,16 @@ def _reduce(on_scores: OnScores, micro: MicroBatch, scores: Scores) -> tuple[Ten
 
 
 def no_loss(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of 0 that needs the whole backward pass."""
+    """Return a loss of 0 whose gradient nevertheless requires the whole backward pass."""
     return scores.trained.sum() * 0.0, {}
 
 
 @contextlib.contextmanager
 def without_a_trace(config: TransformerConfig, chunks: Chunks) -> Iterator[None]:
-    """Gradients of the passes inside are zeroed, and experts' biases do not see their tokens.
+    """Discard the effects of the passes in this context: gradients, and the counts of tokens for the experts' biases.
 
     Args:
-        config: Megatron's, of the chunks.
+        config: The config of the chunks.
     """
     sum_gradients = config.finalize_model_grads_func
     config.finalize_model_grads_func = _finish_communication
@@ -101,10 +103,10 @@ def without_a_trace(config: TransformerConfig, chunks: Chunks) -> Iterator[None]
             chunk.zero_grad_buffer()
             for module in chunk.modules():
                 if (counts := getattr(module, "local_tokens_per_expert", None)) is not None:
-                    counts.zero_()  # the next update of the experts' biases would count them
+                    counts.zero_()  # otherwise the next update of the experts' biases would use them
 
 
 def _finish_communication(chunks: Chunks, num_tokens: Tensor | None = None, **kwargs: object) -> None:
-    """Wait for gradients that are being reduced; they are not used."""
+    """Wait for gradients that are being reduced. They are not used."""
     for chunk in chunks:
         chunk.finish_grad_sync()

@@ -1,9 +1,9 @@
-"""Which rectangles of the whole model's tensors a rank's parameters and optimizer state are.
+"""The positions of a rank's parameters and optimizer state in the tensors of the whole model, as rectangles.
 
-megatron-core's sharded state dicts say where a local parameter lies in the whole model. The distributed optimizer keeps
-a flat range of each parameter, which is a few rectangles of it (:func:`~slime.backends.tensor_shards.boxes`). A rank
-writes its own range of the weights, too, so that replicas share the work; names are megatron-core's ("fully
-reshardable").
+megatron-core's sharded state dicts give the position of each local parameter in the whole model. The distributed
+optimizer has a flat range of each parameter, which consists of a few rectangles
+(:func:`~slime.backends.tensor_shards.boxes`). A rank also writes only this range of the weights, so that replicas share
+the work. The names of tensors are those of megatron-core's "fully reshardable" format.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, shar
 STATE = "optimizer.state."
 MAIN = "param"
 MAIN_NAMES = (MAIN, "fp32_param")
-"""Of main parameters in checkpoints, the second in those that megatron-core wrote without the distributed optimizer."""
+"""Names of main parameters in checkpoints. megatron-core writes the second without the distributed optimizer."""
 
 
 class Place(NamedTuple):
-    """Where contiguous elements of a local tensor lie in one of the whole model."""
+    """The position of contiguous elements of a local tensor in a tensor of the whole model."""
 
     name: str
     start: int
-    """Of the first element in the local tensor."""
+    """The index of the first element in the flattened local tensor."""
     shape: tuple[int, ...]
-    """With as many axes as the whole tensor."""
+    """The shape of these elements, with as many axes as the whole tensor."""
     offsets: tuple[int, ...]
     full_shape: tuple[int, ...]
     may_be_padded: bool
 
     def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
-        """What of the elements ``start`` to ``end`` of the local tensor lies here.
+        """Yield the shards of the elements ``start`` to ``end`` of the flattened local tensor that are in this place.
 
         Args:
-            flat: those elements from ``base`` on, or what belongs to them, like a moment.
+            flat: The elements of the local tensor from ``base`` on, or values that belong to them, such as moments.
+            prefix: A prefix of the names of the shards.
         """
         numel = math.prod(self.shape)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
@@ -62,7 +63,7 @@ class Parameter(NamedTuple):
     tensor: Tensor
     places: list[Place]
     is_written: bool
-    """False on all but one of the tensor and pipeline parallel ranks that hold the same."""
+    """False on all but one of the tensor- and pipeline-parallel ranks that have the same tensor."""
 
     def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
         for place in self.places:
@@ -70,7 +71,7 @@ class Parameter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps of a parameter on this rank: of its elements ``start`` to ``end``."""
+    """The state that an optimizer on this rank has for the elements ``start`` to ``end`` of a parameter."""
 
     start: int
     end: int
@@ -78,16 +79,16 @@ class Kept(NamedTuple):
     inner: torch.optim.Optimizer
     """torch's optimizer, which has the moments of ``main``."""
     is_separate: bool
-    """Whether ``main`` is float32 beside a parameter of fewer bits. Otherwise it equals the parameter."""
+    """Whether ``main`` is a float32 copy of a parameter in lower precision. Otherwise it equals the parameter."""
 
     def moments(self) -> dict[str, Tensor]:
-        """By name; without the count of steps."""
+        """Return the moments by name, without the count of steps."""
         state: dict[str, Any] = self.inner.state.get(self.main, {})
         return {name: x for name, x in state.items() if isinstance(x, Tensor) and name != "step"}
 
 
 def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
-    """Parameters, and buffers that are trained, of this rank's model chunks."""
+    """Return the parameters of this rank's model chunks, and the buffers that are trained."""
     metadata = {
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
@@ -101,7 +102,7 @@ def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
             elif isinstance(sharded, ShardedTensor):
                 parts = [sharded]
             else:
-                continue  # the extra state of a module: nothing of ours has one
+                continue  # the extra state of a module, which no module of slime has
             places = [_place(part, sharded.data) for part in parts]
             found.append(Parameter(sharded.data, places, not any(sharded.replica_id[:-1])))
     return found
@@ -110,18 +111,18 @@ def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
 def _place(part: ShardedTensor, whole: Tensor) -> Place:
     assert part.data.is_contiguous() and whole.is_contiguous(), f"{part.key} is not contiguous in memory"
     start, rest = divmod(part.data.data_ptr() - whole.data_ptr(), whole.element_size())
-    assert 0 <= start <= whole.numel() - part.data.numel() and not rest, f"{part.key} is a copy of its parameter"
+    assert 0 <= start <= whole.numel() - part.data.numel() and not rest, f"{part.key} is no view of its parameter"
     shape = (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)
     return Place(part.key, start, shape, part.global_offset, part.global_shape, part.allow_shape_mismatch)
 
 
 def is_sharded(chained: ChainedOptimizer) -> bool:
-    """Whether the distributed optimizer is used, which keeps each element on one replica only."""
+    """Return whether the distributed optimizer is used, which has the state of each element on one replica only."""
     return any(isinstance(one, DistributedOptimizer) for one in chained.chained_optimizers)
 
 
 def kept_state(chained: ChainedOptimizer) -> dict[int, Kept]:
-    """By ``id`` of the parameter, of all optimizers on this rank."""
+    """Return the state that this rank's optimizers have, by the ``id`` of the parameter."""
     found = {}
     for optimizer in chained.chained_optimizers:
         if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer is None:
@@ -137,7 +138,7 @@ def kept_state(chained: ChainedOptimizer) -> dict[int, Kept]:
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Parameters of the model with what the optimizer updates, and whether that is of another dtype."""
+    """Yield each parameter of the model, its main parameter, and whether the main parameter has another dtype."""
     if isinstance(optimizer, DistributedOptimizer):
         groups = [(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True)]
         groups.append((optimizer.model_fp32_groups, optimizer.shard_fp32_groups, False))
@@ -159,11 +160,12 @@ def written_shards(
     copies: Mapping[int, Tensor] | None = None,
     with_optimizer: bool = False,
 ) -> list[TensorShard]:
-    """What this rank writes of the weights and, if asked, of the optimizer's state.
+    """Return the shards that this rank writes of the weights and, if requested, of the optimizer's state.
 
     Args:
         chained: Megatron's optimizers.
-        copies: by ``id`` of each parameter the weights to write, where they are not the live ones.
+        copies: The weights to write by the ``id`` of each parameter. Default: the parameters themselves.
+        with_optimizer: Whether to return the optimizer's state, too.
     """
     kept, sharded = kept_state(chained), is_sharded(chained)
     shards: list[TensorShard] = []
@@ -171,8 +173,8 @@ def written_shards(
         if not parameter.is_written:
             continue
         state = kept.get(id(parameter.tensor))
-        # A rank writes the range of the weights whose optimizer state it keeps, so that replicas share the work. Frozen
-        # parameters have no such range and are divided evenly.
+        # A rank writes the range of the weights whose optimizer state it has, so that replicas share the work. Frozen
+        # parameters have no such range, so they are divided evenly.
         if sharded and parameter.tensor.requires_grad:
             start, end = (state.start, state.end) if state is not None else (0, 0)
         else:
@@ -189,14 +191,14 @@ def written_shards(
 
 
 def _share(tensor: Tensor) -> tuple[int, int]:
-    """This rank's part of a parameter that all its replicas hold alike."""
+    """Return the range that this rank writes of a parameter which is equal on all its replicas."""
     is_expert = not getattr(tensor, "allreduce", True)
     group = mpu.get_expert_data_parallel_group() if is_expert else mpu.get_data_parallel_group(True)
     return share(tensor.numel(), group.rank(), group.size())
 
 
 def weight_shards(chunks: Sequence[Chunk]) -> list[TensorShard]:
-    """All weights on this rank, to be read."""
+    """Return the shards of all weights on this rank, into which a checkpoint is read."""
     return [
         shard
         for parameter in parameters(chunks)
@@ -205,11 +207,12 @@ def weight_shards(chunks: Sequence[Chunk]) -> list[TensorShard]:
 
 
 def state_shards(chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors) -> list[TensorShard]:
-    """All of the optimizer's state on this rank, to be read. Moments are made where the checkpoint has them; a main
-    parameter that it lacks is the weight.
+    """Return the shards of the optimizer's state on this rank, into which a checkpoint is read.
+
+    Moments are created if the checkpoint has them. If it lacks a main parameter, the weight is read instead.
 
     Raises:
-        ValueError: a weight in fewer bits is all that the checkpoint has of a main parameter.
+        ValueError: The checkpoint lacks a main parameter, and has the weight only in lower precision than float32.
     """
     kept = kept_state(chained)
     shards: list[TensorShard] = []
@@ -222,7 +225,7 @@ def state_shards(chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: Sto
         for place in parameter.places:
             dtype = stored.dtypes.get(prefix + place.name)
             if state.is_separate and dtype not in (None, torch.float32):
-                raise ValueError(f"{stored.folder} has {place.name} in {dtype} only, and no float32 main parameter")
+                raise ValueError(f"{stored.folder} has {place.name} only in {dtype}, without a float32 main parameter")
         main = state.main.detach().view(-1)
         shards += parameter.shards(main, state.start, state.start, state.end, prefix)
         for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):

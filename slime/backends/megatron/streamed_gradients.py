@@ -1,11 +1,11 @@
-"""A distributed optimizer's step without a float32 copy of all gradients at once, wherever its main parameters are.
+"""The step of a distributed optimizer without a float32 copy of all gradients, also for main parameters on the CPU.
 
-``--optimizer-cpu-offload`` keeps main parameters and moments in CPU memory. megatron-core's own
-``HybridDeviceOptimizer`` is not used: it offloads nothing unless a fraction is given, keeps each gradient for the next
-call of ``step``, and cannot load a state whose main parameters are float32. Here torch's Adam stays the inner
-optimizer. :func:`offload_main_parameters` replaces a share of the float32 main parameters by tensors in CPU memory
-before the first step, so that their moments are made there, too. :class:`StreamedGradients` brings each gradient to the
-device of its main parameter.
+With ``--optimizer-cpu-offload``, main parameters and moments are in CPU memory. megatron-core's own
+``HybridDeviceOptimizer`` is not used for this, because it offloads nothing unless a fraction is given, keeps each
+gradient until the next call of ``step``, and cannot load a state whose main parameters are float32. Here torch's Adam
+remains the inner optimizer. :func:`offload_main_parameters` replaces a fraction of the float32 main parameters by
+tensors in CPU memory before the first step, so that their moments are created there, too. :class:`StreamedGradients`
+copies each gradient to the device of its main parameter.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ class _Pair(NamedTuple):
     end: int
 
     def gradient(self) -> Tensor:
-        """float32 on the device of the model; of a float32 buffer it is a view."""
+        """Return the gradient in float32 on the device of the model. If the buffer is float32, it is a view."""
         gradient: Tensor = self.model.main_grad  # type: ignore[attr-defined]
         return gradient.view(-1)[self.start : self.end].float()
 
 
 class StreamedGradients:
-    """Megatron copies all gradients of a ``--grad-reduce-in-bf16`` buffer to float32 at once, which takes another four
-    bytes a parameter beside weights, gradients and optimizer. Here each piece is copied, used and freed in turn: once
-    for the norm, once for the step. Main parameters in CPU memory (``--optimizer-cpu-offload``) get their gradients
-    through a pinned buffer of one piece.
+    """Computes the gradient norm and the step of an optimizer piece by piece.
+
+    Megatron copies all gradients of a ``--grad-reduce-in-bf16`` buffer to float32 at once, which takes another four
+    bytes per parameter. Here one piece after the other is copied, used and freed: once for the norm and once for the
+    step. Gradients of main parameters in CPU memory (``--optimizer-cpu-offload``) are copied through a pinned buffer of
+    the size of a piece.
 
     Args:
-        optimizer: one of Megatron's distributed optimizers.
+        optimizer: One of Megatron's distributed optimizers.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -51,11 +53,12 @@ class StreamedGradients:
 
     @property
     def pieces(self) -> list[list[_Pair]]:
-        """Parameters whose gradients are float32 at the same time; made anew, since loading may replace tensors."""
+        """Groups of parameters whose gradients are in float32 at the same time. They are computed again for each use,
+        because loading a checkpoint may replace tensors."""
         return [] if self.optimizer.is_stub_optimizer else _pieces(self.optimizer)
 
     def squared_norm(self) -> float:
-        """Of the gradients of all ranks that this optimizer knows of; every rank must ask."""
+        """Return the squared norm of this optimizer's gradients over all ranks. This is a collective operation."""
         total = torch.zeros(1, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         for piece in self.pieces:
             gradients = [pair.gradient() for pair in piece if self._counts(pair.main)]
@@ -65,17 +68,18 @@ class StreamedGradients:
         return float(total)
 
     def _counts(self, main: Tensor) -> bool:
-        """Megatron's own rule (``get_main_grads_for_grad_norm``): each parameter of the whole model once."""
+        """Return whether a gradient counts on this rank, by Megatron's rule (``get_main_grads_for_grad_norm``): each
+        parameter of the whole model counts once."""
         group = getattr(self.optimizer, "tp_group", None)
         return bool(param_is_not_shared(main)) and bool(param_is_not_tensor_parallel_duplicate(main, group))
 
     def step(self, scale: float) -> None:
-        """Update the main parameters with the gradients times ``scale``; model parameters are as before."""
+        """Update the main parameters with the gradients times ``scale``. The parameters of the model do not change."""
         for _ in self._in_turn(scale):
             self.optimizer.optimizer.step()
 
     def _in_turn(self, scale: float) -> Iterator[None]:
-        """Each piece with its gradients in place, on the device of its main parameters."""
+        """Yield once per piece, while the main parameters of the piece have their gradients, on their own device."""
         for piece in self.pieces:
             start = 0
             for pair in piece:
@@ -93,7 +97,7 @@ class StreamedGradients:
                 pair.main.grad = None
 
     def _host_memory(self, piece: list[_Pair]) -> Tensor:
-        """Pinned float32 with room for a piece; used by one piece after the other."""
+        """Return a pinned float32 buffer for the gradients of a piece. All pieces use the same buffer."""
         numel = sum(pair.main.numel() for pair in piece)
         if self._host is None or self._host.numel() < numel:
             self._host = torch.empty(numel, dtype=torch.float32, pin_memory=True)
@@ -105,11 +109,12 @@ def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) ->
     """Replace main parameters by copies in CPU memory.
 
     Args:
-        optimizer: before its first step.
-        fraction: of this rank's elements in ``optimizer``; parameters move whole and in order until it is reached.
+        optimizer: The optimizer, before its first step.
+        fraction: The fraction of this rank's elements in ``optimizer`` to replace. Whole parameters are replaced, in
+            order, until this fraction is reached.
 
     Returns:
-        The number of elements that moved.
+        The number of elements that were replaced.
     """
     if optimizer.is_stub_optimizer:
         return 0
@@ -122,7 +127,7 @@ def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) ->
             if count < wanted:
                 group[place] = moved[id(main)] = _on_cpu(main)
                 count += main.numel()
-    # Megatron keeps the groups that it made torch's optimizer from. They would keep the replaced parameters alive.
+    # Megatron keeps the groups from which it created torch's optimizer. They would keep the old parameters in memory.
     made_from = [ranges["orig_group"] for ranges in optimizer.opt_group_ranges]
     for inner_group in [*optimizer.optimizer.param_groups, *made_from]:
         inner_group["params"] = [moved.get(id(main), main) for main in inner_group["params"]]
@@ -133,7 +138,7 @@ def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) ->
 
 
 def _on_cpu(main: Tensor) -> Tensor:
-    """A copy of a main parameter, with what Megatron's gradient norm asks of it."""
+    """Copy a main parameter to the CPU, with the attributes that Megatron's gradient norm needs."""
     copy = main.detach().to("cpu", copy=True)
     tensor_parallel.copy_tensor_model_parallel_attributes(copy, main)
     if hasattr(main, "shared"):
@@ -151,7 +156,7 @@ def _pieces(optimizer: DistributedOptimizer) -> list[list[_Pair]]:
             if size >= PIECE_BYTES:
                 pieces.append([])
                 size = 0
-            # A distributed optimizer owns a flat range of each parameter, which need not end where a row does.
+            # A distributed optimizer has a flat range of each parameter, which may end within a row.
             own = optimizer._get_model_param_range_map(model)["param"]
             pieces[-1].append(_Pair(model, main, own.start, own.end))
             size += 4 * own.size

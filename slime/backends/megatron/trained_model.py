@@ -1,4 +1,4 @@
-"""This rank's part of the model: built, filled with weights, and wrapped in Megatron's gradient buffers."""
+"""Build this rank's part of the model, load its weights, and wrap it in Megatron's gradient buffers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from slime.weights.torch_dist import RANK_FILES, TENSORS, read_meta
 
 
 class TrainedModel:
-    """The model chunks of a rank with their weights, and what is known of the whole model.
+    """The model chunks of a rank with their weights, and the configuration of the whole model.
 
     Attributes:
-        chunks: one, or several with interleaved pipelines.
-        routing: None without ``--use-routing-replay``.
+        chunks: One model chunk, or several with interleaved pipelines.
+        routing: The routing replay; None without ``--use-routing-replay`` or without experts, and for a critic.
     """
 
     def __init__(self, args: Args, role: str, layout: ParallelLayout, rank: int, device: torch.device) -> None:
@@ -48,7 +48,8 @@ class TrainedModel:
         models = [build_chunk(self.config, self.settings, role, stage, seed, rotary) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
-        # Weights are read and frozen before the gradient buffers are made: those have room for what is trained only.
+        # Weights are read and frozen before the gradient buffers are created, because these have room only for
+        # parameters that are trained.
         self.read_weights(initial_weights(args.load, args.ref_load, args.hf_checkpoint))
         names = self.weights.hf_names
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
@@ -62,49 +63,52 @@ class TrainedModel:
             )
         ddp = ddp_config(args.megatron)
         self.chunks = [
-            # As Megatron does it: the reductions of later chunks overlap with the computation of other chunks anyway,
-            # so they need no buckets of their own.
+            # Megatron does the same: the reductions of later chunks overlap with the computation of other chunks
+            # anyway, so later chunks need no buckets.
             DistributedDataParallel(self.config, ddp, model, disable_bucketing=i > 0)
             for i, model in enumerate(models)
         ]
         self.lazy_gather = bool(ddp.overlap_param_gather)
-        # Megatron's schedules read these hooks from the config. The loss needs no scale: bfloat16 has the exponents of
-        # float32.
+        # Megatron's schedules read these hooks from the config. The loss is not scaled, because bfloat16 has the same
+        # range of exponents as float32.
         self.config.grad_scale_func = None
         self.config.finalize_model_grads_func = _sum_gradients
         if ddp.overlap_grad_reduce:
-            # Without these the first micro-batch of a step would start to reduce gradients to which later ones still
-            # add.
+            # Otherwise the first micro-batch of a step would start to reduce gradients to which later micro-batches
+            # still add.
             waits = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
     @property
     def pad_multiple(self) -> int:
-        """What the number of a rank's tokens is padded to a multiple of."""
+        """The number of tokens on a rank is padded to a multiple of this."""
         multiple = self.layout.tp if self.config.sequence_parallel else 1
-        if self.device.type == "cuda":  # fewer shapes for kernels
+        if self.device.type == "cuda":  # kernels are reused if there are fewer different shapes
             multiple *= -(-self.args.data_pad_size_multiplier // (multiple * self.layout.cp))
         return max(multiple, 1)
 
     def read_weights(self, path: str) -> None:
-        """Read a Hugging Face folder, or Megatron weights of any layout, into the live parameters."""
+        """Read a Hugging Face folder, or a Megatron checkpoint of any layout, into the parameters."""
         folder = megatron_folder(path)
         if folder is None:
-            if self.rank == 0:  # the driver has looked already, where it had the files
+            if self.rank == 0:  # the driver could check the folder only if it had the files
                 check_checkpoint(path, self.args.trust_remote_code)
             self.weights.load(HfFolder(path))
         else:
             load_weights(self, folder)
 
     def finish_gather(self) -> None:
-        """With ``--overlap-param-gather`` the last update reaches this rank's weights only when they are used next, so
-        whoever reads or replaces them outside of a training pass calls this first."""
+        """Complete the last update of this rank's weights.
+
+        With ``--overlap-param-gather``, updated weights are gathered only when they are next used. Call this method
+        before weights are read or replaced outside of a training pass.
+        """
         if self.lazy_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def drop_gradients(self) -> None:
-        """Give the memory of the gradient buffers back. Their tensors stay, since Megatron has views of them."""
+        """Free the memory of the gradient buffers. The tensors remain, because Megatron has views of them."""
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(0)
 
@@ -120,15 +124,15 @@ class TrainedModel:
 
 
 def initial_weights(load: str | None, ref_load: str, hf_checkpoint: str) -> str:
-    """``--load`` where it names weights to start from (a snapshot is read later), else ``--ref-load`` where that is a
-    Megatron checkpoint, else ``--hf-checkpoint``."""
+    """Return the folder of the initial weights: ``--load`` if it has weights, otherwise ``--ref-load`` if it is a
+    Megatron checkpoint, otherwise ``--hf-checkpoint``. A snapshot is loaded later."""
     if load and any((Path(load) / name).is_file() for name in ("config.json", "trainer.json")):
         return load
     return ref_load if megatron_folder(ref_load) else hf_checkpoint
 
 
 def load_weights(model: TrainedModel, path: Path, part: str | None = None) -> None:
-    """The model's weights only, or those of its copy in folder ``part``, into this rank's parameters."""
+    """Read the weights of a Megatron checkpoint, or those of a copy in its folder ``part``, into the parameters."""
     meta = read_meta(path)
     if meta["ckpt_format"] == "torch":
         states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], layout_sizes(model.layout))
@@ -146,6 +150,6 @@ def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
 
 
 def _sum_gradients(chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object) -> None:
-    """Sum gradients over ranks. Megatron would divide them by ``num_tokens``, but the shares of the loss are divided by
-    the step's count already."""
+    """Sum gradients over ranks. Megatron would divide them by ``num_tokens``, but the shares of the loss are already
+    divided by the number of tokens or samples in the step."""
     finalize_model_grads(chunks, None, **kwargs)

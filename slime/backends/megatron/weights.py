@@ -1,4 +1,4 @@
-"""Megatron parameters by their place in the whole model: filled from, and gathered to, Hugging Face tensors."""
+"""Load Megatron parameters from Hugging Face tensors, and gather them to Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 class Held(NamedTuple):
-    """Where an entry lives: the pipeline rank, and its parameter there, as every rank must know it."""
+    """The pipeline rank that has the parameter of an entry, and the shape and dtype of this parameter there."""
 
     stage: int
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class ModelWeights:
         self.entries: dict[str, Entry] = {entry.megatron: entry for entry in entries}
         self.local: dict[str, Tensor] = {}
         self.duplicates: dict[str, Tensor] = {}
-        """The output embedding of the last stage where it is the input's of the first."""
+        """The output embedding on the last stage, if it is tied to the input embedding on the first."""
         self.own: dict[str, Tensor] = {}
-        """A critic's head: it has no counterpart in a checkpoint."""
+        """The value head of a critic, which Hugging Face checkpoints do not have."""
         for chunk in chunks:
             self._add_chunk(chunk, role)
-        # The optimizer, which is made later, reads these marks when it computes the norm of all gradients.
+        # The optimizer, which is created later, reads these attributes when it computes the norm of all gradients.
         self._mark_parallel()
         self.held = self._who_holds()
 
@@ -63,11 +63,14 @@ class ModelWeights:
             elif whole in self.entries:
                 self.local[whole] = tensor
             else:
-                raise MegatronError(f"parameter {whole} {tuple(tensor.shape)} has no entry in the model's weight map")
+                raise MegatronError(f"the model's weight map has no entry for parameter {whole} {tuple(tensor.shape)}")
 
     def _mark_parallel(self) -> None:
-        """Megatron marks what is cut over tensor parallel ranks when it initialises weights, which it does not here;
-        the norm of all gradients counts only once what is not marked."""
+        """Mark the parameters that are divided among tensor-parallel ranks.
+
+        Megatron does this when it initializes weights, which is disabled here. The norm of all gradients counts
+        parameters without this mark on one tensor-parallel rank only.
+        """
         for name, tensor in [*self.local.items(), *self.duplicates.items()]:
             entry = self.entries[name]
             if entry.layout.axis is not None and not entry.experts and not hasattr(tensor, "tensor_model_parallel"):
@@ -83,11 +86,11 @@ class ModelWeights:
         }
         missing = [name for name in self.entries if name not in held]
         if missing:
-            raise MegatronError(f"the model has no parameters for {missing[:5]} of its weight map")
+            raise MegatronError(f"the model has no parameters for these entries of its weight map: {missing[:5]}")
         return held
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Everything on this rank that is trained or saved, in a fixed order."""
+        """Return all tensors on this rank that are trained or saved, in a fixed order."""
         return [
             *sorted(self.local.items()),
             *((f"duplicate.{name}", x) for name, x in self.duplicates.items()),
@@ -95,7 +98,7 @@ class ModelWeights:
         ]
 
     def hf_names(self, name: str) -> list[str]:
-        """Hugging Face names behind a parameter (its own name for a critic's head)."""
+        """Return the Hugging Face names of the tensors in a parameter; for the head of a critic, its own name."""
         name = name.removeprefix("duplicate.")
         if name not in self.entries:
             return [name]
@@ -107,14 +110,14 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, folder: HfFolder) -> None:
-        """Fill this rank's parameters; a collective.
+        """Load this rank's parameters. This is a collective operation.
 
-        The data-parallel replicas of a parameter share the reading: one of them reads it, and of every tensor only the
-        rows or columns that it holds, and broadcasts it to the others.
+        One of the data-parallel replicas of a parameter reads it and broadcasts it to the others. Of each tensor, it
+        reads only the rows or columns that belong to the parameter.
 
         Raises:
-            KeyError, ValueError: a tensor is missing, has another shape or is not of a float type; names it.
-            ModelError: another rank could not read its part; has that rank's message.
+            KeyError, ValueError: A tensor is missing, has another shape or is not of a float type.
+            ModelError: Another rank could not read its part. The message is that of the other rank.
         """
         targets = [*self.local.items(), *self.duplicates.items()]
         groups = [_replicas(self.entries[name]) for name, _ in targets]
@@ -133,17 +136,17 @@ class ModelWeights:
                 dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source, group=group)
 
     def _read(self, folder: HfFolder, name: str, tensor: Tensor) -> None:
-        """Fill one parameter with this rank's part of the checkpoint's tensors."""
+        """Load this rank's part of the checkpoint's tensors into one parameter."""
         entry, group = self.entries[name], tensor_group(self.entries[name])
         for hf in self.hf_names(name):
             if hf in folder and not folder.is_float(hf):
-                raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is no float type")
+                raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is not a float type")
         first = mpu.get_expert_model_parallel_rank() * tensor.shape[0] if entry.experts else 0
         for j, target in enumerate(tensor if entry.experts else [tensor]):
             stored = [folder[hf.format(expert=first + j)] for hf in entry.hf]
             try:
                 part = entry.layout.part(stored, group.rank(), group.size())
-            except ModelError:  # names the tensor already
+            except ModelError:  # its message already has the name of the tensor
                 raise
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
@@ -153,7 +156,10 @@ class ModelWeights:
 
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face tensors, whole, on every rank; a collective. They may alias the live weights."""
+        """Yield full Hugging Face tensors on every rank. They may share memory with the parameters.
+
+        This is a collective operation.
+        """
         for batch in batches(self._pieces()):
             for piece, tensors in zip(batch, whole(batch), strict=True):
                 entry = piece.entry
@@ -179,22 +185,26 @@ class ModelWeights:
 def _fill(name: str, target: Tensor, source: Tensor) -> None:
     if target.numel() != source.numel():
         raise ValueError(
-            f"{name}: the checkpoint gives shape {tuple(source.shape)}, the model has {tuple(target.shape)}"
+            f"{name} has shape {tuple(source.shape)} in the checkpoint, but {tuple(target.shape)} in the model"
         )
     target.copy_(source.reshape(target.shape))
 
 
 def _replicas(entry: Entry) -> ProcessGroup:
-    """The ranks that hold equal parts of a parameter. Those of its tensor-parallel group are not counted: what is not
-    cut is small."""
+    """Return the group of ranks that have equal parts of a parameter.
+
+    Its tensor-parallel ranks are not included, even if the parameter is not divided, because such parameters are small.
+    """
     if entry.experts:
         return mpu.get_expert_data_parallel_group()
     return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 def _readers(groups: Sequence[ProcessGroup], sizes: Sequence[int]) -> list[int]:
-    """For each parameter the rank within its group that reads it: the one with the fewest bytes until then. All ranks
-    of a group have the same parameters in the same order, and so the same result."""
+    """Choose for each parameter the rank of its group that reads it: the one with the fewest bytes so far.
+
+    All ranks of a group have the same parameters in the same order, so their results are equal.
+    """
     read: dict[int, list[int]] = {}
     readers = []
     for group, size in zip(groups, sizes, strict=True):
@@ -206,7 +216,7 @@ def _readers(groups: Sequence[ProcessGroup], sizes: Sequence[int]) -> list[int]:
 
 
 def _raise_together(failure: Exception | None) -> None:
-    """Raise on all ranks of the model if one of them failed; a collective."""
+    """Raise an error on all ranks if one of them failed. This is a collective operation."""
     found = _gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", dist.group.WORLD)
     if failure is not None:
         raise failure

@@ -54,5 +54,5 @@ def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
 
 def test_files_of_ranks_are_for_their_own_layout(ranks: list[Any]) -> None:
     _, (other, same) = ranks[0][len(CASES)]
-    assert "--ckpt-format torch by another layout: tp 2 (here 1), pp 1 (here 2)" in other["error"]
+    assert "--ckpt-format torch in another layout: tp 2 (here 1), pp 1 (here 2)" in other["error"]
     assert "error" not in same  # what a folder holds is in it: the flag says only how to write

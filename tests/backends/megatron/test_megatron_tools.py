@@ -76,7 +76,7 @@ def test_the_trainer_reads_a_quantized_checkpoint_as_plain_weights(tmp_path: Pat
 
 def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
     source = save_family("qwen3", tmp_path / "hf")
-    with pytest.raises(AssertionError, match=r"--hidden-size 64, but config\.json means 32"):
+    with pytest.raises(AssertionError, match=r"--hidden-size 64, but config\.json specifies 32"):
         run(
             CHECKOUT / "tools" / "convert_hf_to_torch_dist.py", "--hidden-size", 64,
             "--hf-checkpoint", source, "--save", tmp_path / "dist",
