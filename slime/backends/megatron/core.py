@@ -33,9 +33,7 @@ def prepare() -> str:
             "--train-backend megatron needs megatron-core: pip install 'slime[megatron]', or use --train-backend fsdp"
         ) from None
     if not version.startswith(SUPPORTED):
-        raise MegatronError(
-            f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested"
-        )
+        raise MegatronError(f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested")
     if importlib.util.find_spec("psutil") is None:
         # megatron-core does not declare this dependency, and without it dist_checkpointing.save waits forever.
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
