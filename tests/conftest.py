@@ -122,7 +122,16 @@ def limit_file_size(size: int) -> None:
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[int], None]]:
     """A function that sets how large a file may get: see :func:`limit_file_size`."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE)[0], signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield limit_file_size
-    limit_file_size(before)
     signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a file that is larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    try:
+        return (yield)
+    finally:
+        limit_file_size(before)
