@@ -45,15 +45,19 @@ def start_engine(
     port = free_port(host)
     bootstrap = free_port(host) if spec.worker_type == "prefill" else None
     rank, num_nodes, rendezvous = node
-    place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap)
+    # SGLang's own choice can be taken by an outgoing connection before the ranks have loaded their modules and listen.
+    meeting = free_port(host) if num_nodes == 1 else None
+    place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap, meeting)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(settings, spec, place)]
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
-    env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # the default, port + 10000, may be above 65535
+    grpc = free_port(host)
+    env.setdefault("SGLANG_GRPC_PORT", str(grpc))  # the default, port + 10000, may be above 65535
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     part = f" node {rank}" if num_nodes > 1 else ""
     what = f"SGLang engine {spec.index}{part}" + (f" ({spec.model})" if spec.model != "default" else "")
-    engine = EngineProcess(what, command, f"http://{host}:{port}", log_path, env)
+    ports = [(host, number) for number in (bootstrap, meeting, grpc) if number is not None]
+    engine = EngineProcess(what, command, f"http://{host}:{port}", log_path, env, ports)
     engine.bootstrap_port = bootstrap
     return engine

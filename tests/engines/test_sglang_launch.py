@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_parts import engine_settings
 
 from slime.config.machine import installed
+from slime.engines import launch, process
 from slime.engines.plan import EngineSpec
 from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang.check import check_launch, problems_of
@@ -56,6 +58,25 @@ def test_parts_of_servers() -> None:
     words = " ".join(server_words(settings, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123)))
     assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 8123" in words
     assert "--mem-fraction-static 0.5" in words
+
+
+def test_the_ranks_of_a_server_meet_at_a_reserved_port() -> None:
+    settings = sglang_settings(sglang={"device": "cuda"})
+    place = ServerPlace("127.0.0.1", 4000, nccl_port=21000)
+    assert "--nccl-port 21000" in " ".join(server_words(settings, SPEC, place))
+    groups = EngineSpec(0, "/m", options={"dp_size": 2})  # SGLang needs a port for each group
+    assert "nccl_port" not in server_options(settings, groups, place)
+
+
+def test_a_stopped_server_releases_its_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "sys", SimpleNamespace(executable="true"))
+    before = dict(process._marks)
+    for node, number in (((0, 1, None), 2), ((1, 2, "10.0.0.1:21000"), 1)):
+        engine = launch.start_engine(sglang_settings(sglang={"device": "cuda"}), SPEC, node=node)
+        assert len(engine.ports) == number and set(engine.ports) <= process._marks.keys()
+        engine.stop()
+        assert len(process._marks.keys() - before.keys()) == 1, "the port of its URL stays reserved"
+        before = dict(process._marks)
 
 
 def test_on_the_cpu_the_users_flags_win_over_what_it_needs() -> None:

@@ -25,7 +25,7 @@ BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the CPU cores of each rank, separated by
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """The address of one server process, and its node rank if the server runs on several nodes."""
+    """The ports of one server process, and its node rank if the server runs on several nodes."""
 
     host: str
     port: int
@@ -33,6 +33,7 @@ class ServerPlace:
     num_nodes: int = 1
     dist_init_addr: str | None = None  # host:port of the rendezvous on the first node
     bootstrap_port: int | None = None  # for prefill servers only
+    nccl_port: int | None = None  # where the ranks of a server on one node meet
 
 
 def runs_on_cpu(settings: EngineSettings, spec: EngineSpec) -> bool:
@@ -62,6 +63,9 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["dtype"] = settings.dtype
         if settings.updates_by_delta:
             ours["custom_weight_loader"] = [DELTA_LOADER]
+    # A server with several data-parallel groups needs a port for each of them, and chooses them itself.
+    if place.nccl_port is not None and int(str(given.get("dp_size") or 1)) == 1:
+        ours["nccl_port"] = place.nccl_port
     if place.num_nodes > 1:
         ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     if spec.worker_type in ("prefill", "decode"):
