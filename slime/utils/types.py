@@ -1,14 +1,7 @@
 """Documented import path of ``Sample`` and its relatives; the code is in :mod:`slime.data.sample`."""
 
 from slime.data.media import MultimodalType, MultimodalTypes
-from slime.data.sample import (
-    ParamInfo,
-    PrefixCacheInfo,
-    RolloutBatch,
-    Sample,
-    SpecInfo,
-    Status,
-)
+from slime.data.sample import ParamInfo, PrefixCacheInfo, RolloutBatch, Sample, SpecInfo, Status
 
 __all__ = [
     "MultimodalType",
