@@ -137,6 +137,7 @@ class Numbered:
         return Sample(prompt=agent_programs.QUESTION, label=str(i))
 
 
+@pytest.mark.slow
 async def test_clients_that_disappear_are_replaced_in_a_rollout(
     endpoint: AgentServer, tiny_model: Path, engine: Any
 ) -> None:

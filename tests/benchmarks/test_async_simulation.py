@@ -90,6 +90,7 @@ def test_no_trained_token_is_older_than_the_bound(
     assert len(run.trained) == 10 * batch * 2
 
 
+@pytest.mark.slow
 def test_modes_gain_in_their_order_and_a_seed_repeats_itself() -> None:
     modes = (MODES[0], *MODES[2:4])
     rows = simulation.gains(SMALL, modes)
@@ -115,6 +116,7 @@ def test_the_engine_decodes_at_the_measured_speed(running: int, rate: float) -> 
         loop.close()
 
 
+@pytest.mark.slow
 def test_all_parts_end_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--parts gain --engines 2 --slots 16 --batch 4 --samples 2 --steps 3 --median 64 --seeds 1"
     simulation.main(words.split())

@@ -166,6 +166,7 @@ def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) 
                 thread.join(60)
 
 
+@pytest.mark.slow
 def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
     status, report = check("async def f(args, sample, **kw): return 0.0", RM, "hooks.py:f")
     assert status == 0 and "note  it returns 0 for all 8 answers, including \\boxed{label}" in report

@@ -153,6 +153,7 @@ async def check_sync(transport: DistributedTransport, engines: list[Any]) -> Non
         assert engine.digests.items() >= expected.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
 async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(members: list[Any], flat: bool) -> None:
     distributed = transport()
@@ -166,6 +167,7 @@ async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(mem
     await distributed.close()
 
 
+@pytest.mark.slow
 async def test_a_trainer_whose_own_groups_connect_lazily_reaches_engines_whose_groups_do_not(
     members: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(me
     await distributed.close()
 
 
+@pytest.mark.slow
 async def test_a_member_that_is_dead_before_the_start_is_left_out(members: list[Any]) -> None:
     distributed = transport()
     members[0].process.kill()
