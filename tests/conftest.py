@@ -130,8 +130,8 @@ def small_disk() -> Iterator[Callable[[int], None]]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a file that is larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         return (yield)
     finally:
-        limit_file_size(before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
