@@ -27,6 +27,10 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture
 def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Write a file of hooks, check those that the flags name, return exit status and report."""
+    from slime.utils.processing_utils import load_tokenizer
+
+    # Cached. On a busy machine, the first hook that needs it would otherwise block its event loop for too long.
+    load_tokenizer(str(smollm2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     rows = [{"prompt": f"What is 3 times {n}?", "label": str(3 * n)} for n in range(4, 9)]
