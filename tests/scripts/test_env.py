@@ -98,6 +98,15 @@ class Tiny:
             start_new_session=True,
         )
 
+    def start_and_kill_once_there_is(self, name: str) -> None:
+        """Start a call, and kill it as soon as the environment has a file or folder of this name."""
+        process = self.start()
+        deadline = time.monotonic() + 60
+        while not (self.root / ".venv" / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
     def run(self, **more: str) -> tuple[int, str, str]:
         process = self.start(**more)
         try:
@@ -139,12 +148,7 @@ def test_first_run_installs_second_is_instant_and_a_new_pin_is_added(tiny: Tiny)
 
 
 def test_two_calls_at_once_and_one_that_was_killed_before(tiny: Tiny) -> None:
-    killed = tiny.start()
-    deadline = time.monotonic() + 60
-    while not (tiny.root / ".venv" / "pyvenv.cfg").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=30)
+    tiny.start_and_kill_once_there_is("pyvenv.cfg")
     assert not (tiny.root / ".venv" / "slime-stamp").exists()
 
     calls = [tiny.start(), tiny.start()]
@@ -173,12 +177,7 @@ def test_a_call_waits_while_another_makes_the_environment(tiny: Tiny) -> None:
 
 
 def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on_with(tiny: Tiny) -> None:
-    killed = tiny.start()
-    deadline = time.monotonic() + 60
-    while not (tiny.root / ".venv" / "include").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=30)
+    tiny.start_and_kill_once_there_is("include")
     (tiny.root / ".venv" / "pyvenv.cfg").unlink(missing_ok=True)
 
     code, out, err = tiny.run()
