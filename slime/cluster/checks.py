@@ -25,7 +25,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
         with contextlib.suppress(ConfigError):  # A file has vanished since; parse_args reports that below.
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
     checks = (
-        _check_rows_and_rewards, check_schedules, _check_checkpoints,
+        _check_rows_and_rewards, check_schedules, check_family, _check_checkpoints,
         _check_snapshots, _check_save_folder, _check_server_options,
     )  # fmt: skip
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
@@ -56,6 +56,22 @@ def check_schedules(args: Args) -> list[str]:
         except ValueError as error:
             problems.append(f"{role}: {error}")
     return problems
+
+
+def check_family(args: Args) -> list[str]:
+    """Report a model for which Megatron has no weight map. The config.json is read only if it is on this machine."""
+    from slime.config.hf_config import read_config
+
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
+        return []
+    from slime.weights.maps.registry import get_family
+
+    try:
+        get_family(str(config.get("model_type")), args.model_name)
+    except ValueError as error:
+        return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
+    return []
 
 
 def _check_checkpoints(args: Args) -> list[str]:

@@ -4,7 +4,7 @@ removed or belong to other frameworks, and environment variables that slime does
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,13 +103,35 @@ class UnsupportedConfig:
     distributed_backend: str | None = ignored(
         None, "Backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
     )
+    megatron_to_hf_mode: str = ignored(
+        "raw", "Way in which Megatron's weights get their Hugging Face names", "there is only one, which is exact"
+    )
+    qkv_format: str = ignored("thd", "Layout of the trainer's sequences", "sequences are always packed")
+    enable_weights_backuper: bool = ignored(
+        True,
+        "Do not keep copies of the weights in CPU memory",
+        "copies are kept only if another flag needs them",
+        option="--disable-weights-backuper",
+        kind="negative",
+    )
+    train_memory_margin_bytes: int = ignored(
+        1 << 30, "GPU memory that training leaves free", "lower --max-tokens-per-gpu instead"
+    )
+    use_slime_router: bool = ignored(False, "Use a router of slime's own", "sglang-router is the only router")
+    slime_router_max_connections: int | None = ignored(
+        None, "Connections of slime's own router", "use --sglang-server-concurrency"
+    )
+    slime_router_timeout: float | None = ignored(
+        None, "Deadline of slime's own router", "use --sglang-router-request-timeout-secs"
+    )
+    slime_router_health_check_failure_threshold: int = ignored(
+        3, "Failed checks after which slime's own router drops an engine", "use --use-fault-tolerance"
+    )
+    use_http2: bool = ignored(False, "Send requests by HTTP/2", "slime uses HTTP/1.1 with a connection pool")
     use_distributed_post: bool = ignored(
         False, "Send HTTP requests from one Ray actor per node", "the rollout manager sends all requests itself"
     )
     http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "slime connects to them directly")
-    model_name: str | None = ignored(
-        None, "Model family that determines the names of weights", "the names follow from the checkpoint"
-    )
     recompute_loss_function: bool = ignored(
         False, "Recompute logits in the backward pass", "this is always done; logits of a whole batch are never kept"
     )
@@ -143,9 +165,10 @@ def state_of(flag: Flag, value: object) -> tuple[Status, str]:
     return flag.status, flag.reason
 
 
-def check_states(args: Args) -> tuple[list[str], list[str]]:
-    """Return ``(problems, notices)`` for the unsupported flags that the user set."""
-    problems, notices = [], []
+def check_states(args: Args) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the problems of refused flags that the user set, and each flag without effect with the reason."""
+    problems: list[str] = []
+    idle: list[tuple[str, str]] = []
     for name, entry in flags_of(type(args)).items():
         if name not in args.explicit:
             continue
@@ -153,10 +176,37 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
         status, reason = state_of(entry, value)
         typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {value}"
         if status == "notice":
-            notices.append(f"{typed} has no effect: {reason}")
+            idle.append((typed, reason))
         elif status == "refused":
             problems.append(f"{typed} is not supported: {reason}")
-    return problems, notices
+    return problems, idle
+
+
+def no_effect_notice(idle: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one notice for all flags without effect, or none. Each has the words of the flag and the reason."""
+    if len(idle) < 2:
+        return [f"{typed} has no effect: {reason}" for typed, reason in idle]
+    return ["these flags have no effect:" + "".join(f"\n  {typed}: {reason}" for typed, reason in idle)]
+
+
+def other_defaults(args: Args) -> list[str]:
+    """Return a notice that names the defaults in use that are others than those of slime 0.3, if MODEL_ARGS were given:
+    then the flags are probably those of a launch script that was written for it."""
+    if "num_layers" not in args.megatron:
+        return []
+    flags = flags_of(type(args))
+    different = [
+        f"{flags[name].option} {getattr(args, name)} (was {'not limited' if value is None else value})"
+        for name, value in ORIGINAL_DEFAULTS.items()
+        if name not in args.explicit and getattr(args, name) != value and _is_used(args, name)
+    ]
+    return [f"defaults that are not those of slime 0.3: {', '.join(different)}"] if different else []
+
+
+def _is_used(args: Args, name: str) -> bool:
+    if name == "kl_loss_type":
+        return args.use_kl_loss or args.kl_coef != 0
+    return name != "rollout_max_response_len" or not args.debug_train_only
 
 
 _MISSING = json.loads((Path(__file__).parent / "tables" / "missing.json").read_text(encoding="utf-8"))
@@ -164,6 +214,8 @@ GONE: dict[str, str] = _MISSING["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]
 """Prefixes of flags of other frameworks, and why slime has no such flag."""
+ORIGINAL_DEFAULTS: dict[str, object] = _MISSING["original_defaults"]
+"""Defaults of slime 0.3 that change results and are not those of this version, by attribute."""
 UNREAD_VARIABLES: dict[str, str] = _MISSING["variables"]
 """Environment variables of older releases that have no effect, and why."""
 

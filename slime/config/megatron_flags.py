@@ -56,6 +56,16 @@ WITHOUT_EFFECT = frozenset(
 them."""
 
 
+_NO_GRAPHS = "packs vary in shape, so there are no CUDA graphs"
+PERFORMANCE: dict[str, str] = {
+    "use_precision_aware_optimizer": "Adam's moments and the main weights are kept in float32",
+    **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "tokens go to experts by all-to-all"),
+    "tp_comm_overlap": "the communication of tensor parallelism is not overlapped",
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _NO_GRAPHS),
+}
+"""Flags that change speed or memory and no result, and what the Megatron backend does instead. A notice says so."""
+
+
 _NO_TE = "it needs Transformer Engine"
 
 
@@ -64,16 +74,13 @@ _NO_MAP = "no model family with a weight map has it"
 
 REFUSED: dict[str, str] = {
     "fp16": "use --train-dtype bfloat16",
-    **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size", "tp_comm_overlap"), _NO_TE),
-    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), "packs vary in shape"),
-    **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "it needs DeepEP: use alltoall"),
+    **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size"), _NO_TE),
     **dict.fromkeys(("squared_relu", "quick_geglu", "use_gated_attention", "attention_output_gate"), _NO_MAP),
     **dict.fromkeys(("experimental_attention_variant", "apply_layernorm_1p", "moe_shared_expert_gate"), _NO_MAP),
     "mtp_num_layers": "multi-token prediction is not trained: leave it out",
     "use_kitchen": "it needs NVIDIA's kitchen package",
     "cpu_offloading": f"{_NO_TE}: use --recompute-granularity full or --optimizer-cpu-offload",
     "use_megatron_fsdp": "use --train-backend fsdp",
-    "use_precision_aware_optimizer": f"{_NO_TE}'s Adam",
     "hidden_dropout": "dropout in a policy update makes the importance ratios wrong: use 0",
     "attention_dropout": "dropout in a policy update makes the importance ratios wrong: use 0",
     "moe_aux_loss_coeff": "the RL loss has no load-balancing term: use 0",
@@ -98,6 +105,15 @@ def fields_by_dest() -> dict[str, str]:
     return {entry["dest"]: entry["field"] for entry in table.values() if "field" in entry}
 
 
+def idle_megatron_flags(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the given flags of :data:`PERFORMANCE`, each with what happens instead."""
+    return [
+        (f"--{name.replace('_', '-')}", instead)
+        for name, instead in PERFORMANCE.items()
+        if given.get(name) not in (None, False, "none")
+    ]
+
+
 def refused_flags(given: dict[str, Any]) -> list[str]:
     """Report given flags that the Megatron backend cannot support or does not read."""
     problems = [
@@ -108,7 +124,7 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     other = [name for name in given.get("spec") or [] if name not in BUILT_IN_SPECS]
     if other:
         problems.append(f"--spec {' '.join(other)}: slime supports only its built-in layers; leave it out")
-    known = READ_BY_SLIME | WITHOUT_EFFECT | set(REFUSED) | set(fields_by_dest())
+    known = READ_BY_SLIME | WITHOUT_EFFECT | set(PERFORMANCE) | set(REFUSED) | set(fields_by_dest())
     known |= set(load_table("megatron_core", MEGATRON_VERSION))
     problems += [
         f"--{name.replace('_', '-')}: --train-backend megatron does not read it; leave it out"

@@ -15,7 +15,14 @@ from typing import Any, NoReturn
 from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, OutOfRange, convert
-from slime.config.flag_support import check_states, unread_variables, why_missing
+from slime.config.flag_support import (
+    check_states,
+    no_effect_notice,
+    other_defaults,
+    unread_variables,
+    why_missing,
+)
+from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.settings import apply_file, redacted, set_value
 from slime.config.trainer import drop_other_model
@@ -311,11 +318,14 @@ def check_args(
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
-    refused, notices = check_states(args)
-    args.notices += [*notices, *unread_variables(os.environ)]
+    refused, idle = check_states(args)
+    args.notices += unread_variables(os.environ)
     problems += refused
     problems += resolve_defaults(args, asynchronous=asynchronous)
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
+    if args.train_backend == "megatron":
+        idle += idle_megatron_flags(args.megatron)
+    args.notices += [*no_effect_notice(idle), *other_defaults(args)]
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))

@@ -10,6 +10,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import (
     SHAPE,
+    is_foreign_megatron,
     is_hf_folder,
     looks_like_hub_id,
     lookup_dimension,
@@ -33,6 +34,11 @@ class ModelConfig:
         kind="path",
         help="Hugging Face folder or hub id of the model: it provides the tokenizer, the engines' weights and, with "
         "FSDP, the model to train. Default: --ref-load or --load if that is a Hugging Face folder",
+    )
+    model_name: str | None = flag(
+        None,
+        help="Megatron: model family that determines the names of weights, for a model_type that has no map of its "
+        "own. Default: the model_type of config.json",
     )
     trust_remote_code: bool = flag(False, help="Allow running Python code that is part of the checkpoint")
     train_dtype: str = flag(
@@ -145,6 +151,11 @@ def _hf_problem(option: str, name: str) -> list[str]:
     folder = Path(name).expanduser()
     if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
         return []
+    if folder.is_dir() and is_foreign_megatron(folder):
+        return [
+            f"{option} {name}: a checkpoint of Megatron-LM, which slime cannot read; convert the model with "
+            "tools/convert_hf_to_torch_dist.py, or pass its Hugging Face folder"
+        ]
     if folder.is_dir():
         return [f"{option} {name}: the folder has no config.json; pass a Hugging Face folder"]
     return [f"{option} {name}: no such folder, and the name does not have the form of a hub id (owner/model)"]
@@ -214,6 +225,8 @@ def _differences(args: Args) -> list[str]:
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     if config is None or not given:
         return []
+    if config.get("kv_lora_rank"):
+        given.pop("kv_channels", None)  # latent attention has head sizes of its own, so the flag has no meaning
     differences = [
         f"--{name.replace('_', '-')} {value}, but config.json of {args.hf_checkpoint} has {key} {config_value}"
         for name, value in given.items()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from slime.backends.megatron.core import MegatronError
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_flags import READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
+from slime.config.megatron_flags import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
 from slime.weights.maps.family import Family, Settings, moe_layers
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
     """Return the settings that are fields of a config dataclass, by the name of the field."""
     by_dest = fields_by_dest()
     names = {field.name for field in dataclasses.fields(cls)}
-    skip = READ_BY_SLIME | WITHOUT_EFFECT
+    skip = READ_BY_SLIME | WITHOUT_EFFECT | set(PERFORMANCE)
     renamed = {by_dest.get(name, name): value for name, value in settings.items() if name not in skip}
     return {name: value for name, value in renamed.items() if name in names and value is not None}
 
@@ -130,6 +130,7 @@ def transformer_config(
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}
         fields["q_lora_rank"] = settings.get("q_lora_rank")
+        fields.pop("kv_channels", None)  # latent attention has head sizes of its own
         # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
         fields["qk_layernorm"] = False
     fields |= _recompute(settings, args.gradient_checkpointing)

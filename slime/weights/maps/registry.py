@@ -14,16 +14,21 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepsee
 """The modules of the families. Each has an attribute ``FAMILY``."""
 
 
-def get_family(model_type: str) -> Family:
-    """Return the family of a ``model_type`` or a ``--model-name``.
+def get_family(model_type: str, model_name: str | None = None) -> Family:
+    """Return the family of a ``model_type``.
+
+    Args:
+        model_name: ``--model-name``. If it is a family or a model type that has a map, it is used instead. Any other
+            name, such as ``qwen3-4B``, has no effect on a ``model_type`` that has a map.
 
     Raises:
         ValueError: There is no map for it. The error lists the families.
     """
-    for name in FAMILIES:
-        family: Family = importlib.import_module(f"slime.weights.maps.{name}").FAMILY
-        if model_type == family.name or model_type in family.model_types:
-            return family
+    for wanted in (model_name, model_type):
+        for name in FAMILIES:
+            family: Family = importlib.import_module(f"slime.weights.maps.{name}").FAMILY
+            if wanted is not None and (wanted == family.name or wanted in family.model_types):
+                return family
     raise ValueError(
         f"there is no Megatron map for the model type {model_type!r}, only for {', '.join(FAMILIES)}: "
         "use --train-backend fsdp, or give --model-name of a family with the same architecture"
@@ -31,5 +36,5 @@ def get_family(model_type: str) -> Family:
 
 
 def family_of(config: PretrainedConfig, model_name: str | None = None) -> Family:
-    """Return the family of a transformers config. ``model_name`` (``--model-name``) overrides its model type."""
-    return get_family(model_name or config.model_type)
+    """Return the family of a transformers config; ``model_name`` as in :func:`get_family`."""
+    return get_family(config.model_type, model_name)
