@@ -14,6 +14,7 @@ from slime.config.hooks import load_function
 from slime.data.sample import flatten
 from slime.engines.background import run
 from slime.observability.debug_data import load_rollout, save_rollout
+from slime.observability.logging_utils import logged_into
 from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.metrics import eval_metrics, rollout_metrics
@@ -197,7 +198,9 @@ class RolloutManager(EngineManager):
         write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
         self.traces.write_samples(rollout_id, samples)
         hook = self.args.custom_rollout_log_function_path
-        if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
+        with logged_into(metrics):
+            handled = hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)
+        if not handled:
             metrics.update(rollout_metrics(self.args, samples, seconds))
         metrics.update(staleness_metrics(samples, rollout_id))
         return preview(samples)
@@ -220,7 +223,9 @@ class RolloutManager(EngineManager):
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
         hook = self.args.custom_eval_rollout_log_function_path
-        if not (hook and load_function(hook)(rollout_id, self.args, output.data, metrics)):
+        with logged_into(metrics):
+            handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
+        if not handled:
             metrics.update(eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate))
         write_evaluation(self.run_dir, rollout_id, output.data, metrics)
         metrics["perf/eval_time"] = time.perf_counter() - start

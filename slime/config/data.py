@@ -221,6 +221,13 @@ class RewardConfig:
         "with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
         "other flag provides rewards",
     )
+    math_answer: str = flag(
+        DERIVED,
+        choices=("boxed", "any"),
+        help="Where --rm-type math finds the answer of a response: boxed takes the last \\boxed{} and gives reward 0 "
+        "without one; any also takes what follows the last ####, else the last expression. Default: boxed, or any if "
+        "--rm-type is not given",
+    )
     custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
     rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
     rm_url: str | None = flag(None, help="URL of the server that scores samples for --rm-type remote_rm")
@@ -242,6 +249,8 @@ class RewardConfig:
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
+    if args.math_answer is None:
+        args.math_answer = "boxed" if args.rm_type else "any"
     if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
         return
     args.rm_type = "math"

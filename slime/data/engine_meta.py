@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,23 @@ class SpecInfo:
         return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
 
     @property
+    def spec_accept_rate(self) -> float:
+        """The same as :attr:`accept_rate`, by the name of older releases."""
+        return self.accept_rate
+
+    @property
+    def spec_accept_length(self) -> float:
+        """The same as :attr:`accept_length`, by the name of older releases."""
+        return self.accept_length
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
+
+    @property
     def accept_length(self) -> float:
         """Tokens generated per verification step; 0 before the first step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
@@ -56,6 +74,18 @@ class PrefixCacheInfo:
     @property
     def hit_rate(self) -> float:
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """The same as :attr:`hit_rate`, by the name of older releases."""
+        return self.hit_rate
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
 
     def add(self, meta_info: MetaInfo) -> None:
         """Add the counters of one answer's ``meta_info``."""

@@ -34,6 +34,11 @@ class MultimodalTypes:
     ALL: tuple[MultimodalType, ...] = (IMAGE, VIDEO, AUDIO)
 
     @classmethod
+    def all(cls) -> list[MultimodalType]:
+        """Return all kinds."""
+        return list(cls.ALL)
+
+    @classmethod
     def get(cls, name: str) -> MultimodalType:
         """Return the kind with this name.
 
@@ -98,3 +103,29 @@ def _fetched(url: str) -> bytes:
 def processor_inputs(media: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
     """Convert media to the arguments of a processor: images are loaded, all other media are passed on unchanged."""
     return {key: [load_image(i) for i in items] if key == "images" else items for key, items in media.items()}
+
+
+def encode_image_for_rollout_engine(image: object) -> str:
+    """Return an image, in any form that :func:`load_image` takes, as a ``data:`` URL of a PNG for an engine's
+    ``image_data``."""
+    buffer = io.BytesIO()
+    load_image(image).save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def process_vision_info(
+    prompt: Sequence[Mapping[str, object]], processor: object = None
+) -> dict[str, Sequence[object]]:
+    """Return the media of messages by the keyword argument of processors, with images loaded: ``{"images": [...]}``.
+
+    Args:
+        processor: not used; images are resized by the processor itself.
+    """
+    return processor_inputs(collect_media(prompt) or {})
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Sequence[object]] | None = None) -> dict[str, Any]:
+    """Return the keyword arguments of a processor for media: lists of token ids, and PyTorch tensors for the media."""
+    kwargs: dict[str, Any] = dict(processor_inputs(multimodal_inputs or {}))
+    tensors = {f"{kind}_kwargs": {"return_tensors": "pt"} for kind in ("images", "videos", "audio")}
+    return {**kwargs, "text_kwargs": {"return_tensors": None}, **tensors}

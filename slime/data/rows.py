@@ -148,6 +148,21 @@ class RowFile:
         return stat.st_size, stat.st_mtime_ns
 
 
+def read_rows(spec: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows that ``path`` or ``path@[a:b]`` selects, as dicts.
+
+    Raises:
+        DataError: the file cannot be read, or a row is invalid; the message has the position.
+    """
+    file = RowFile(spec)
+    for number in range(len(file)):
+        (raw,) = file.read([number])
+        try:
+            yield raw.decode().data
+        except ValueError as error:
+            raise DataError([f"{raw.where}: {error}"]) from error
+
+
 def split_spec(spec: str) -> tuple[Path, slice]:
     """Split ``path`` or ``path@[a:b]`` into the file and the slice of its rows.
 

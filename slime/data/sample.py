@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class Sample:
         ABORTED = "aborted"
         FAILED = "failed"
 
+    SpecInfo: ClassVar[type[engine_meta.SpecInfo]] = engine_meta.SpecInfo  # names of older releases
+    PrefixCacheInfo: ClassVar[type[engine_meta.PrefixCacheInfo]] = engine_meta.PrefixCacheInfo
+
     group_index: int | None = None  # of the prompt; the data source sets it
     index: int | None = None  # of the sample, over the whole run; the data source sets it
     rollout_id: int | None = None  # shared by fan-out siblings; None: it gets a new one at conversion
@@ -80,8 +83,8 @@ class Sample:
     train_metadata: dict[str, Any] | None = None  # reaches the trainer as batch["metadata"]
     session_id: str | None = None
     non_generation_time: float = 0.0  # seconds in tools
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: engine_meta.SpecInfo = field(default_factory=engine_meta.SpecInfo)
+    prefix_cache_info: engine_meta.PrefixCacheInfo = field(default_factory=engine_meta.PrefixCacheInfo)
 
     @property
     def truncated(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
@@ -99,6 +99,14 @@ class RolloutDataSource:
     def open_groups(self) -> list[Group]:
         """Groups that were returned and are neither trained nor dropped, as far as the source knows them."""
         return []
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return :attr:`metadata`, which hooks may read and change."""
+        return self.metadata
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add entries to :attr:`metadata`."""
+        self.metadata.update(metadata)
 
     def _next_group(self) -> Group:
         prompt = self._next_prompt()
@@ -216,6 +224,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 size = "a bare sample" if isinstance(group, Sample) else f"a group of {len(group)}"
                 raise ValueError(f"{size} was returned, but groups have {self.args.n_samples_per_prompt} members")
         self.buffer.extend(samples)
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the buffer."""
+        return len(self.buffer)
+
+    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
+        return self._from_buffer(num_samples)
 
     def buffer_filter(self, args: Args, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose at most ``num_samples`` groups of ``buffer``.

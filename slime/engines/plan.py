@@ -69,3 +69,14 @@ def plan_engines(args: Args) -> list[EngineSpec]:
                 )
             slot += group.num_gpus  # also for a placeholder group, which reserves its GPUs and starts no server
     return specs
+
+
+def engine_count(args: Args) -> int:
+    """Return the number of engines behind the first router that decode. Prefill-only engines are not counted."""
+    if args.rollout_external_engine_addrs:
+        return len(args.rollout_external_engine_addrs)
+    if args.sglang_config:
+        specs = plan_engines(args)
+        return sum(spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
+    engines = int(args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+    return max(1, engines - (args.prefill_num_servers or 0))

@@ -85,6 +85,10 @@ class Span:
     def set(self, **attrs: object) -> None:
         self.attrs.update(attrs)
 
+    def update(self, attrs: Mapping[str, object] | None = None, **more: object) -> None:
+        """Add attributes, from a mapping or by keyword."""
+        self.attrs.update(attrs or {}, **more)
+
     def __enter__(self) -> Span:
         self._targets, self._parent_id = _targets(self._target), _parent.get()
         _record(self._targets, "span_start", self.name, self.span_id, self._parent_id, self._given)

@@ -160,11 +160,14 @@ def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, 
     return text.lstrip(_UNFINISHED)
 
 
-def get_model_url(args: Args, model_name: str | None = None, path: str = "/generate") -> str:
+def get_model_url(
+    args: Args, model_name: str | None = None, path: str = "/generate", *, endpoint: str | None = None
+) -> str:
     """Return the URL of the router, or of the engine if there is only one.
 
     Args:
         model_name: A model of ``--sglang-config``, if it serves several. Default: the trained model.
+        endpoint: Another name of ``path``.
 
     Raises:
         ValueError: The model is not served, or no engine has been started.
@@ -178,7 +181,7 @@ def get_model_url(args: Args, model_name: str | None = None, path: str = "/gener
         host, port = args.sglang_router_ip, args.sglang_router_port
     if not host or not port:
         raise ValueError("args.sglang_router_ip and args.sglang_router_port are not set: no engine has been started")
-    return f"http://{host}:{port}/{path.lstrip('/')}"
+    return f"http://{host}:{port}/{(path if endpoint is None else endpoint).lstrip('/')}"
 
 
 def routing_headers(state: GenerateState, sample: Sample) -> dict[str, str] | None:

@@ -7,26 +7,33 @@ reward statistics.
 from __future__ import annotations
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample, flatten
+from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
 from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "prompt_rewards", "rollout_metrics", "sample_metrics"]
+__all__ = [
+    "compute_metrics_from_samples",
+    "eval_metrics",
+    "flatten",
+    "pass_at_k",
+    "pass_rates",
+    "prompt_rewards",
+    "rollout_metrics",
+    "sample_metrics",
+]
 
 Metrics = dict[str, float]
 PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
-_REPETITION_CHARACTERS = 10_000
-_REPETITION_RATIO = 10.0
 
 
 def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
@@ -107,7 +114,7 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
         return {}
     metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
     metrics["truncated_ratio"] = fmean(float(sample.status is Sample.Status.TRUNCATED) for sample in samples)
-    metrics["repetition_frac"] = fmean(float(is_repetitive(sample.response)) for sample in samples)
+    metrics["repetition_frac"] = fmean(float(has_repetition(sample.response)) for sample in samples)
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompt_tokens:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
@@ -129,14 +136,6 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     return metrics
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the probability that ``k`` of ``samples`` samples contain at least one of the ``correct`` ones.
-
-    The estimate is unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
 def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
     """Return pass@k for k = 1, 2, 4, … and the size of the largest group.
 
@@ -154,12 +153,6 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
         k: fmean(pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k)
         for k in dict.fromkeys([*powers, largest] if largest else [])
     }
-
-
-def is_repetitive(text: str) -> bool:
-    """Whether the last 10,000 characters can be compressed by more than a factor of 10."""
-    tail = text[-_REPETITION_CHARACTERS:].encode()
-    return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
 
 
 def _prompts(part: EvalResults) -> list[Hashable]:
@@ -222,12 +215,12 @@ def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
 
 
 def _spread(name: str, values: Sequence[float]) -> Metrics:
-    return {
-        f"{name}/mean": float(fmean(values)),
-        f"{name}/median": float(median(values)),
-        f"{name}/max": float(max(values)),
-        f"{name}/min": float(min(values)),
-    }
+    return dict_add_prefix(compute_statistics(values), f"{name}/")
+
+
+def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> Metrics:
+    """Return :func:`sample_metrics` with the flags of the run, for users' logging functions."""
+    return sample_metrics(samples, args.log_reward_category)
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.data.media import load_image, processor_inputs
+from slime.data.media import encode_image_for_rollout_engine, processor_inputs
 from slime.data.sample import Message, Sample
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
@@ -119,9 +118,7 @@ def _as_uri(item: object, kind: str) -> str:
     if isinstance(item, str) and (item.startswith("data:") or kind != "image"):
         return item
     if kind == "image":  # read it here, because the engine may run on another host
-        buffer = io.BytesIO()
-        load_image(item).save(buffer, format="PNG")
-        return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        return encode_image_for_rollout_engine(item)
     if isinstance(item, bytes):
         return f"data:{kind}/unknown;base64,{base64.b64encode(item).decode()}"
     raise TypeError(f"{kind} of type {type(item).__name__} cannot be sent to an engine: use a URL, a path or bytes")

@@ -15,6 +15,7 @@ from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
+from slime.engines.plan import engine_count
 from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
 from slime.types import Tokenizer
@@ -118,6 +119,12 @@ class GenerateState:
         assert args is not None, "a state is reached only through its args, so the args still exist"
         return args
 
+    @property
+    def group_sampling_seeds(self) -> list[int]:
+        """One seed for each sample of a group, for copies of older rollout functions. slime's own requests have a seed
+        per sample of the run."""
+        return [self.seed + offset for offset in range(self.args.n_samples_per_prompt)]
+
     def reset(self) -> None:
         """Clear the abort flag and the rollout id before the next rollout."""
         self.aborted = False
@@ -169,19 +176,6 @@ class GenerateState:
 def concurrency(args: Args) -> int:
     """Maximum number of requests in flight over all engines that serve the trained model."""
     return max(1, args.sglang_server_concurrency * engine_count(args))
-
-
-def engine_count(args: Args) -> int:
-    """Number of engines behind the first router that decode. Prefill-only engines are not counted."""
-    from slime.engines.plan import plan_engines
-
-    if args.rollout_external_engine_addrs:
-        return len(args.rollout_external_engine_addrs)
-    if args.sglang_config:
-        specs = plan_engines(args)
-        return sum(spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
-    engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
-    return max(1, engines - (args.prefill_num_servers or 0))
 
 
 def _reference(args: Args) -> Reference:

@@ -10,6 +10,8 @@ from slime.data import schedule
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+__all__ = ["build_dp_schedule"]
+
 
 def build_dp_schedule(
     args: Args,

@@ -1,5 +1,37 @@
 """Documented import path of the HTTP client; the code is in :mod:`slime.engines.http`."""
 
-from slime.engines.http import HttpError, get, init_http_client, post
+from __future__ import annotations
 
-__all__ = ["HttpError", "get", "init_http_client", "post"]
+import socket
+from typing import TYPE_CHECKING, Any
+
+from slime.engines import http
+from slime.engines.http import HttpError, get, init_http_client
+from slime.engines.plan import engine_count
+from slime.utils.misc import get_current_node_ip
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+__all__ = ["HttpError", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "post"]
+
+
+async def post(
+    url: str,
+    payload: object,
+    max_retries: int | None = None,
+    headers: dict[str, str] | None = None,
+    use_http2: bool = False,
+) -> Any:
+    """Call :func:`slime.engines.http.post`. ``use_http2`` has no effect: requests are sent by HTTP/1.1."""
+    return await http.post(url, payload, max_retries, headers)
+
+
+def get_rollout_num_engines(args: Args) -> int:
+    """Return the number of engines that generate with the trained model."""
+    return engine_count(args)
+
+
+def get_host_info() -> tuple[str, str]:
+    """Return the name of this machine and its address in the cluster."""
+    return socket.gethostname(), get_current_node_ip()

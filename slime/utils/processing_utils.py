@@ -1,5 +1,9 @@
-"""Documented import path of the tokenizer and processor loaders; the code is in :mod:`slime.data.tokenizers`."""
+"""Documented import path of tokenizers, processors and media; the code is in :mod:`slime.data`."""
 
+from slime.data.media import build_processor_kwargs, encode_image_for_rollout_engine, process_vision_info
 from slime.data.tokenizers import load_processor, load_tokenizer
 
-__all__ = ["load_processor", "load_tokenizer"]
+__all__ = [
+    "build_processor_kwargs", "encode_image_for_rollout_engine", "load_processor", "load_tokenizer",
+    "process_vision_info",
+]  # fmt: skip

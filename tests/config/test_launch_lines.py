@@ -156,7 +156,5 @@ def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(check: Any, tm
     args, problems = check(RECIPES["qwen3-4B"], "--ref-load", str(tmp_path))
     assert "no config.json" in problems[0]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    _, problems = check_args(
-        ["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss"]
-    )
+    _, problems = check_args(["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss"])
     assert [problem for problem in problems if "a checkpoint of Megatron-LM" in problem]

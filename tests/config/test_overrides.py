@@ -106,7 +106,9 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 
 
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
-    assert set_value(Args(), "use_http2", True) == "use_http2 was removed: slime uses HTTP/1.1 with a connection pool"
+    assert set_value(Args(), "rollout_external", True) == (
+        "rollout_external was removed: name the servers with --rollout-external-engine-addrs"
+    )
     assert str(set_value(Args(), "lora_rank", 8)).startswith("lora_rank does not exist: LoRA is not supported yet")
 
 

@@ -12,8 +12,9 @@ from make_args import make_args
 from rollout_parts import SmallEngine, arguments
 
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo
+from slime.observability.metric_utils import has_repetition
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.metrics import eval_metrics, is_repetitive, pass_at_k, pass_rates, rollout_metrics
+from slime.rollout.metrics import eval_metrics, pass_at_k, pass_rates, rollout_metrics
 from slime.rollout.sglang_rollout import eval_rollout
 
 NO_FLAGS = make_args().with_values()
@@ -264,9 +265,9 @@ def test_metrics_that_are_asked_for():
 
 
 def test_repetition():
-    assert is_repetitive("again and again " * 1000)
-    assert not is_repetitive("")
-    assert not is_repetitive("A short answer that says a thing once.")
+    assert has_repetition("again and again " * 1000)
+    assert not has_repetition("")
+    assert not has_repetition("A short answer that says a thing once.")
 
 
 def test_eval_metrics_use_each_data_sets_own_number_of_samples():

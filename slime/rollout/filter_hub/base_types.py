@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-@dataclass(frozen=True)
+@dataclass
 class DynamicFilterOutput:
     """The decision of a filter on one group.
 
@@ -43,3 +44,19 @@ def call_dynamic_filter(fn: Callable[..., object], args: Args, group: Group) -> 
         name = getattr(fn, "__qualname__", fn)
         raise TypeError(f"dynamic sampling filter {name} returned {answer!r}, not a bool or DynamicFilterOutput")
     return DynamicFilterOutput(keep=bool(answer))
+
+
+class MetricGatherer:
+    """Counts the groups that filters dropped, for rollout functions that call filters themselves."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Count one dropped group. A drop without a reason is not counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Return ``rollout/dynamic_filter/drop_<reason>`` for each reason."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._dropped.items())}

@@ -10,30 +10,39 @@ import re
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import after_thinking, as_number, last_boxed, normalize_math
+from slime.rollout.rm_hub.text import after_thinking, as_number, last_boxed, normalize_math, without_unit
 
 _TAIL = 300
 _ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+_STYLED_UNIT = re.compile(r"(.*\d[}$)]*)(?:\s|\\[,;:! ]|~)*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\$?")
 NO_ANSWER = "[INVALID]"
 
 
 def dapo_reward(sample: Sample) -> dict[str, Any]:
     """Score one sample."""
-    found = _ANSWER.findall(after_thinking(sample.response)[-_TAIL:])
-    pred = _normal(found[-1]) if found else NO_ANSWER
-    correct = pred == _normal(str(sample.label))
+    found = final_answer(after_thinking(sample.response)[-_TAIL:])
+    pred = NO_ANSWER if found is None else normal_answer(found)
+    correct = pred == normal_answer(str(sample.label))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
-def _normal(text: str) -> str:
-    """Return the form in which answers and labels are compared: numbers by value, all else as normalized text."""
+def final_answer(text: str) -> str | None:
+    """Return what follows the last ``Answer:`` on its line, or None."""
+    found = _ANSWER.findall(text)
+    return found[-1] if found else None
+
+
+def normal_answer(text: str) -> str:
+    """Return the form in which answers and labels are compared: numbers by value, all else as normalized text. Units
+    after a number (``57 dollars``, ``57\\text{ cm}``) are removed."""
     text = text.strip().strip("*").strip()
     boxed = last_boxed(text)
     text = text if boxed is None else boxed
     text = text.strip().strip("*").removesuffix(".").strip()
     if text.startswith("\\(") and text.endswith("\\)"):
         text = text[2:-2]
-    value = as_number(text)
+    styled = _STYLED_UNIT.fullmatch(text)
+    value = as_number(without_unit(text if styled is None else styled[1]))
     if value is None:
         return normalize_math(text)
     return str(value.numerator) if value.denominator == 1 else str(value)

@@ -8,9 +8,19 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from typing import NamedTuple
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.text import after_thinking
+
+
+class F1Score(NamedTuple):
+    """Token F1 of two texts, with its precision (of the prediction) and recall (of the label), each in [0, 1]."""
+
+    f1: float
+    precision: float
+    recall: float
+
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = {"yes", "no", "noanswer"}
@@ -20,20 +30,21 @@ def f1_reward(sample: Sample) -> float:
     """Return the F1 in [0, 1]. The label is a string or a list of accepted strings."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     response = after_thinking(sample.response)
-    return max(f1_score(response, str(label)) for label in labels)
+    return max(f1_score(response, str(label)).f1 for label in labels)
 
 
-def f1_score(prediction: str, gold: str) -> float:
-    """Return the token F1 of two texts after normalization (case, punctuation, articles, white space)."""
-    left, right = normalize_answer(prediction), normalize_answer(gold)
+def f1_score(prediction: str, ground_truth: str) -> F1Score:
+    """Compare the tokens of two texts after normalization (case, punctuation, articles, white space)."""
+    left, right = normalize_answer(prediction), normalize_answer(ground_truth)
     if left != right and (left in _CLOSED or right in _CLOSED):
-        return 0.0
+        return F1Score(0.0, 0.0, 0.0)
     prediction_tokens, gold_tokens = left.split(), right.split()
     common = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
     if common == 0:
-        return float(left == right and left != "")
+        equal = float(left == right and left != "")
+        return F1Score(equal, equal, equal)
     precision, recall = common / len(prediction_tokens), common / len(gold_tokens)
-    return 2 * precision * recall / (precision + recall)
+    return F1Score(2 * precision * recall / (precision + recall), precision, recall)
 
 
 def normalize_answer(text: str) -> str:

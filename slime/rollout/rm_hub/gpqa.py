@@ -1,8 +1,9 @@
-"""Reward ``gpqa``: 1.0 for the correct letter of a multiple-choice question, else 0.0.
+"""Reward ``gpqa``: 1.0 for the correct choice of a multiple-choice question, else 0.0.
 
-The reward reads these keys of the metadata: ``choices`` (a list, or a dict from letter to text), ``valid_letters``,
-``correct_letter``, ``correct_answer`` and ``answer_text`` (the text of the correct choice). The label may be the
-letter, the text of the correct choice, or its index in ``choices``.
+The reward reads these keys of the metadata: ``choices`` (a list, or a dict from letter to text), ``valid_letters``
+(default: one per choice, or A to J), ``correct_letter``, ``correct_answer`` and ``answer_text`` (the text of the
+correct choice). The label may be the letter, the text of the correct choice, or its index in ``choices``. Without
+choices, a label that is no letter is compared with the response as text.
 """
 
 from __future__ import annotations
@@ -13,28 +14,50 @@ from collections.abc import Mapping, Sequence
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
+from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
+_LETTERS = string.ascii_uppercase[:10]
 _TAIL = 4000  # characters at the end of a response in which the choice is searched
 
 
-def gpqa_reward(sample: Sample) -> float:
-    """Score one sample. A response that names no letter is compared with the text of the correct choice.
+def gpqa_reward(sample: Sample) -> float | None:
+    """Score one sample. If label and metadata do not tell what is correct, the sample is marked as unscored."""
+    reward = compute_gpqa_reward(sample.response, sample.label, sample.metadata)
+    if reward is None:
+        mark_unscored(sample, "error", unreadable(sample.label, sample.metadata))
+    return reward
 
-    Raises:
-        ValueError: Neither label nor metadata give the correct letter.
+
+def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float | None:
+    """Score a response by its letter, or by the text of the choice if it names no letter.
+
+    Returns:
+        1.0 or 0.0. None if neither label nor metadata tell what is correct.
     """
-    letters = valid_letters(sample.metadata)
-    correct = correct_letter(sample.label, sample.metadata, letters)
-    if correct is None:
-        raise ValueError(f"reward type gpqa: {unreadable(sample.label, sample.metadata)} (sample {sample.index})")
-    response = after_thinking(sample.response)
-    letter = extract_letter(response, letters)
+    metadata = metadata or {}
+    letters = valid_letters(metadata)
+    correct = correct_letter(label, metadata, letters)
+    text = _correct_text(label, metadata, correct)
+    if correct is None and text is None:
+        return None
+    response = after_thinking(response)
+    letter = (extract_letter(response, letters) or _chosen_text(response, metadata, letters)) if correct else None
     if letter is not None:
         return float(letter == correct)
-    text = _correct_text(sample.label, sample.metadata, correct)
     said = normalize_answer(last_boxed(response) or response.strip().split("\n")[-1])
-    return float(text is not None and said == normalize_answer(text))
+    wanted = normalize_answer(text) if text is not None else ""
+    return float(wanted != "" and (said == wanted or f" {wanted} " in f" {said} "))
+
+
+def _chosen_text(response: str, metadata: Mapping[str, object], letters: str) -> str | None:
+    """Return the letter of the only choice whose text is in the last line of a response, or None."""
+    last = f" {normalize_answer(response.strip()[-_TAIL:].split(chr(10))[-1])} "
+    texts = {letter: normalize_answer(str(text)) for letter, text in _choice_texts(metadata, letters).items()}
+    found = {letter: text for letter, text in texts.items() if text and f" {text} " in last}
+    # A choice that is part of another one, like "2 cm" of "12.2 cm and 2 cm", does not count beside it.
+    longest = [letter for letter, text in found.items() if not any(text != t and text in t for t in found.values())]
+    return longest[0] if len(longest) == 1 else None
 
 
 def extract_letter(response: str, letters: str) -> str | None:
@@ -54,28 +77,34 @@ def extract_letter(response: str, letters: str) -> str | None:
             return found[1]
     for pattern in (
         rf"(?i:answer|choice|option)\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*\(?({one})\)?(?![A-Za-z'])",
+        rf"(?i:answer|choice|option)\s*(?i:is|:|=)+\s*\**\s*\(?((?i:{one}))\)?\**[.]?\s*$",
+        rf"(?i:settle[ds]? on|choose|chose|select(?:ed)?|pick(?:ed)?|go with)\s+\(?({one})\)?(?![A-Za-z'])",
         rf"^\s*\**\(?({one})\)?[.):]?\**\s*$",
         rf"(?<![A-Za-z'])\(?({one})\)(?![A-Za-z])",
     ):
         matches = re.findall(pattern, response, re.MULTILINE)
         if matches:
-            return matches[-1]
-    alone = re.findall(rf"(?<![A-Za-z'])({one})(?![A-Za-z'])", response[-100:])
+            return str(matches[-1]).upper()
+    # An I before a word of small letters is the pronoun.
+    alone = re.findall(rf"(?<![A-Za-z'])(?!I\s+[a-z])({one})(?![A-Za-z'])", response[-100:])
     return alone[-1] if len(set(alone)) == 1 else None
 
 
 def valid_letters(metadata: Mapping[str, object]) -> str:
-    """Return the letters that may be chosen: those of the metadata, else one per choice, else A to D."""
+    """Return the letters that may be chosen: those of the metadata, else one per choice, else A to J."""
     given, choices = metadata.get("valid_letters"), metadata.get("choices")
     if isinstance(given, str | Sequence) and given:
         return "".join(str(letter).upper() for letter in given)
     if isinstance(choices, Mapping):
         return "".join(str(letter).upper() for letter in choices)
-    return string.ascii_uppercase[: len(choices)] if isinstance(choices, Sequence) and choices else "ABCD"
+    return string.ascii_uppercase[: len(choices)] if isinstance(choices, Sequence) and choices else _LETTERS
 
 
 def correct_letter(label: object, metadata: Mapping[str, object], letters: str) -> str | None:
-    """Return the correct letter: ``correct_letter``, else by a label that is a letter, an index or a choice's text."""
+    """Return the correct letter, or None if there is none.
+
+    It is ``correct_letter`` of the metadata, else that of a label that is a letter, an index or a choice's text.
+    """
     for value in (metadata.get("correct_letter"), label):
         if (
             isinstance(value, str)
@@ -83,7 +112,8 @@ def correct_letter(label: object, metadata: Mapping[str, object], letters: str) 
             and value.strip().strip("()").upper() in letters
         ):
             return value.strip().strip("()").upper()
-    if isinstance(label, int | str) and str(label).isdigit() and int(label) < len(letters):
+    indexed = metadata.get("choices") or metadata.get("valid_letters")
+    if indexed and isinstance(label, int | str) and str(label).isdigit() and int(label) < len(letters):
         return letters[int(label)]
     text = metadata.get("correct_answer") or metadata.get("answer_text") or label
     for letter, choice in _choice_texts(metadata, letters).items():
@@ -96,7 +126,7 @@ def unreadable(label: object, metadata: Mapping[str, object]) -> str:
     """Explain why the correct letter is unknown."""
     keys = ", ".join(sorted(metadata)) or "none"
     return (
-        f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, "
+        f"label {label!r} is neither a letter nor a text, "
         f"and metadata has no usable correct_letter, correct_answer or answer_text (its keys: {keys})"
     )
 
@@ -108,7 +138,10 @@ def _choice_texts(metadata: Mapping[str, object], letters: str) -> dict[str, obj
     return dict(zip(letters, choices, strict=False)) if isinstance(choices, Sequence) else {}
 
 
-def _correct_text(label: object, metadata: Mapping[str, object], letter: str) -> str | None:
+def _correct_text(label: object, metadata: Mapping[str, object], letter: str | None) -> str | None:
     text = metadata.get("correct_answer") or metadata.get("answer_text")
-    text = text or _choice_texts(metadata, valid_letters(metadata)).get(letter)
-    return str(text) if text else (label if isinstance(label, str) and len(label) > 1 else None)
+    text = text or _choice_texts(metadata, valid_letters(metadata)).get(letter or "")
+    if text:
+        return str(text)
+    said = str(label).strip() if isinstance(label, str | int | float) else ""
+    return said if len(said) > 1 or (said and letter is None) else None

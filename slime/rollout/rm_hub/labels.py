@@ -71,8 +71,7 @@ def _dapo(label: object, _: Mapping[str, object]) -> str | None:
 
 
 def _gpqa(label: object, metadata: Mapping[str, object]) -> str | None:
-    letters = gpqa.valid_letters(metadata)
-    return None if gpqa.correct_letter(label, metadata, letters) else gpqa.unreadable(label, metadata)
+    return gpqa.unreadable(label, metadata) if gpqa.compute_gpqa_reward("", label, metadata) is None else None
 
 
 _CHECKS: dict[str, Check] = {

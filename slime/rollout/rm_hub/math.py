@@ -1,9 +1,9 @@
 r"""Math rewards ``math`` and ``deepscaler``: 1.0 if the final answer is mathematically equal to the label, else 0.0.
 
-``math`` takes the final answer from the text after ``</think>`` if there is one, otherwise from the whole response: the
-last ``\boxed{}``, else the text after the last ``####`` (the mark of GSM8K), else the last expression or number.
-``deepscaler`` requires an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``); without it the
-reward is 0.
+``math`` takes the last ``\boxed{}`` of the text after ``</think>`` if there is one, otherwise of the whole response;
+without a box the reward is 0. With ``--math-answer any``, a response without a box is scored by the text after the last
+``####`` (the mark of GSM8K), else by its last expression or number. ``deepscaler`` requires a box after the reasoning
+(``</think>`` or ``###Response``).
 
 Answers with equal normal forms and plain numbers are compared here. The others are compared by math-verify in a
 verifier process, because a symbolic comparison can hang.
@@ -11,19 +11,19 @@ verifier process, because a symbolic comparison can hang.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.answers import decide
 from slime.rollout.rm_hub.outcome import verify
 from slime.rollout.rm_hub.text import (
     after_thinking,
+    answer_after_reasoning,
     as_latex,
     as_number,
     last_boxed,
     last_number,
     normalize_math,
-    without_unit,
 )
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
-_LONGEST_ANSWER = 500  # characters; a longer "answer" is a derivation and counts as wrong
-_STYLED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|textit)\s*\{([^{}]*)\}")
 _MARK = "####"
 _TAIL = 4000  # characters at the end of a response without a box in which the last expression is searched
 
@@ -52,21 +50,13 @@ def _marked_answer(text: str) -> str | None:
     return after.split("\n", 1)[0].strip() or None
 
 
-def same_answer(gold: str, answer: str) -> bool | None:
-    """Compare two answers by normal form and as numbers. None if only a symbolic comparison can decide."""
-    normal = normalize_math(gold)
-    if normal and normal == normalize_math(answer):
-        return True
-    gold_value, value = as_number(_bare(gold)), as_number(without_unit(_bare(answer)))
-    if gold_value is not None and value is not None:
-        return gold_value == value
-    return None
-
-
 async def math_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``math``. None if the verifier gave no result."""
     response = after_thinking(sample.response)
-    gold, marked = gold_answer(sample.label), _marked_answer(response)
+    gold, marked = gold_answer(sample.label), last_boxed(response)
+    if marked is None and args.math_answer == "boxed":
+        return 0.0
+    marked = _marked_answer(response) if marked is None else marked
     if marked is not None:
         return await _compare(args, sample, gold, as_latex(marked))
     tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut before the conversion, because this runs on the event loop
@@ -81,27 +71,16 @@ async def math_reward(args: Args, sample: Sample) -> float | None:
 
 async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``deepscaler``. None if the verifier gave no result."""
-    for marker in ("</think>", "###Response"):
-        if marker in sample.response:
-            boxed = last_boxed(sample.response.rsplit(marker, 1)[-1])
-            return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
-    return 0.0
+    tail = answer_after_reasoning(sample.response)
+    boxed = None if tail is None else last_boxed(tail)
+    return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
 
 
 async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float | None:
-    if not answer or len(answer) > max(_LONGEST_ANSWER, 2 * len(gold)):
-        return 0.0
-    decided = same_answer(gold, answer)
+    decided = decide(gold, answer)
     if decided is not None:
         return float(decided)
     return _as_reward(await verify(args, sample, _EQUAL, gold, answer))
-
-
-def _bare(answer: str) -> str:
-    """Remove style commands and parentheses around a number, as in ``\\textbf{(073)}``."""
-    styled = _STYLED.fullmatch(answer.strip())
-    answer = styled[1].strip() if styled else answer.strip()
-    return answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer
 
 
 def _as_reward(value: bool | None) -> float | None:

@@ -5,9 +5,12 @@ The time limits of math-verify use ``signal.alarm``. They are turned off here, b
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -24,4 +27,5 @@ def response_equal(gold: str, response: str) -> bool:
 
 
 def _bare(answer: str) -> list[Any]:
+    answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)  # otherwise its e would be Euler's number
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)

@@ -9,8 +9,11 @@ import re
 import unicodedata
 from fractions import Fraction
 
-_NUMBER = re.compile(r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d])|(?<![\w.])[-+−]?\.\d+")
-_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w))?(?![\d])"
+    r"|(?<![\w.])[-+−]?\.\d+"
+)
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3})?")
 _BOXES_TRIED = 16  # from the end; a text that repeats an unclosed \\boxed{ would otherwise take quadratic time
 _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
@@ -55,7 +58,9 @@ def last_number(text: str) -> Fraction | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    r"""Return the value of ``text`` if it is a number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), else None.
+    r"""Return the value of ``text`` if it is a number, else None.
+
+    Numbers are written as ``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5`` or ``1e6``.
 
     A percent sign is dropped, so that ``5%`` equals the label ``5``.
     """
@@ -106,6 +111,14 @@ def normalize_math(text: str) -> str:
 def after_thinking(text: str) -> str:
     """Return the text without reasoning: after the last ``</think>``, and before a ``<think>`` that is not closed."""
     return text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+
+
+def answer_after_reasoning(text: str) -> str | None:
+    """Return the text after ``</think>`` or ``###Response``, or None if it has neither."""
+    for marker in ("</think>", "###Response"):
+        if marker in text:
+            return text.rsplit(marker, 1)[-1]
+    return None
 
 
 _SYMBOLS = {

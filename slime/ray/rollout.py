@@ -1,0 +1,5 @@
+"""Documented import path of the metrics of samples; the code is in :mod:`slime.rollout.metrics`."""
+
+from slime.rollout.metrics import compute_metrics_from_samples
+
+__all__ = ["compute_metrics_from_samples"]
