@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slime.types import JsonObject, Tokenizer
 
 _MOST_AFTER_ABORT = 20
+_TOO_LONG = "The input is longer than the model's context length"
 LAST = "The answer is 4."
 
 
@@ -54,11 +55,19 @@ class ScriptedEngine:
         answers: texts of the first answers; all later answers are :data:`LAST`.
         abort_at: index of the first request that is aborted, together with all later ones; None for no abort.
         on_abort: called before the answer to an aborted request.
+        refuses: whether every request is refused, as one with a prompt that is too long.
     """
 
     def __init__(
-        self, url: str, tokenizer: Tokenizer, answers: list[str], abort_at: int | None, on_abort: Callable[[], None]
+        self,
+        url: str,
+        tokenizer: Tokenizer,
+        answers: list[str],
+        abort_at: int | None,
+        on_abort: Callable[[], None],
+        refuses: bool = False,
     ) -> None:
+        self.refuses = refuses
         self.url, self.tokenizer, self.answers = url, tokenizer, answers
         self.abort_at, self.on_abort = abort_at, on_abort
         self.requests: list[Request] = []
@@ -104,6 +113,8 @@ class ScriptedEngine:
         params: _Params = dict(body.get("sampling_params") or {})  # type: ignore[assignment]  # JSON from a client
         asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]))
         self.requests.append(asked)
+        if self.refuses:
+            return web.json_response({"error": {"message": _TOO_LONG}}, status=400)
         one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
         one["sampling_params"].pop("min_new_tokens", None)
         sent = await self._send("POST", "/generate", json.dumps(one).encode())

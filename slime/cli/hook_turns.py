@@ -1,5 +1,5 @@
 """Check the samples of a generate function against the tokens that the engine sampled and that the function appended,
-also after a forced tool turn and after an abort."""
+also after a forced tool turn, after an abort, with a prompt that is too long and with an answer that is cut off."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ TOOL_TURNS = (  # common forms of tool calls, all of them harmless if they are e
     "<python>print(2 + 2)</python>",
 )
 _ROOM = 512  # maximum tokens of a response, so that no turn is truncated by accident
+_CUT = 3  # maximum tokens of a response that is cut off
 _CLOSE = 1e-4
 _APPENDED = "_appended_in_check"
 P = ParamSpec("P")
@@ -46,7 +47,12 @@ class _Try:
         self.samples = group if self.listed else group[:1]
 
     def run(
-        self, answers: list[str], abort_at: int | None = None, go_on: bool = False
+        self,
+        answers: list[str],
+        abort_at: int | None = None,
+        go_on: bool = False,
+        most: int = _ROOM,
+        refuses: bool = False,
     ) -> tuple[list[list[Sample]], list[list[Sample]], list[Request]]:
         """Return the results of each sample, the results when it was continued after the abort, and the requests.
 
@@ -54,8 +60,12 @@ class _Try:
             answers: the model's answer for each turn; all samples get the same.
             abort_at: index of the turn that is aborted; None for no abort.
             go_on: whether to call the function again with the aborted samples.
+            most: maximum number of tokens of a response.
+            refuses: whether the engine refuses all requests, as if the prompts were longer than its context.
         """
-        args = self.bench.args.with_values(rollout_max_response_len=_ROOM)
+        args = self.bench.args.with_values(rollout_max_response_len=most)
+        if refuses:
+            args = args.with_values(rollout_max_context_len=1)
         params: SamplingParams = {**request_params(args), "sampling_seed": 1}
         count = len(self.samples)
         script = [text for text in answers for _ in range(count)]
@@ -69,7 +79,7 @@ class _Try:
         async def work() -> tuple[list[Any], list[Any], list[Request]]:
             state: GenerateState
             stop = lambda: setattr(state, "aborted", True)  # noqa: E731
-            async with ScriptedEngine(self.url, self.bench.tokenizer, script, at, stop) as engine:
+            async with ScriptedEngine(self.url, self.bench.tokenizer, script, at, stop, refuses) as engine:
                 here = args.with_values(sglang_router_ip="127.0.0.1", sglang_router_port=engine.port)
                 state = GenerateState(here)
                 first = await self._unless_runaway(call(here, copy.deepcopy(self.samples)), engine)
@@ -80,7 +90,8 @@ class _Try:
                     again, first = await self._unless_runaway(call(here, first), engine), before
                 return first, again, engine.requests
 
-        first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
+        with appends_recorded():
+            first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
         return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
 
     async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
@@ -101,7 +112,8 @@ class _Try:
 
 
 def check_turns(bench: Bench, fn: Hook) -> str:
-    """Test the function with a forced tool turn, with an abort, and with a continuation after the abort.
+    """Test the function with a forced tool turn, with an abort, with a continuation after the abort, with an answer
+    that is cut off, and with a prompt that is too long.
 
     Returns:
         A short description of the result.
@@ -113,8 +125,7 @@ def check_turns(bench: Bench, fn: Hook) -> str:
     turn, said = None, "no tool turn with the tested forms of calls"
     for form in [bench.tool_answer] if bench.tool_answer else list(map(_filled(tried.samples), TOOL_TURNS)):
         results, _, requests = tried.run([form])
-        for sample in flatten(results):
-            check_sampled(bench, fn, sample, requests)
+        _check_tokens(bench, fn, results, requests)
         if not requests:
             return "it does not use /generate, so tool turns and aborts were not tested"
         if len(requests) > len(tried.samples):
@@ -123,7 +134,46 @@ def check_turns(bench: Bench, fn: Hook) -> str:
     if bench.tool_answer and turn is None:
         raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer), it sent no other request")
     _check_abort(bench, fn, tried, turn)
-    return f"{said}, an abort"
+    _check_cut(bench, fn, tried)
+    _check_too_long(bench, fn, tried)
+    return f"{said}, an abort, a truncated answer, a prompt that is too long"
+
+
+def _check_tokens(
+    bench: Bench, fn: Hook, results: Sequence[Sequence[Sample]], requests: Sequence[Request]
+) -> list[Sample]:
+    """Compare the samples with the engine's answers and with what was appended; return them in one list."""
+    leaves = flatten(results)
+    for sample in leaves:
+        check_mask(bench, fn, sample)
+        check_sampled(bench, fn, sample, requests)
+    return leaves
+
+
+def _check_cut(bench: Bench, fn: Hook, tried: _Try) -> None:
+    """Test an answer that ends at the length limit."""
+    results, _, requests = tried.run([], most=_CUT)
+    leaves = _check_tokens(bench, fn, results, requests)
+    if all(len(request.ids) < _CUT for request in requests):
+        return  # the function has a limit of its own
+    if all(sample.status is not Sample.Status.TRUNCATED for sample in leaves):
+        bench.notes.append(
+            f"a sample whose answer was cut off at the length limit has the status {leaves[-1].status.value}: if "
+            'meta_info["finish_reason"]["type"] is "length", set Sample.Status.TRUNCATED (append_response_tokens with '
+            "meta_info does this); otherwise rollout/truncated_ratio does not count it"
+        )
+
+
+def _check_too_long(bench: Bench, fn: Hook, tried: _Try) -> None:
+    """Test a prompt that the engine refuses because it leaves no room for a response."""
+    results, _, _ = tried.run([], refuses=True)
+    for sample in flatten(results):
+        if sample.effective_response_length:
+            raise wrong(
+                fn,
+                f"for a prompt that the engine refused as too long, it returns {sample.effective_response_length} "
+                "tokens to train on: return the sample without a response and with Sample.Status.TRUNCATED",
+            )
 
 
 def _filled(samples: Sequence[Sample]) -> Callable[[str], str]:
@@ -144,7 +194,7 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     for samples in results:
         for sample in samples:
             check_picklable("sample", sample)
-            check_sampled(bench, fn, sample, requests)
+        _check_tokens(bench, fn, [samples], requests)
         if all(sample.status is not Sample.Status.ABORTED for sample in samples):
             text = (
                 f"a sample whose last answer was aborted has the status {samples[-1].status.value}: if "
@@ -157,7 +207,7 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     for sample in flatten(again):
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
             raise wrong(fn, f"called again with an aborted sample, it returns the status {sample.status.value}")
-        check_sampled(bench, fn, sample, requests)
+        _check_tokens(bench, fn, [[sample]], requests)
 
 
 def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:

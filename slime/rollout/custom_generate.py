@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
+from slime.engines.http import HttpError
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, render
+from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
 
@@ -57,8 +59,18 @@ async def call_single(
     if fn is generate:  # the default appends tokens itself and needs neither a copy of the prompt nor checks
         return await generate(args, sample, params)
     prompt = _prepare(sample)
-    threads = GenerateState(args).threads
-    result = await call(fn, args, sample, params, threads=threads, **supported_kwargs(fn, evaluation=evaluation))
+    state = GenerateState(args)
+    try:
+        result = await call(
+            fn, args, sample, params, threads=state.threads, **supported_kwargs(fn, evaluation=evaluation)
+        )
+    except HttpError as error:
+        if error.status != 400 or not says_too_long(error):
+            raise
+        sample.prompt = prompt
+        sample.reset_response()
+        mark_too_long(sample, state.context)  # the function let the engine's refusal through: only this sample fails
+        return sample
     return _finish_all(fn, args, sample, prompt, result)
 
 

@@ -302,6 +302,32 @@ async def doubles(args, sample, sampling_params):
     if aborted:
         sample.rollout_log_probs = before + sample.rollout_log_probs
     return sample
+async def made_up(args, sample, sampling_params):
+    from slime.utils.http_utils import HttpError
+    try:
+        return await turns(args, sample, sampling_params)
+    except HttpError:
+        sample.tokens, sample.response_length, sample.response = [1, 2, 3], 1, "x"
+        return sample
+async def looks_first(args, sample, sampling_params):
+    if args.rollout_max_context_len == 1:
+        sample.tokens, sample.status = load_tokenizer(args.hf_checkpoint)(sample.prompt)["input_ids"], sample.Status.TRUNCATED
+        return sample
+    return await turns(args, sample, sampling_params)
+async def careless(args, sample, sampling_params):
+    from aiohttp import ClientSession
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    async with ClientSession() as session:
+        body = {"text": sample.prompt, "sampling_params": sampling_params}
+        sample.response = (await (await session.post(url, json=body)).json())["text"]
+    return sample
+async def mask_lost(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import generate
+    sample = await generate(args, sample, dict(sampling_params))
+    if "<search>" in sample.response:
+        sample.append_response_tokens(args, tokens=[1, 2, 3], trainable=False)
+        sample.loss_mask = None
+    return sample
 async def asks_search(args, sample, sampling_params):
     return await turns(args, sample, sampling_params)
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
@@ -365,7 +391,12 @@ PARTIAL = ("--partial-rollout",)
 @pytest.mark.parametrize(
     ("name", "flags", "status", "said"),
     [
-        ("turns", PARTIAL, 0, "; a tool turn of 2 answers, an abort"),
+        ("turns", PARTIAL, 0, "; a tool turn of 2 answers, an abort, a truncated answer, a prompt that is too long"),
+        ("looks_first", (), 0, "a prompt that is too long"),
+        ("made_up", (), 1, "for a prompt that the engine refused as too long, it returns 1 tokens to train on"),
+        ("careless", (), 1, "it raised KeyError: 'text'"),
+        ("mask_lost", (), 1, "3 of the 3 tokens that it appended with trainable=False"),
+        ("no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_scores", (), 1, "differ from those of the engine"),
