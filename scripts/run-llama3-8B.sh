@@ -21,5 +21,5 @@ RESOURCE_ARGS=(
     --sglang-mem-fraction-static 0.7
 )
 
-launch "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" --rm-type math "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" \
+launch "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" --rm-type math --math-answer any "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" \
     "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" "${RESOURCE_ARGS[@]}" "$@"

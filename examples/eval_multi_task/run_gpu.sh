@@ -11,7 +11,7 @@ eval_config="$("$python" "$here/prepare.py" "$output_dir/data/eval_multi_task_gp
 sed -i -E 's/max_response_len: [0-9]+/max_response_len: 16384/' "$eval_config"
 
 train eval_multi_task_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
-    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
+    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math --math-answer any \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \
     --eval-interval 20 --eval-config "$eval_config" --lr 1e-6 \
     --train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel \

@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 source "$checkout/scripts/models/qwen3-4B.sh"
 
 train fully_async_gpu train_async.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
-    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
+    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math --math-answer any \
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async \
     --async-buffer-size 4 --update-weights-interval 2 --max-weight-staleness 4 \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \

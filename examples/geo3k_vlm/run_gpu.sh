@@ -12,7 +12,7 @@ train geo3k_vlm train.py \
     --hf-checkpoint "${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}" \
     --prompt-data "${DATA:?the training file of geometry3k (columns images, problem, answer)}" \
     --input-key problem --label-key answer --multimodal-keys '{"image": "images"}' --rollout-shuffle \
-    --rm-type math \
+    --rm-type math --math-answer any \
     --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
     --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 2048 --rollout-max-prompt-len 2048 \
     --num-epoch 5 --eval-interval 20 --eval-prompt-data geo3k "${EVAL_DATA:-$DATA@[:64]}" --eval-max-response-len 4096 \

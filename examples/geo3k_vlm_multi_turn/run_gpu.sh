@@ -11,7 +11,7 @@ train geo3k_vlm_multi_turn train.py \
     --prompt-data "${DATA:?the training file of geometry3k (columns images, problem, answer)}" \
     --input-key problem --label-key answer --multimodal-keys '{"image": "images"}' --rollout-shuffle \
     --custom-generate-function-path "$here/second_look.py:generate" --max-turns 3 \
-    --custom-rm-path "$here/second_look.py:score" --rm-type math \
+    --custom-rm-path "$here/second_look.py:score" --rm-type math --math-answer any \
     --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
     --rollout-batch-size 64 --n-samples-per-prompt 8 --rollout-max-response-len 6144 --rollout-max-prompt-len 2048 \
     --num-rollout 160 --save-interval 20 --save-keep-last 2 --log-multi-turn \

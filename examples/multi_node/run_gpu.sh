@@ -15,7 +15,7 @@ environment="{\"env_vars\": {\"PYTHONPATH\": \"$checkout\", \"NCCL_SOCKET_IFNAME
 launcher=("$python" -m ray.scripts.scripts job submit --address "http://${MASTER_ADDR:-127.0.0.1}:8265"
     --runtime-env-json "$environment" --)
 train multi_node_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-30B-A3B}" \
-    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
+    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math --math-answer any \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \
     --save-interval 20 --lr 1e-6 \
     --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \

@@ -7,7 +7,7 @@ source "$checkout/scripts/models/qwen3-30B-A3B.sh"
 correction="${CORRECTION:-mis}"
 
 train "mismatch_gpu_$correction" train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-30B-A3B}" \
-    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
+    --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math --math-answer any \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \
     --custom-config-path "$here/$correction.yaml" --lr 1e-6 --eps-clip 0.2 --eps-clip-high 0.28 \
     --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \

@@ -13,7 +13,7 @@ from pathlib import Path
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits with 2)."""
     options, rest = build_parser().parse_known_args(argv)
-    if rest and options.command != "check-hooks":
+    if rest and options.command not in ("check-hooks", "translate"):
         build_parser().parse_args(argv)  # prints the error and exits
     options.rest = rest
     from slime.cli.errors import CommandError
@@ -61,6 +61,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     hooks.set_defaults(run=_check_hooks)
 
+    translate = commands.add_parser(
+        "translate",
+        help="print the command for a launch script of slime 0.3, verl, OpenRLHF or TRL, and what changes",
+        usage="slime translate SCRIPT.sh | slime translate -- COMMAND ...",
+        description="Reads a bash script without running it, or the words of a command.",
+        allow_abbrev=False,
+    )
+    translate.add_argument("words", nargs=argparse.REMAINDER, help="a script, or a command")
+    translate.set_defaults(run=_translate)
+
     summary = commands.add_parser("summary", help="print the final table of a run again")
     summary.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     summary.add_argument("--json", action="store_true", help="print the figures as JSON instead")
@@ -103,6 +113,12 @@ def _check_hooks(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _translate(args: argparse.Namespace) -> int:
+    from slime.cli.translate import translate
+
+    return translate([*args.words, *args.rest])
 
 
 def _summary(args: argparse.Namespace) -> int:

@@ -1,0 +1,53 @@
+"""``python tools/translations_page.py``: write docs/en/reference/other_frameworks.md from the table of ``slime
+translate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.cli.translate import TARGET, tables
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "other_frameworks.md"
+_NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
+_FORMS = {
+    "on": "if it is true",
+    "off": "if it is false",
+    "given": "without its value",
+    "per_group": "times the group size",
+    "per_engine": "times the GPUs of an engine",
+    "groups": "divided by the group size",
+    "loss": "with `--use-kl-loss`, otherwise `--kl-coef`",
+    "kl": "with `--use-kl-loss`, unless it is 0",
+}
+_HEAD = """\
+# Flags of verl, OpenRLHF and TRL
+
+<!-- Made by `python tools/translations_page.py`; do not edit. -->
+
+`slime translate` translates a launch script or a command with these tables. [Coming from another
+framework](../coming_from.md) compares the concepts.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for name, table in tables().items():
+        parts += [f"## {_NAMES[name]}\n", "| flag | slime |", "|---|---|"]
+        parts += [f"| `{flag}` | {_cell(target, table['values'])} |" for flag, target in table["flags"].items()]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(target: str, values: dict[str, dict[str, str]]) -> str:
+    found = TARGET.fullmatch(target)
+    if found is None:
+        return target
+    words = [f"`{' '.join(part for part in (found[1], found[2]) if part)}`"]
+    words += [_FORMS[found[3]]] if found[3] else []
+    words += [f"({', '.join(f'`{a}` is `{b}`' for a, b in values[found[1]].items())})"] if found[1] in values else []
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
