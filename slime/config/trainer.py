@@ -162,7 +162,8 @@ def _hf_problem(option: str, name: str) -> list[str]:
 
 
 def check_reference(args: Args) -> list[str]:
-    uses = args.use_kl_loss or args.kl_coef != 0
+    """Check ``--ref-load``. If nothing is trained with the reference model, a folder that cannot be read is replaced by
+    ``--hf-checkpoint``, of which a folder ``X_torch_dist`` is usually the conversion."""
     if args.ref_load is None or args.ref_load == args.hf_checkpoint:
         return []
     if args.train_backend == "megatron" and megatron_folder(args.ref_load):
@@ -170,8 +171,12 @@ def check_reference(args: Args) -> list[str]:
     problems = _hf_problem("--ref-load", args.ref_load)
     if not problems:
         return []
-    if not uses:
-        args.notices.append(f"{problems[0]}; it is ignored, because no KL term uses the reference model")
+    if args.kl_coef == 0 and (args.kl_loss_coef == 0 or not args.use_kl_loss):
+        args.notices.append(
+            f"{problems[0]}. No KL term is trained with it, so it is ignored: initial weights and reference model are "
+            f"those of --hf-checkpoint {args.hf_checkpoint}"
+        )
+        args.ref_load = args.hf_checkpoint
         return []
     return [f"{problem}; the KL term needs it (without --ref-load, it uses --hf-checkpoint)" for problem in problems]
 

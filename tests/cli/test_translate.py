@@ -69,11 +69,13 @@ def test_a_launch_script_of_slime(tmp_path: Path) -> None:
 
 
 VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae data.train_files=a.parquet
-data.val_files=b.parquet data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8
-actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.use_dynamic_bsz=False
-trainer.val_before_train=False algorithm.filter_groups.enable=True +mine.own=3 trainer.logger=[console,wandb]"""
-OPENRLHF = """ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --vllm_num_engines 4
---prompt_data a.jsonl --vllm_tensor_parallel_size 2 --use_wandb KEY --advantage_estimator group_norm --init_kl_coef 0.01 --async_train"""
+data.val_files=b.parquet data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64
+actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.use_dynamic_bsz=False trainer.val_before_train=False
+algorithm.filter_groups.enable=True +mine.own=3 trainer.logger=[console,wandb]"""
+OPENRLHF = """ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --pretrain m --vllm_num_engines 4 --prompt_data
+a.jsonl --vllm_tensor_parallel_size 2 --use_wandb KEY --advantage_estimator group_norm --init_kl_coef 0.01
+--async_train"""
 TRL = """accelerate launch grpo.py --model_name_or_path m --beta 0.04 --num_generations 8 --generation_batch_size 64
 --scale_rewards False --lr_scheduler_type constant_with_warmup --bf16"""
 

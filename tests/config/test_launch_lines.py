@@ -50,13 +50,19 @@ def hf_config(model: str, model_type: str) -> dict[str, Any]:
     return config
 
 
-def write_files(root: Path, recipe: dict[str, Any]) -> None:
+def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
+    """Write what a recipe reads. ``X_torch_dist`` is a checkpoint of Megatron-LM (``foreign``) or slime's own."""
     model = root / "MODEL"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(hf_config(recipe["model"], recipe["type"])))
     weights = root / "MODEL_torch_dist"
-    (weights / "torch_dist").mkdir(parents=True)
-    (weights / "trainer.json").write_text('{"format": "megatron"}')
+    if foreign:
+        (weights / "release").mkdir(parents=True)
+        (weights / "release" / "__0_0.distcp").write_bytes(b"")
+        (weights / "latest_checkpointed_iteration.txt").write_text("release")
+    else:
+        (weights / "torch_dist").mkdir(parents=True)
+        (weights / "trainer.json").write_text('{"format": "megatron"}')
     for name in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
         (root / name).parent.mkdir()
         (root / name).write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}) + "\n")
@@ -76,8 +82,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def run(recipe: dict[str, Any], *more: str) -> tuple[Args, list[str]]:
-        write_files(tmp_path, recipe)
+    def run(recipe: dict[str, Any], *more: str, foreign: bool = False) -> tuple[Args, list[str]]:
+        write_files(tmp_path, recipe, foreign)
         groups = LINES["groups"]
         text = " ".join([*(groups[group] for group in recipe["groups"]), recipe["flags"]])
         words = [*model_words(recipe["model"]), *shlex.split(text.replace("/root/", f"{tmp_path}/")), *more]
@@ -93,10 +99,14 @@ def is_refused(name: str) -> bool:
     return "refused" in RECIPES[name]
 
 
+@pytest.mark.parametrize("foreign", [False, True], ids=["converted", "of Megatron-LM"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if not is_refused(name)])
-def test_a_public_recipe_is_accepted_unchanged(check: Any, name: str) -> None:
-    args, problems = check(RECIPES[name])
+def test_a_public_recipe_is_accepted_unchanged(check: Any, name: str, foreign: bool) -> None:
+    args, problems = check(RECIPES[name], foreign=foreign)
     assert problems == []
+    assert (args.ref_load == args.hf_checkpoint) == foreign
+    said = [notice for notice in args.notices if "initial weights and reference model are those of" in notice]
+    assert len(said) == foreign
     assert (args.train_backend, args.rollout_backend) == ("megatron", "sglang")
     assert args.rollout_batch_size * args.n_samples_per_prompt == args.global_batch_size * args.num_steps_per_rollout
     listed = [notice for notice in args.notices if "no effect" in notice]
@@ -153,8 +163,10 @@ def test_defaults_that_differ_are_named(check: Any) -> None:
 
 
 def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(check: Any, tmp_path: Path) -> None:
-    args, problems = check(RECIPES["qwen3-4B"], "--ref-load", str(tmp_path))
+    args, problems = check(RECIPES["qwen3-4B"], "--ref-load", str(tmp_path), "--kl-loss-coef", "0.1")
     assert "no config.json" in problems[0]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    _, problems = check_args(["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss"])
+    _, problems = check_args(
+        ["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss", "--kl-loss-coef", "0.1"]
+    )
     assert [problem for problem in problems if "a checkpoint of Megatron-LM" in problem]
