@@ -259,3 +259,30 @@ def test_unfilled_masks_train_all_tokens_and_empty_ones_are_errors():
         samples_to_train_data(args, [[unfilled]])
     unfilled.loss_mask = np.array([False])
     assert samples_to_train_data(args, [[unfilled]])["loss_masks"][0].tolist() == [0]
+
+
+# The form of most functions: the error of a request is not caught.
+REFUSED = (
+    COMMON
+    + """
+from slime.utils.http_utils import HttpError
+async def fn(args, sample, sampling_params):
+    sample.append_response_tokens(args, tokens=[1, 2], trainable=False)
+    raise HttpError(f"POST answered 400: {args.why}", 400)
+"""
+)
+
+
+async def test_a_conversation_that_grows_too_long_fails_alone(tokenizer_dir, plugin):
+    from slime.engines.http import HttpError
+    from slime.rollout.rm_hub.outcome import is_too_long
+    from slime.rollout.sglang_rollout import generate_and_rm
+
+    why = "The input is longer than the model's context length"
+    args = arguments(tokenizer_dir, {"why": why}, custom_generate_function_path=plugin(REFUSED))
+    sample = Sample(prompt="p: ", group_index=0, index=0, label="1")
+    result = await generate_and_rm(args, sample, GenerateState(args).sampling_params)
+    assert is_too_long(result) and result.remove_sample and result.response_length == 0 and result.tokens == []
+    args.why = "top_p must be in (0, 1]"
+    with pytest.raises(HttpError, match="top_p"):
+        await generate_and_rm(args, Sample(prompt="p: ", index=0), GenerateState(args).sampling_params)
