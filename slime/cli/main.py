@@ -12,10 +12,13 @@ from pathlib import Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits with 2)."""
-    options, rest = build_parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    # The training commands have a parser of their own, whose flags this one would take for its own (--help).
+    flags = words[1:] if words and words[0] in TRAINING else []
+    options, rest = build_parser().parse_known_args(words[:1] if flags else words)
     if rest and options.command not in ("check-hooks", "translate"):
-        build_parser().parse_args(argv)  # prints the error and exits
-    options.rest = rest
+        build_parser().parse_args(words)  # prints the error and exits
+    options.rest = flags or rest
     from slime.cli.errors import CommandError
 
     try:
@@ -28,10 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+TRAINING = {
+    "train": "train a model; the same as python train.py (slime train --help lists the flags)",
+    "train-async": "the same while the next rollouts are generated; the same as python train_async.py",
+}
+"""The commands whose words are the flags of a run, with their help."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser. Each subcommand has a subparser, which sets ``run`` to its function."""
-    parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling: helper commands.")
+    parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    for name, what in TRAINING.items():
+        commands.add_parser(name, help=what, add_help=False, allow_abbrev=False).set_defaults(run=_train)
 
     fetch = commands.add_parser(
         "fetch-model",
@@ -84,6 +97,12 @@ def build_parser() -> argparse.ArgumentParser:
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
     ledger.set_defaults(run=_ledger)
     return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from slime.cli.train import run_loop
+
+    return run_loop(args.command, args.rest)
 
 
 def _fetch_model(args: argparse.Namespace) -> int:
