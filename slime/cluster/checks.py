@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.parser import ExtraCheck
 
 
 def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
-    """Parse the flags and check files, rows and labels; prints all problems and exits with 2 if there are any.
+    """Parse the flags and check files, rows and labels; prints all problems and exits with 2 if there are any. With
+    ``--dry-run``, prints what the run would do and exits with 0.
 
     If the flags come from the command line (``argv`` is None) and contain ``--max-restarts``, this process becomes the
     supervisor of the run. Then the call returns in the supervisor's child, which does not repeat the checks.
@@ -24,14 +26,23 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and REPORTS.attach():
         with contextlib.suppress(ConfigError):  # A file has vanished since; parse_args reports that below.
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
-    checks = (
-        _check_rows_and_rewards, check_schedules, check_family, _check_checkpoints,
-        _check_snapshots, _check_save_folder, _check_server_options,
-    )  # fmt: skip
-    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
+    args = parse_args(words, asynchronous=asynchronous, extra_checks=all_checks(), settings=REPORTS.settings)
+    if args.dry_run:
+        from slime.cluster.dry_run import dry_run
+
+        dry_run(args, asynchronous)
+        raise SystemExit(0)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
+
+
+def all_checks() -> tuple[ExtraCheck, ...]:
+    """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
+    return (
+        _check_rows_and_rewards, check_schedules, _check_checkpoints,
+        _check_snapshots, _check_save_folder, _check_server_options,
+    )  # fmt: skip
 
 
 def _check_rows_and_rewards(args: Args) -> list[str]:
@@ -178,28 +189,12 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
 def _check_save_folder(args: Args) -> list[str]:
     """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
     from slime.checkpoint.shared_folder import try_to_write
+    from slime.cluster.memory_estimate import snapshot_bytes
 
     if not args.save:
         return []
-    problem = try_to_write(Path(args.save).expanduser(), _snapshot_bytes(args))
+    problem = try_to_write(Path(args.save).expanduser(), snapshot_bytes(args))
     return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
-
-
-def _snapshot_bytes(args: Args) -> int:
-    """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
-    from math import prod
-
-    from slime.models.folder import local_folder
-    from slime.models.shards import ModelError, read_headers
-
-    try:
-        folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None
-        shapes = [header.shape for header in read_headers(folder).values()] if folder is not None else []
-    except ModelError:  # Another check reports it, or the files have PyTorch's older format.
-        return 0
-    per_parameter = 4 if args.no_save_optim or args.use_stateless_adam else 12
-    count = sum(map(prod, shapes))  # Too few for weights of 4 bits, of which several share a number.
-    return count * per_parameter * (2 if args.use_critic else 1)
 
 
 def _check_server_options(args: Args) -> list[str]:

@@ -49,6 +49,11 @@ class RunConfig:
     run_name: str = flag(
         DERIVED, help="Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"
     )
+    dry_run: bool = flag(
+        False,
+        help="Print what the run would do and end without starting it: settings, numbers of samples and steps, memory, "
+        "the first prompt with its special tokens, and the reward of its label's own answer",
+    )
     override: str | None = path_flag(
         "YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
         "machine; the changes are printed"

@@ -23,7 +23,9 @@ def test_the_loop_gets_the_flags_as_they_are_typed(command: str, monkeypatch: py
     words = ["--help-me", "--lr", "-1e-5", "--eval-prompt-data", "name", "path", "--", "x"]
     monkeypatch.setattr("slime.cluster.checks.parse_and_check", lambda asynchronous: (asynchronous, sys.argv))
     monkeypatch.setattr(
-        train, "load_loop", lambda name: type("Loop", (), {"train": staticmethod(lambda args: got.append((name, args)))})
+        train,
+        "load_loop",
+        lambda name: type("Loop", (), {"train": staticmethod(lambda args: got.append((name, args)))}),
     )
     assert main([command, *words]) == 0
     file = {"train": "train.py", "train-async": "train_async.py"}[command]

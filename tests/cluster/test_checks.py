@@ -13,9 +13,9 @@ from slime.cluster.checks import (
     _check_checkpoints,
     _check_save_folder,
     _check_snapshots,
-    _snapshot_bytes,
     check_schedules,
 )
+from slime.cluster.memory_estimate import snapshot_bytes
 from slime.config.args import Args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
@@ -127,9 +127,9 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path
     args.hf_checkpoint, args.save = str(model), str(tmp_path / "save")
     assert _check_save_folder(args) == [] and not (tmp_path / "save").exists()
     parameters = sum(t.numel() for t in read_tensors(model).values())
-    assert _snapshot_bytes(args) == 12 * parameters
+    assert snapshot_bytes(args) == 12 * parameters
     args.no_save_optim = True
-    assert _snapshot_bytes(args) == 4 * parameters
+    assert snapshot_bytes(args) == 4 * parameters
     (tmp_path / "file").touch()
     args.save = str(tmp_path / "file" / "save")
     (problem,) = _check_save_folder(args)

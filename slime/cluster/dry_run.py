@@ -1,0 +1,290 @@
+"""``--dry-run``: what a run would do, from its flags, its data and its checkpoint, without starting it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from slime.cluster.memory_estimate import memory_lines
+from slime.config.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.config.flag import Flag
+    from slime.data.sample import Sample
+    from slime.data.source import DataSource
+    from slime.types import Tokenizer
+
+Say = Callable[[str], None]
+SCORED_ROWS = 8
+"""So many labels are scored as if the model had answered them."""
+_SHOWN_CHARACTERS = 4000
+_OWN_FORMS = ("random", "remote_rm", "ifbench")
+"""Reward types for which the label is no answer."""
+
+
+def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
+    """Print the settings, the numbers of samples and steps, an estimate of the memory, the first prompt, and the reward
+    of the label's own answer.
+
+    Starts no engine, no trainer and not Ray, and writes no file. A reward type may start verifier processes, which end
+    with this process.
+
+    Args:
+        args: arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
+        asynchronous: whether the run is that of ``train_async.py``.
+        say: called with each line.
+    """
+    _settings(args, say)
+    source = _source(args, say)
+    firsts = _first_samples(source) if source is not None else []
+    ids = _prompt_ids(args, firsts)
+    _batches(args, len(source) if source is not None else 0, len(ids), asynchronous, say)
+    say("\nmemory (without activations and KV cache)")
+    for line in memory_lines(args):
+        say(f"  {line}")
+    if source is not None:
+        _first_prompt(args, firsts, ids, say)
+    say("\ndry run: no process was started and no file was written")
+
+
+# --- settings --------------------------------------------------------------------------------------
+
+
+def _settings(args: Args, say: Say) -> None:
+    from slime.config.args import FLAGS
+    from slime.config.settings import redacted
+
+    given, follow = [], []
+    for name, flag in FLAGS.items():
+        value = getattr(args, name)
+        if name == "dry_run" or (value == flag.default and name not in args.explicit):
+            continue
+        line = _setting(flag, redacted(name, value))
+        (given if name in args.explicit else follow).append(line)
+    passed = {**_named("sglang_", args.sglang), **_named("router_", args.router), **args.megatron}
+    given += [f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()]
+    say("settings that you gave")
+    for line in given or ["  none"]:
+        say(line)
+    say("\nsettings that follow from them, the data, the model and this machine")
+    for line in follow or ["  none"]:
+        say(line)
+
+
+def _setting(flag: Flag, value: object) -> str:
+    if flag.is_bool:
+        shown = flag.option if value != (flag.kind == "negative") else f"{flag.option}: off"
+        return f"  {shown}"
+    shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    default = "" if flag.derived or flag.default in (None, [], {}, value) else f"  (default {flag.default})"
+    return f"  {flag.option} {shown}{default}"
+
+
+def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + name: value for name, value in values.items()}
+
+
+# --- numbers of samples and steps --------------------------------------------------------------------
+
+
+def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, say: Say) -> None:
+    """Print how many samples a rollout has, how they are split into steps, and how long the run is.
+
+    Args:
+        prompts: number of prompts in an epoch; 0 if it is not known.
+        prompt_tokens: length of the first prompt; 0 if it is not known.
+    """
+    samples, steps = args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout
+    say("\nbatches")
+    say(
+        f"  rollout         {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples} samples"
+    )
+    if not args.debug_rollout_only:
+        layout = ParallelLayout.from_args(args)
+        each = args.global_batch_size / layout.dp
+        say(f"  optimizer steps {steps} per rollout, of {args.global_batch_size} samples each")
+        say(f"  training ranks  {args.world_size}, of which {layout.dp} train on different samples: {each:g} each")
+        say(f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}")
+    if asynchronous:
+        say(f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains")
+    count, origin = args.num_rollout, "--num-rollout"
+    if count is None and prompts:
+        count = max(prompts // args.rollout_batch_size, 1) * (args.num_epoch or 1)
+        origin = f"{args.num_epoch or 1} epoch(s)"
+    if count is None:
+        say("  length          the data source decides")
+        return
+    epochs = f", {count * args.rollout_batch_size / prompts:.2f} epochs of {prompts} prompts" if prompts else ""
+    trained = f", {count * (steps or 1)} optimizer steps" if not args.debug_rollout_only else ""
+    say(f"  length          {count} rollouts ({origin}) = {count * samples} samples{trained}{epochs}")
+    for what, interval in (("evaluations", args.eval_interval), ("snapshots", args.save_interval)):
+        if interval:
+            due = ceil(count / interval)
+            first = " and one before the first" if what == "evaluations" and not args.skip_eval_before_train else ""
+            say(f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}")
+
+
+def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
+    """Describe the micro-batches of a rank with ``samples`` samples per optimizer step."""
+    if not args.use_dynamic_batch_size:
+        return f"{samples / args.micro_batch_size:g} per step, of {args.micro_batch_size} samples each"
+    budget = args.max_tokens_per_gpu
+    assert budget is not None, "it follows from other flags"
+    measured = args.train_dtype != "float32" and "max_tokens_per_gpu" not in args.explicit
+    origin = "; on a GPU, this is measured at the start" if measured else ""
+    if not prompt_tokens:
+        return f"of up to {budget} tokens each{origin}"
+    layout = ParallelLayout.from_args(args)
+    longest = ceil((prompt_tokens + args.rollout_max_response_len) / layout.cp)
+    count = ceil(samples / max(budget // longest, 1))
+    return (
+        f"of up to {budget} tokens each{origin}: {count} per step if the prompts are as long as the first one, and the "
+        f"responses as long as they may be ({prompt_tokens} + {args.rollout_max_response_len} tokens)"
+    )
+
+
+# --- the first prompt --------------------------------------------------------------------------------
+
+
+def _source(args: Args, say: Say) -> DataSource | None:
+    """Create the data source of the run; None if the run reads no prompts here."""
+    from slime.config.hooks import load_function
+
+    if args.load_debug_rollout_data or (args.debug_train_only and not args.prompt_data):
+        return None
+    # The order is the same with streaming, and only the first rows are rendered. No worker processes for these.
+    args = args.with_values(streaming_data=True, num_data_workers=0)
+    source: DataSource = load_function(args.data_source_path)(args)
+    return source
+
+
+def _first_samples(source: DataSource) -> list[Sample]:
+    """Return the first sample of each of the first groups; none if the source makes no prompts."""
+    from slime.data.sample import flatten
+
+    groups = source.get_samples(min(SCORED_ROWS, max(len(source), 1)))
+    firsts = [flatten(group)[0] for group in groups if group]
+    return firsts if firsts and firsts[0].prompt else []
+
+
+def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
+    from slime.rollout.prompts import prompt_ids
+    from slime.rollout.state import GenerateState
+
+    return prompt_ids(GenerateState(args), firsts[0]) if firsts and args.loss_type != "sft_loss" else []
+
+
+def _first_prompt(args: Args, firsts: list[Sample], ids: list[int], say: Say) -> None:
+    from slime.rollout.state import GenerateState
+
+    if not firsts:
+        say("\nfirst prompt\n  the data source gives none: your functions make the prompts")
+        return
+    sample = firsts[0]
+    if args.loss_type == "sft_loss":
+        say("\nfirst conversation")
+        say(_indented(_shortened(str(sample.prompt))))
+        return
+    tokenizer = GenerateState(args).tokenizer
+    say(f"\nfirst prompt, with its special tokens ({len(ids)} tokens)")
+    say(_indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False))))
+    for note in _prompt_notes(args, tokenizer, sample, ids):
+        say(f"  note: {note}")
+    say(f"  label: {sample.label!r}")
+    _own_answers(args, firsts, say)
+
+
+def _prompt_notes(args: Args, tokenizer: Tokenizer, sample: Sample, ids: list[int]) -> Iterator[str]:
+    start = tokenizer.bos_token_id
+    if start is not None and ids[:2] == [start, start]:
+        yield "it begins with two tokens for the beginning of a text: remove one from the prompt or the chat template"
+    rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
+    if tokenizer.chat_template and not rendered:
+        yield "the model has a chat template, which a text does not get without --apply-chat-template"
+    if args.custom_generate_function_path:
+        yield f"{args.custom_generate_function_path} may send something else to the engine"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.split("\n"))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+# --- the reward of the label -------------------------------------------------------------------------
+
+
+def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
+    """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show here."""
+    from slime.engines.background import run
+
+    found: list[object] = []
+    for sample in samples:
+        answer = own_answer(args, sample)
+        if answer is None:
+            say("  reward of its own answer: not known for this kind of reward")
+            return
+        sample.response = answer
+        try:
+            found.append(run(_scored(args, sample)))
+        except Exception as error:  # The user's function can raise anything; it is told what a run would meet.
+            say(f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}")
+            say("  slime check-hooks with the same flags tests your functions further")
+            return
+    say(f"  reward of its own answer {samples[0].response!r}: {found[0]}")
+    if len(found) > 1:
+        say(f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}")
+
+
+async def _scored(args: Args, sample: Sample) -> object:
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
+
+    if args.group_rm:
+        return (await batched_async_rm(args, [sample]))[0]
+    return await async_rm(args, sample)
+
+
+def own_answer(args: Args, sample: Sample) -> str | None:
+    """Return the label as a response in the form that the reward expects; None if the label is no answer.
+
+    For a custom reward function, whose form is not known, it is the label as it is.
+    """
+    from slime.rollout.rm_hub.dispatch import load_reward
+    from slime.rollout.rm_hub.model_rm import is_model_class
+
+    label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
+    if label is None or isinstance(label, dict | list):
+        return None
+    if args.custom_rm_path:
+        return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
+    name = str(sample.metadata.get("rm_type") or args.rm_type or "")
+    plain = name.removeprefix("boxed_")
+    if not plain or plain in _OWN_FORMS:
+        return None
+    if plain in ("math", "deepscaler"):
+        return _boxed_answer(label, plain)
+    if plain == "gpqa":
+        return _choice(sample)
+    answer = f"Answer: {label}" if plain == "dapo" else str(label)
+    return f"\\boxed{{{label}}}" if plain != name else answer
+
+
+def _boxed_answer(label: object, rm_type: str) -> str:
+    from slime.rollout.rm_hub.math import gold_answer
+
+    thought = "</think>" if rm_type == "deepscaler" else ""
+    return f"{thought}\\boxed{{{gold_answer(label)}}}"
+
+
+def _choice(sample: Sample) -> str | None:
+    from slime.rollout.rm_hub.gpqa import correct_letter, valid_letters
+
+    letter = correct_letter(sample.label, sample.metadata, valid_letters(sample.metadata))
+    return None if letter is None else f"Answer: {letter}"

@@ -1,0 +1,68 @@
+"""What the parameters of a run take in memory and on the disk, from the headers of its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+MASTER_AND_GRADIENTS = 8
+"""Bytes per parameter of float32 master weights and float32 gradients."""
+MOMENTS = 8
+"""Bytes per parameter of Adam's two moments, also in float32."""
+
+
+def memory_lines(args: Args) -> Iterator[str]:
+    """One line each for the model, the trainer, an engine and a snapshot; activations and KV caches are left out."""
+    parameters = count_parameters(args.hf_checkpoint)
+    if not parameters:
+        yield "not known: the headers of the checkpoint cannot be read here"
+        return
+    yield f"model           {parameters / 1e6:,.1f} M parameters"
+    if not args.debug_rollout_only:
+        yield f"training        {_training(args, parameters)}"
+    if not args.debug_train_only:
+        gpus, width = args.rollout_num_gpus_per_engine or 1, 4 if args.rollout_dtype == "float32" else 2
+        split = f" on each of its {gpus} GPUs" if gpus > 1 else ""
+        yield f"an engine       {_gib(parameters * width / gpus)} of weights in {args.rollout_dtype}{split}"
+    if args.save:
+        yield f"a snapshot      {_gib(snapshot_bytes(args))} on the disk"
+
+
+def snapshot_bytes(args: Args) -> int:
+    """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
+    moments = 0 if args.no_save_optim or args.use_stateless_adam else MOMENTS
+    return count_parameters(args.hf_checkpoint) * (4 + moments) * (2 if args.use_critic else 1)
+
+
+def count_parameters(checkpoint: str | None) -> int:
+    """Return the number of parameters in the headers of a Hugging Face checkpoint; 0 if they cannot be read.
+
+    It is too small for weights of 4 bits, of which several share a number.
+    """
+    from slime.models.folder import local_folder
+    from slime.models.shards import ModelError, read_headers
+
+    folder = local_folder(checkpoint) if checkpoint else None
+    try:
+        return sum(prod(header.shape) for header in read_headers(folder).values()) if folder is not None else 0
+    except ModelError:  # Another check reports it, or the files have PyTorch's older format.
+        return 0
+
+
+def _training(args: Args, parameters: int) -> str:
+    if args.train_backend != "fsdp":
+        return "depends on Megatron's layout; it is measured when the ranks have started"
+    shards, roles = args.fsdp_shard_size or args.world_size, 2 if args.use_critic else 1
+    moments = 0 if args.use_stateless_adam else MOMENTS
+    parts = "float32 weights and gradients" + (", Adam's moments" if moments else "")
+    split = f", over {shards} ranks" if shards > 1 else ""
+    whose = " of actor and critic" if roles > 1 else ""
+    return f"{_gib(parameters * (MASTER_AND_GRADIENTS + moments) * roles / shards)} per rank: {parts}{whose}{split}"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

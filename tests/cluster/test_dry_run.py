@@ -1,0 +1,133 @@
+"""``--dry-run``: what it prints with a real model, and that nothing starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from make_args import make_args
+
+from slime.cluster import checks
+from slime.cluster.dry_run import dry_run, own_answer
+from slime.cluster.memory_estimate import count_parameters, memory_lines, snapshot_bytes
+from slime.data.sample import Sample
+from slime.engines.background import run
+from slime.rollout.rm_hub import async_rm
+
+MESSAGES = [{"role": "user", "content": "What is 3 times 2?"}]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "data.jsonl"
+    rows = [{"prompt": MESSAGES, "label": str(6 + i)} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def words(model: Path, data: Path, *more: object) -> list[str]:
+    given = ["--hf-checkpoint", model, "--prompt-data", data, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4]
+    return [*map(str, given), "--train-backend", "fsdp", "--rollout-backend", "embedded", *map(str, more)]
+
+
+def report(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        checks.parse_and_check([*flags, "--dry-run"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_would_happen(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    flags = words(smollm2, data, "--apply-chat-template", "--num-rollout", 6, "--rollout-max-response-len", 16)
+    said = report(capsys, *flags, "--num-steps-per-rollout", "2", "--train-dtype", "float32")
+    assert "  --rollout-batch-size 2  (default 32)\n" in said and "  --global-batch-size 4\n" in said
+    assert "2 prompts x 4 samples = 8 samples" in said and "2 per rollout, of 4 samples each" in said
+    assert "6 rollouts (--num-rollout) = 48 samples, 12 optimizer steps, 4.00 epochs of 3 prompts" in said
+    assert "<|im_start|>user" in said and "<|im_start|>assistant" in said and "What is 3 times 2?" in said
+    assert "label: '6'" in said and "the same for the first 3 prompts: 1.0, 1.0, 1.0" in said
+    assert "134.5 M parameters" in said and "2.00 GiB per rank" in said
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_without_the_flag_the_arguments_are_returned(smollm2: Path, data: Path) -> None:
+    assert not checks.parse_and_check(words(smollm2, data, "--apply-chat-template")).dry_run
+
+
+def test_problems_come_before_the_report(capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        checks.parse_and_check([*words(smollm2, data), "--lr", "fast", "--dry-run"])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and said.out == "" and "--lr: 'fast' is not a number" in said.err
+
+
+def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(smollm2: Path, tmp_path: Path) -> None:
+    texts, mine = tmp_path / "texts.jsonl", tmp_path / "mine.py"
+    texts.write_text(json.dumps({"prompt": "3 x 2 =", "label": "6"}) + "\n")
+    mine.write_text("def reward(args, sample, **kwargs):\n    return 1.0 / (int(sample.response) - 6)\n")
+    lines: list[str] = []
+    args = make_args(
+        hf_checkpoint=str(smollm2), prompt_data=str(texts), custom_rm_path=f"{mine}:reward", rollout_batch_size=1
+    )
+    dry_run(args, say=lines.append)
+    assert any("the model has a chat template" in line for line in lines)
+    assert any("reward of its own answer '6': ZeroDivisionError" in line for line in lines)
+
+
+def test_of_an_asynchronous_run_and_of_static_micro_batches(smollm2: Path, data: Path) -> None:
+    lines: list[str] = []
+    args = make_args(
+        hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, micro_batch_size=2,
+        rollout_batch_size=1, async_buffer_size=3, asynchronous=True,
+    )  # fmt: skip
+    dry_run(args, True, lines.append)
+    assert any("4 per step, of 2 samples each" in line for line in lines)
+    assert any("up to 3 rollouts are generated while one trains" in line for line in lines)
+    assert any("3 rollouts (1 epoch(s))" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "label", "metadata"),
+    [
+        ("math", "\\frac{1}{2}", {}),
+        ("math", "so it is #### 42", {}),
+        ("boxed_math", "42", {}),
+        ("deepscaler", "42", {}),
+        ("dapo", "42", {}),
+        ("f1", "the lazy dog", {}),
+        ("f1", ["the lazy dog", "a dog"], {}),
+        ("boxed_f1", "the lazy dog", {}),
+        ("last_number", "-3.5", {}),
+        ("gpqa", "B", {"choices": ["red", "blue"]}),
+        ("f1", "B", {"rm_type": "gpqa", "choices": ["red", "blue"]}),
+    ],
+)
+def test_each_reward_type_accepts_its_labels_own_answer(rm_type: str, label: object, metadata: dict) -> None:
+    args = make_args(rm_type=rm_type)
+    sample = Sample(prompt="?", label=label, metadata=metadata)  # type: ignore[arg-type]
+    answer = own_answer(args, sample)
+    assert answer is not None
+    sample.response = answer
+    scored = run(async_rm(args, sample))
+    assert (scored["f1"] if isinstance(scored, dict) and "f1" in scored else scored) in (1.0, True) or (
+        isinstance(scored, dict) and scored.get("score") == 1.0
+    )
+
+
+@pytest.mark.parametrize("rm_type", ["random", "remote_rm", "ifbench"])
+def test_some_rewards_know_no_answer(rm_type: str) -> None:
+    assert own_answer(make_args(rm_type=rm_type, rm_url="http://x"), Sample(prompt="?", label="1")) is None
+
+
+def test_memory_follows_from_the_headers(smollm2: Path) -> None:
+    parameters = count_parameters(str(smollm2))
+    assert parameters == 134_515_008
+    base = {"hf_checkpoint": str(smollm2), "train_backend": "fsdp", "rollout_dtype": "bfloat16", "save": "x"}
+    assert snapshot_bytes(make_args(**base)) == 12 * parameters
+    model, training, engine, snapshot = memory_lines(make_args(**base, actor_num_gpus_per_node=2))
+    assert "134.5 M" in model and "1.00 GiB per rank" in training and "0.25 GiB" in engine and "1.50 GiB" in snapshot
+    assert next(memory_lines(make_args(hf_checkpoint="/nowhere"))).startswith("not known")
