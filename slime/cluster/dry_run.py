@@ -56,7 +56,7 @@ def _settings(args: Args, say: Say) -> None:
     from slime.config.args import FLAGS
     from slime.config.settings import redacted
 
-    given, follow = [], []
+    given, follow = list[str](), list[str]()
     for name, flag in FLAGS.items():
         value = getattr(args, name)
         if name == "dry_run" or (value == flag.default and name not in args.explicit):

@@ -11,6 +11,8 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.manager_client import ManagerClient, RolloutBatch
     from slime.cluster.snapshots import Snapshots
@@ -28,6 +30,8 @@ class Run:
 
     Attributes:
         first_rollout, num_rollout: the loop trains rollouts ``first_rollout`` to ``num_rollout - 1``.
+        completed: whether the ledger is closed and the summary was printed.
+        asked: the rollouts that were requested and not waited for to the end, by their ids.
     """
 
     def __init__(
@@ -47,17 +51,25 @@ class Run:
         self.manager, self.trainer, self.pool, self.snapshots = manager, trainer, pool, snapshots
         self.log, self.stop = log, stop
         self.evaluations = Evaluations(manager, pool, log)
+        self.completed = False
+        self.asked: dict[int, ObjectRef[RolloutBatch]] = {}
         self._warned_of_zero_lr = False
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Generate samples with rewards, split over the data-parallel ranks."""
+        """Generate samples with rewards, split over the data-parallel ranks.
+
+        If a signal ends the wait, the engines continue, and the next call waits for the same rollout.
+        """
         with self.log.phase("rollout"):
+            if rollout_id not in self.asked:
+                self.asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
             # The trainer is idle here, so engines that were restarted can get the weights during this wait.
             batch = self.manager.wait(
-                self.manager.start(RolloutManager.generate, rollout_id),
+                self.asked[rollout_id],
                 f"rollout {rollout_id} to be generated",
                 meanwhile=self.pool.sync_recovered_engines,
             )
+            del self.asked[rollout_id]
         self.log.add_rollout(batch)
         return batch
 

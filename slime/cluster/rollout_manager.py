@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.data.sample import Group
+    from slime.data.sample import Group, Sample
     from slime.data.source import DataSource
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
+    from slime.rollout.complete import Prompt
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 
@@ -230,6 +231,12 @@ class RolloutManager(EngineManager):
         write_evaluation(self.run_dir, rollout_id, output.data, metrics)
         metrics["perf/eval_time"] = time.perf_counter() - start
         return metrics
+
+    def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]]:
+        """Generate responses outside of any rollout; see :func:`slime.rollout.complete.complete`."""
+        from slime.rollout.complete import complete
+
+        return run(complete(self.args, prompts, n, changes))
 
     # --- state -------------------------------------------------------------------------------
 

@@ -38,19 +38,21 @@ SHUTDOWN_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def open_run(args: Args, asynchronous: bool = False) -> Iterator[Run]:
+def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -> Iterator[Run]:
     """Start engines and trainer, and shut them down at the end, after an error, or when the user stops the run.
 
     Args:
         asynchronous: whether rollouts are generated while an earlier one trains (``train_async.py``).
+        in_program: whether the run belongs to a program of the user's, see :class:`StopSignals`.
 
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
+        KeyboardInterrupt: after Ctrl-C, with ``in_program``.
     """
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
 
-    parts = prepare(args)
+    parts = prepare(args, in_program)
     with RunEnd(args, parts):
         yield start(args, asynchronous, parts)
 
@@ -99,6 +101,8 @@ class RunEnd:
             self.parts.stop.__exit__(None, None, None)
         if restarts:
             exit_for_restart()
+        if stopped and self.parts.stop.in_program:
+            raise KeyboardInterrupt from None
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
         # Python raises an error of the block again by itself, but not one that arose in this method.
@@ -115,13 +119,16 @@ class RunEnd:
 
 
 def complete(run: Run) -> None:
-    """Commit the last snapshot, close the ledger and print the summary.
+    """Commit the last snapshot, close the ledger and print the summary; does nothing the second time.
 
     Raises:
         LedgerError: a requested group is missing, or was counted more than once.
     """
     from slime.cluster.rollout_manager import RolloutManager
 
+    if run.completed:
+        return
+    run.completed = True
     run.snapshots.commit()
     last = -1 if run.trainer.trained is None else run.trainer.trained
     counts = run.manager.call("the ledger to be closed", RolloutManager.close_account, last)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import psutil
+
     from slime.config.args import Args
 
 QUIET_ENVIRONMENT = {
@@ -18,6 +20,9 @@ QUIET_ENVIRONMENT = {
 }
 
 SHUTDOWN_SECONDS = 3.0
+_started: list[psutil.Process] = []
+"""Ray's processes that :func:`connect` started, without those that they have started since."""
+_connected = False
 
 
 class ClusterError(RuntimeError):
@@ -27,14 +32,18 @@ class ClusterError(RuntimeError):
 def connect() -> None:
     """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private one.
 
-    A private cluster listens only on the loopback interface and ends with this process.
+    A private cluster listens only on the loopback interface and ends with this process. If the program has called
+    ``ray.init`` itself, its connection is used, and :func:`disconnect` leaves it open.
     """
+    global _connected
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    import psutil
     import ray
 
     if ray.is_initialized():
         return
+    _connected, before = True, psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": {"PYTHONPATH": _python_path()}}
@@ -52,10 +61,11 @@ def connect() -> None:
         object_store_memory=_object_store_bytes(),
         **common,
     )
+    _started[:] = [process for process in psutil.Process().children() if process not in before]
 
 
 def disconnect() -> None:
-    """Leave the cluster. A private one is ended with all its processes.
+    """Leave the cluster that :func:`connect` has joined. A private one is ended with all its processes.
 
     Ray's own agents would notice only after half a minute that their cluster is gone, so they are killed here.
     """
@@ -64,8 +74,15 @@ def disconnect() -> None:
 
     from slime.engines.process import wait_gone
 
-    # Listed before the shutdown: afterwards their parents are gone, and they are no longer children of this process.
-    children = psutil.Process().children(recursive=True)
+    global _connected
+    if not _connected:
+        return
+    _connected, children = False, list(_started)
+    # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
+    for process in _started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children += process.children(recursive=True)
+    _started.clear()
     ray.shutdown()
     left = wait_gone(children, SHUTDOWN_SECONDS)
     for process in left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,14 +66,16 @@ class Parts:
         return named
 
 
-def prepare(args: Args) -> Parts:
+def prepare(args: Args, in_program: bool = False) -> Parts:
     """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display."""
     from slime.observability.display import Display
     from slime.observability.run_dir import RunDir
 
     begin = StartingPoint.from_args(args)
     folder = RunDir.create(args, resume=begin.resumes)
-    return Parts(folder, begin, StepLog(Display(folder)), StopSignals())
+    # The time of a program before its run does not count as the run's.
+    display = Display(folder, since=time.time() if in_program else None)
+    return Parts(folder, begin, StepLog(display), StopSignals(in_program))
 
 
 def start(args: Args, asynchronous: bool, parts: Parts) -> Run:

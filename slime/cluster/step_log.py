@@ -25,11 +25,14 @@ class StepLog:
 
     Attributes:
         pending: metrics of the current step, by name.
+        last_step, last_evaluation: metrics of the last complete step and of the last evaluation.
     """
 
     def __init__(self, display: Display) -> None:
         self.display = display
         self.pending: dict[str, float] = {}
+        self.last_step: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
         self._metrics: MetricsLogger | None = None
         self._phase: Phase | None = None  # the innermost open phase
         self._spans: list[Span] = []
@@ -79,6 +82,7 @@ class StepLog:
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log an evaluation of the weights that ``step`` rollouts had trained."""
         self._logger.log(metrics, step, "eval/step")
+        self.last_evaluation = metrics
         self.display.eval_line(step, metrics)
 
     def end_step(self, rollout_id: int, num_rollout: int) -> list[Span]:
@@ -97,7 +101,7 @@ class StepLog:
         self._step_started = now
         self._logger.log(self.pending, rollout_id, "rollout/step")
         self.display.step_line(rollout_id, num_rollout, self.pending, times)
-        self.pending = {}
+        self.last_step, self.pending = self.pending, {}
         return self._spans
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first one asks for a graceful shutdown, the second one ends the run at once."""
+"""Ctrl-C and SIGTERM: the first one asks for a graceful shutdown, the second one ends the run at once.
+
+In a program of the user's, only Ctrl-C is taken, and only during a phase: it ends the phase, and the second one
+interrupts the program."""
 
 from __future__ import annotations
 
@@ -28,9 +31,14 @@ class StopSignals:
 
     One signal may arrive twice: directly, since Ctrl-C reaches the whole process group, and forwarded by the
     supervisor. The two ways are therefore counted separately, and the larger count decides.
+
+    Args:
+        in_program: whether the run belongs to a program of the user's (:mod:`slime.api`), which must survive the
+            signals. Then SIGTERM is left alone, and the second SIGINT raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_program: bool = False) -> None:
+        self.in_program = in_program
         self.requested: str | None = None
         self.ending = False  # during the shutdown, whose own waits must not be interrupted
         self._previous: dict[int, Handler] = {}
@@ -44,7 +52,8 @@ class StopSignals:
         """Install the handlers; called again after ``ray.init``, which installs its own."""
         if threading.current_thread() is threading.main_thread():
             forwarded = FORWARDED.values() if REPORTS.attached else ()
-            for number in (signal.SIGINT, signal.SIGTERM, *forwarded):
+            numbers = (signal.SIGINT,) if self.in_program else (signal.SIGINT, signal.SIGTERM, *forwarded)
+            for number in numbers:
                 previous = signal.signal(number, self._on_signal)
                 # Only the first call sees the handlers from before the run; later ones see Ray's, or our own.
                 self._previous.setdefault(number, previous)
@@ -54,12 +63,20 @@ class StopSignals:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous.clear()
+
+    def forget(self) -> None:
+        """Take back a request that was obeyed, so that the run can go on."""
+        self.requested = None
+        self._received.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Only notes the request: the signal may have interrupted any line, so it is raised by the waits (check).
         meant = _MEANT.get(number, number)
         self._received[meant != number] += 1
         if max(self._received.values()) > 1:
+            if self.in_program:
+                raise KeyboardInterrupt("interrupted twice")
             _end_at_once(128 + meant)
         self.requested = self.requested or signal.Signals(meant).name
 

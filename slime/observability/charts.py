@@ -11,6 +11,7 @@ from slime.observability.best_effort import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from slime.observability.summary import Summary
 
@@ -80,6 +81,14 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'slime[plots]'``).
     """
+    figure = reward_curve(summary)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, facecolor="white", format="png")
+    return path
+
+
+def reward_curve(summary: Summary) -> Figure:
+    """Return the picture of :func:`reward_curve_png` as a figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,9 +99,7 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
     _draw_rewards(rows[0], summary)
     if phases:
         _draw_phases(rows[1], phases)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, facecolor="white", format="png")
-    return path
+    return figure
 
 
 def _draw_rewards(axes: Axes, summary: Summary) -> None:

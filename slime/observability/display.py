@@ -114,14 +114,17 @@ class Display:
     Args:
         run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table.
         console: output of the lines. Default: stdout.
+        since: wall time at which the run began. Default: the start of this process.
     """
 
-    def __init__(self, run_dir: RunDir | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: RunDir | None = None, console: Console | None = None, since: float | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self.timers = Timers()
         self.rewards: list[float] = []
-        self._started = time.time()
+        self._started, self._since = time.time(), since
         self._open: list[tuple[Phase, Live | None]] = []
 
     @contextmanager
@@ -194,7 +197,8 @@ class Display:
         self.close()
         if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
             return None
-        seconds = time.time() - _process_start(self._started)
+        since = _process_start(self._started) if self._since is None else self._since
+        seconds = time.time() - since
         result = summarize(self.run_dir, seconds_total=seconds)
         missing = write_summary(self.run_dir, result)
         print_summary(self.run_dir, result, self.console, hints=missing)

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"config", "data", "engines", "algorithms", "observability"},
     "ray": {"rollout"},  # import paths of older plug-ins
     "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability"},
+    "api": LOW | {"cluster", "observability"},
     "cli": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability", "agent"},
 }
 _DOTTED = re.compile(r"\bslime(?:\.\w+)+")

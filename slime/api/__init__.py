@@ -1,0 +1,1 @@
+"""Training from Python: ``slime.train`` and ``slime.Trainer`` over the parts of a run in :mod:`slime.cluster`."""

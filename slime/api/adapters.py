@@ -1,0 +1,153 @@
+"""Functions with the parameters that they need, as functions with the parameters that slime passes.
+
+A function whose first parameter is ``args`` is used as on the command line. Any other function gets what its parameters
+are named after, for instance ``lambda response, label: float(label in response)``. A single parameter with another name
+gets the sample (in a filter: the group).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slime.data.sample import Sample, flatten
+
+Function = Callable[..., Any]
+OF_A_SAMPLE = ("prompt", "response", "label", "metadata")
+_GROUP = ("samples", "group", "rewards")
+
+
+class UnknownParameters(TypeError):
+    """slime does not know what to pass for a parameter; the message names those that it knows."""
+
+
+def adapt(name: str, function: Function) -> Function:
+    """Return ``function`` as the flag ``name`` (an attribute of the arguments) needs it.
+
+    Raises:
+        UnknownParameters: the function has parameters that slime does not know.
+    """
+    known = {
+        "custom_rm_path": (("sample", *OF_A_SAMPLE, "samples"), "sample", _reward),
+        "custom_generate_function_path": (("sample", "sampling_params", "evaluation", "samples"), "sample", _generate),
+        "dynamic_sampling_filter_path": (_GROUP, "group", _filter),
+    }.get(name)
+    if known is None or inspect.isclass(function):
+        return function
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # Some built-in functions have no signature.
+        return function
+    if parameters and parameters[0].name in ("args", "_args"):
+        return function
+    names, alone, make = known
+    wanted = _wanted(parameters, names, alone)
+    return make(function, wanted)
+
+
+def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone: str) -> dict[str, str]:
+    """Return what each parameter of a function gets: the known name by parameter name."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain = [parameter for parameter in parameters if parameter.kind not in variadic]
+    needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
+    unknown = [name for name in needed if name not in names]
+    if len(needed) == 1 and unknown:
+        return {needed[0]: alone}
+    if unknown or not needed:
+        what = f"the parameter {', '.join(map(repr, unknown))} is unknown" if unknown else "it has no parameter"
+        raise UnknownParameters(
+            f"{what}; slime passes what a parameter is named after: args (first), {', '.join(names)}"
+        )
+    return {parameter.name: parameter.name for parameter in plain if parameter.name in names}
+
+
+def _is_async(function: Function) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class _Adapter:
+    """A function of the user's, and what it gets: a known name for each of its parameters."""
+
+    def __init__(self, function: Function, wanted: dict[str, str]) -> None:
+        self.function, self.wanted = function, wanted
+        self.__qualname__ = self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def call(self, values: Mapping[str, object]) -> Any:
+        return self.function(**{name: values[key] for name, key in self.wanted.items()})
+
+
+def _of_sample(sample: Sample) -> dict[str, object]:
+    return {"sample": sample, **{name: getattr(sample, name) for name in OF_A_SAMPLE}}
+
+
+def _number(reward: Any) -> Any:
+    """A reward as slime expects it: ``True`` and NumPy's numbers become floats, dicts and None stay."""
+    return reward if reward is None or isinstance(reward, dict) else float(reward)
+
+
+class Reward(_Adapter):
+    def __call__(self, args: object, sample: Sample, **more: object) -> Any:
+        return _number(self.call(_of_sample(sample)))
+
+
+class AsyncReward(_Adapter):
+    async def __call__(self, args: object, sample: Sample, **more: object) -> Any:
+        return _number(await self.call(_of_sample(sample)))
+
+
+class GroupReward(_Adapter):
+    """Scores all samples of a group in one call, with ``--group-rm``."""
+
+    def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
+        return [_number(reward) for reward in self.call({"samples": samples})]
+
+
+class AsyncGroupReward(_Adapter):
+    async def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
+        return [_number(reward) for reward in await self.call({"samples": samples})]
+
+
+def _reward(function: Function, wanted: dict[str, str]) -> Function:
+    if "samples" not in wanted.values():
+        return (AsyncReward if _is_async(function) else Reward)(function, wanted)
+    if len(wanted) > 1:
+        raise UnknownParameters("a reward of a group has samples as its only parameter")
+    return (AsyncGroupReward if _is_async(function) else GroupReward)(function, wanted)
+
+
+class Generate(_Adapter):
+    def __call__(self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False) -> Any:
+        return self.call({"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation})
+
+
+class AsyncGenerate(_Adapter):
+    async def __call__(self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False) -> Any:
+        return await self.call({"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation})
+
+
+class GenerateList(_Adapter):
+    def __call__(self, args: object, samples: list[Sample], evaluation: bool = False) -> Any:
+        return self.call({"samples": samples, "evaluation": evaluation})
+
+
+class AsyncGenerateList(_Adapter):
+    async def __call__(self, args: object, samples: list[Sample], evaluation: bool = False) -> Any:
+        return await self.call({"samples": samples, "evaluation": evaluation})
+
+
+def _generate(function: Function, wanted: dict[str, str]) -> Function:
+    if "samples" in wanted.values():
+        return (AsyncGenerateList if _is_async(function) else GenerateList)(function, wanted)
+    return (AsyncGenerate if _is_async(function) else Generate)(function, wanted)
+
+
+class Filter(_Adapter):
+    def __call__(self, args: object, group: list[Any]) -> Any:
+        samples = flatten(group)
+        rewards = [sample.reward for sample in samples]
+        return self.call({"group": group, "samples": samples, "rewards": rewards})
+
+
+def _filter(function: Function, wanted: dict[str, str]) -> Function:
+    return Filter(function, wanted)

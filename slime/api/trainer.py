@@ -1,0 +1,338 @@
+"""A run that a program drives step by step."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from slime.api.arguments import Data, input_folder, parse
+from slime.api.callbacks import Callback, OnStep
+from slime.api.table import Table
+
+if TYPE_CHECKING:
+    from slime.cluster.phases import Run
+    from slime.data.sample import Message, Sample
+    from slime.observability.run_dir import RunDir
+
+Prompt = str | list["Message"]
+Listener = Callback | Callable[["Trainer", Mapping[str, float]], object]
+_current: Trainer | None = None
+"""The trainer whose run is open. A process has at most one, since it has one connection to Ray."""
+
+
+class Closed(RuntimeError):
+    """The run is complete and cannot train, or its processes have ended and cannot generate either."""
+
+
+class Trainer:
+    """Engines and a trainer that have loaded a model, and take steps when they are told to.
+
+    A step is an iteration of the loop in train.py: generate, train, bring the weights to the engines, and save and
+    evaluate if ``save_interval`` and ``eval_interval`` say so. The processes end with :meth:`close`, at the end of a
+    ``with`` block, when another trainer is made, and at the end of the program.
+
+    Ctrl-C ends the current call with KeyboardInterrupt, and the run can go on. While responses are generated or
+    evaluated, the call ends at once, and the next step continues with them; while the model is trained, the call ends
+    after the step. A second Ctrl-C does not wait, and ends the run.
+
+    Args:
+        model: a Hugging Face folder or hub id.
+        data: the prompts: a path, or rows (dicts with ``prompt`` and ``label``; texts; an Arrow table; a data frame).
+        reward: a function, the name of a built-in reward (``"math"``), or the path of a function.
+        callbacks: each a :class:`Callback`, or a function of ``(trainer, metrics)`` that is called after each step.
+        flags: all flags of ``slime train`` by their names with underscores. ``eval_data`` is a path, rows, or a dict
+            of these by name; ``generate`` and ``filter`` are functions. Flags that name functions take functions.
+
+    Attributes:
+        args: the resolved arguments.
+        next_rollout: the number of the rollout that the next step trains.
+        num_rollout: the number of rollouts of the whole run.
+
+    Raises:
+        ConfigError: with all problems of the arguments, files and functions at once, before anything is started.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        data: Data | None = None,
+        reward: str | Callable[..., Any] | None = None,
+        *,
+        callbacks: Sequence[Listener] = (),
+        **flags: Any,
+    ) -> None:
+        global _current
+        from slime.cluster.run import open_run
+
+        self._inputs = input_folder()
+        self.args = parse({"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name))
+        if _current is not None:
+            _current.close()
+        self.callbacks = [one if isinstance(one, Callback) else OnStep(one) for one in callbacks]
+        self.stopped = False
+        self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
+        self._stack = contextlib.ExitStack()
+        self._run: Run | None = self._stack.enter_context(open_run(self.args, in_program=True))
+        _current = self
+        # After Ray's own handler was registered, which would otherwise run first.
+        atexit.register(self.close)
+        self._folder: RunDir = self._display_folder(self._run)
+        self.next_rollout, self.num_rollout = self._run.first_rollout, self._run.num_rollout
+        with self._working(self._run):
+            self._run.update_weights()
+        self._tell(lambda one: one.on_start(self))
+
+    # --- the phases --------------------------------------------------------------------------
+
+    def step(self) -> dict[str, float]:
+        """Do one iteration of the loop, and return its metrics.
+
+        Raises:
+            Closed: all ``num_rollout`` rollouts are trained, or the run was closed.
+            KeyboardInterrupt: Ctrl-C; the run can go on.
+        """
+        run, rollout_id = self._open(), self.next_rollout
+        if rollout_id >= self.num_rollout:
+            raise Closed(f"all {self.num_rollout} rollouts are trained; give a larger num_rollout")
+        saves = run.is_due(rollout_id, self.args.save_interval)
+        evaluates = run.is_due(rollout_id, self.args.eval_interval)
+        with self._working(run):
+            self._finish_evaluation(run)
+            batch = run.generate(rollout_id)
+            with run.stop.deferred():  # A step is trained completely or not at all.
+                run.offload_engines()
+                run.train(rollout_id, batch)
+                self.next_rollout = rollout_id + 1
+                if saves:
+                    run.save(rollout_id)
+                run.update_weights()
+            try:
+                if evaluates:
+                    self._start_evaluation(run, rollout_id + 1)
+                    self._finish_evaluation(run)
+            finally:
+                with run.stop.deferred():
+                    run.end_step(rollout_id)
+        metrics = dict(run.log.last_step)
+        self._tell(lambda one: one.on_step(self, metrics))
+        if saves:
+            self._tell(lambda one: one.on_save(self, self.checkpoints[-1]))
+        if evaluates:
+            self._tell(lambda one: one.on_evaluate(self, dict(run.log.last_evaluation)))
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate all evaluation sets with the current weights, and return their metrics."""
+        run = self._open()
+        with self._working(run):
+            self._finish_evaluation(run)
+            self._start_evaluation(run, self.next_rollout)
+            self._finish_evaluation(run)
+        self._tell(lambda one: one.on_evaluate(self, dict(run.log.last_evaluation)))
+        return dict(run.log.last_evaluation)
+
+    def save(self) -> Path:
+        """Write a snapshot, from which a run with ``load=`` continues; returns its folder.
+
+        It is in the folder ``save``, or else in ``checkpoints`` of the run's folder.
+
+        Raises:
+            ValueError: no step was trained yet.
+        """
+        run = self._open()
+        if run.trainer.trained is None:
+            raise ValueError("there is nothing to save: no step was trained yet")
+        settings = run.snapshots.settings
+        if settings.folder is None:
+            run.snapshots.settings = dataclasses.replace(settings, folder=self._folder.checkpoints)
+        shares_memory = run.trainer.settings.colocated
+        with self._working(run), run.stop.deferred():
+            if shares_memory:
+                run.offload_engines()
+            run.save(run.trainer.trained)
+            run.snapshots.commit()
+            if shares_memory:
+                run.update_weights()  # The trainer goes to sleep again, and the engines wake up.
+        folder = self.checkpoints[-1]
+        self._tell(lambda one: one.on_save(self, folder))
+        return folder
+
+    def run(self) -> None:
+        """Train all rollouts that are left: the loop of train.py, until :meth:`stop` is called."""
+        run = self._open()
+        if self.next_rollout == run.first_rollout and run.evaluates_at_start():
+            self.evaluate()
+        while self.next_rollout < self.num_rollout and not self.stopped:
+            self.step()
+        self.finish()
+
+    def stop(self) -> None:
+        """Let :meth:`run` and :func:`slime.train` end after the current step; for callbacks."""
+        self.stopped = True
+
+    def finish(self) -> None:
+        """Close the ledger and print the summary. The engines still answer, but no further step can be taken."""
+        from slime.cluster.run import complete
+
+        run = self._open()
+        if run.completed:
+            return
+        self.num_rollout = self.next_rollout
+        with self._working(run):
+            complete(run)
+        self._tell(lambda one: one.on_end(self))
+
+    # --- results -----------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: object
+    ) -> list[Sample] | list[list[Sample]]:
+        """Generate ``n`` responses with the current weights; returns samples with token ids and log-probs.
+
+        Args:
+            prompts: one prompt, or a list of prompts. Each is a text, which is sent as it is, or a list of messages,
+                which the chat template renders.
+            sampling: sampling parameters that differ from the run's: ``temperature``, ``max_new_tokens``, ``top_p``.
+
+        Returns:
+            The samples of the prompt; for a list of prompts, a list of these.
+        """
+        from slime.cluster.rollout_manager import RolloutManager
+
+        run, single = self._open(), _is_single(prompts)
+        asked: list[Any] = [prompts] if single else list(prompts)
+        with self._working(run):
+            made = run.manager.call("responses to prompts", RolloutManager.complete, asked, n, sampling)
+        return made[0] if single else made
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: object) -> Any:
+        """Do the same as :meth:`sample`, but return texts: one for a prompt, a list for more prompts or ``n > 1``."""
+        single = _is_single(prompts)
+        made: list[Any] = [self.sample(prompts, n, **sampling)] if single else self.sample(prompts, n, **sampling)
+        texts = [[sample.response for sample in group] for group in made]
+        answers = [group[0] if n == 1 else group for group in texts]
+        return answers[0] if single else answers
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the processes of the run are there."""
+        return self._run is not None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, with its metrics, samples and logs."""
+        return self._folder.path
+
+    @property
+    def history(self) -> Table:
+        """The metrics of the steps so far, one row each; a resumed run includes the steps before."""
+        return self._rows("rollout/step")
+
+    @property
+    def evaluations(self) -> Table:
+        """The metrics of the evaluations so far, one row each."""
+        return self._rows("eval/step")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The complete snapshots of the run, the newest last."""
+        folder = Path(self.args.save) if self.args.save else self._folder.checkpoints
+        return sorted(path for path in folder.glob("iter_*") if path.is_dir())
+
+    def _rows(self, key: str) -> Table:
+        from slime.observability.metrics import read_metrics
+
+        file = self._folder.metrics
+        return Table(row for row in (read_metrics(file) if file.is_file() else []) if key in row)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all processes of the run; metrics and files stay. Safe to call twice."""
+        run = self._run
+        if run is None:
+            return
+        if run.asked:
+            # A rollout is still being generated after Ctrl-C, so the ledger cannot be closed.
+            run.completed = True
+            run.log.display.finish()
+        self.finish()
+        self._end(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Leave ``open_run``; an error of a phase is already on its way to the caller."""
+        global _current
+        self._run = None
+        if _current is self:
+            _current = None
+        atexit.unregister(self.close)
+        try:
+            if error is None:
+                self._stack.close()
+            else:
+                with contextlib.suppress(type(error)):
+                    self._stack.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._inputs.cleanup()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _working(self, run: Run) -> Iterator[None]:
+        """A block in which Ctrl-C is a request that waits obey; it leaves the run open. Any error closes the run."""
+        from slime.cluster.stop_signals import StopRequested
+
+        run.stop.forget()
+        try:
+            with run.stop:
+                yield
+        except StopRequested:
+            pass
+        except BaseException as error:
+            self._end(error)
+            raise
+        if run.stop.requested is not None:
+            run.stop.forget()
+            raise KeyboardInterrupt
+
+    def _start_evaluation(self, run: Run, step: int) -> None:
+        self._evaluation = step, run.evaluations.start(step)
+
+    def _finish_evaluation(self, run: Run) -> None:
+        """Wait for the evaluation in progress; Ctrl-C leaves it in progress."""
+        if self._evaluation is not None:
+            run.evaluations.finish(*self._evaluation)
+            self._evaluation = None
+
+    def _open(self) -> Run:
+        if self._run is None:
+            raise Closed("the processes of this run have ended; a new one with load= goes on from a snapshot")
+        return self._run
+
+    def _tell(self, what: Callable[[Callback], None]) -> None:
+        for one in self.callbacks:
+            what(one)
+
+    @staticmethod
+    def _display_folder(run: Run) -> RunDir:
+        folder = run.log.display.run_dir
+        assert folder is not None, "open_run creates the folder of the run"
+        return folder
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt: a text, or a list of messages."""
+    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))

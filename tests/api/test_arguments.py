@@ -1,0 +1,167 @@
+"""Keywords as the settings of a run; all problems come at once, in the words of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import yaml
+
+import slime
+from slime.api import arguments
+from slime.api.arguments import parse
+from slime.config.hooks import load_function
+from slime.config.parser import ConfigError
+
+ROWS = [{"prompt": "1 + 1 =", "label": "2"}, {"prompt": "1 + 2 =", "label": "3"}]
+
+
+@pytest.fixture
+def base(smollm2: Path) -> dict[str, Any]:
+    return {"model": smollm2, "data": ROWS, "train_backend": "fsdp", "rollout_backend": "embedded"}
+
+
+def test_importing_slime_is_cheap() -> None:
+    code = (
+        "import sys, slime\nassert 'train' in dir(slime) and slime.__version__\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'numpy', 'slime.api') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no attribute 'trains'"):
+        slime.trains  # noqa: B018
+    assert callable(slime.train) and issubclass(slime.ConfigError, ValueError) and slime.Trainer and slime.Result
+
+
+def test_keywords_are_flags(base: dict[str, Any], tmp_path: Path) -> None:
+    args = parse(
+        base
+        | {"reward": "math", "rollout_batch_size": 2, "n_samples_per_prompt": 4, "lr": 1e-4, "use_kl_loss": True}
+        | {"eval_data": {"one": ROWS[:1], "two": ROWS}, "sglang_mem_fraction_static": 0.5, "save": tmp_path / "s"}
+        | {"eval_interval": 2, "num_rollout": None},
+        tmp_path,
+    )
+    assert (args.rm_type, args.rollout_batch_size, args.global_batch_size, args.lr) == ("math", 2, 8, 1e-4)
+    assert args.use_kl_loss and args.sglang == {"mem_fraction_static": 0.5} and args.save == str(tmp_path / "s")
+    assert {"lr", "rm_type"} <= args.explicit and "seed" not in args.explicit and args.num_rollout is None
+    names, paths = args.eval_prompt_data[::2], args.eval_prompt_data[1::2]  # type: ignore[index]
+    assert names == ["one", "two"]
+    assert [len(Path(path).read_text().splitlines()) for path in paths] == [1, 2]
+    assert [json.loads(line) for line in Path(str(args.prompt_data)).read_text().splitlines()] == ROWS
+
+
+def test_functions_become_paths_that_any_process_can_load(base: dict[str, Any], tmp_path: Path) -> None:
+    wanted = "2"
+    args = parse(
+        base
+        | {"reward": lambda response: response == wanted, "filter": lambda rewards: len(set(rewards)) > 1}
+        | {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": lambda args, batch, logits, sum_of_sample_mean: None,
+        },
+        tmp_path,
+    )
+    reward = load_function(str(args.custom_rm_path))
+    assert reward(None, SimpleNamespace(prompt="", response="2", label="", metadata={})) == 1.0
+    assert args.dynamic_sampling_filter_path == f"{tmp_path / 'filter'}.py:filter" and not args.group_rm
+    assert args.custom_loss_function_path and args.rm_type is None
+
+
+def test_a_reward_of_samples_scores_groups(base: dict[str, Any], tmp_path: Path) -> None:
+    assert parse(base | {"reward": lambda samples: [0.0] * len(samples)}, tmp_path).group_rm
+
+
+def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None:
+    lock = threading.Lock()
+    wrong = {
+        "reward": lambda response: lock.locked(),
+        "filter": lambda one, two: True,
+        "rollout_batch_sise": 3,
+        "n_samples_per_prompt": "many",
+        "max_restarts": 2,
+        "lr": -1,
+    }
+    with pytest.raises(ConfigError) as raised:
+        parse(base | wrong, tmp_path)
+    text = "\n".join(raised.value.problems)
+    for part in (
+        "reward: it cannot be sent to the processes of the run: it uses lock (a lock)",
+        "filter: the parameter 'one', 'two' is unknown",
+        "rollout_batch_sise: no such flag; did you mean rollout_batch_size?",
+        "n_samples_per_prompt: ",
+        "max_restarts: only a command line can be run again",
+        "lr -1: ",
+    ):
+        assert part in text
+    assert len(raised.value.problems) == 6, text
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ([], "data: there are no rows"),
+        ([1], "data: row 1 is a int, not a dict or a text"),
+        ({"prompt": "x"}, "data: rows are a list of dicts or texts, a table, or a path, not a dict"),
+        (5, "not a int"),
+        ([{"prompt": "x", "label": object()}], "data: row 1 cannot be written as JSON"),
+    ],
+)
+def test_wrong_rows_are_told(base: dict[str, Any], tmp_path: Path, data: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"data": data}, tmp_path)
+    assert len(raised.value.problems) == 1 and told in raised.value.problems[0]
+
+
+def test_rows_without_a_label_are_told_as_on_the_command_line(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no row has a label"):
+        parse(base | {"data": ["1 + 1 ="], "reward": "math"}, tmp_path)
+
+
+class Frame:
+    """The part of a pandas data frame that is used."""
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        assert orient == "records"
+        return [{"prompt": "x", "label": np.int64(3), "metadata": {"list": np.array([1, 2])}}]
+
+    def itertuples(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        (iter(ROWS), ROWS),
+        (pyarrow.Table.from_pylist(ROWS), ROWS),
+        (Frame(), [{"prompt": "x", "label": 3, "metadata": {"list": [1, 2]}}]),
+    ],
+)
+def test_rows_of_every_kind(tmp_path: Path, data: Any, rows: list[dict]) -> None:
+    path = Path(arguments._file_of(data, tmp_path / "data.jsonl"))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+
+
+def test_files_of_flags_are_read_before_single_settings(base: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "laptop.yaml"
+    file.write_text(yaml.safe_dump({"rollout_batch_size": 2, "n_samples_per_prompt": 2}))
+    args = parse(base | {"override": file, "n_samples_per_prompt": 4}, tmp_path)
+    assert (args.rollout_batch_size, args.n_samples_per_prompt) == (2, 4)
+
+
+def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model and hf_checkpoint are two names of the same flag"):
+        parse(base | {"hf_checkpoint": "x"}, tmp_path)
+
+
+def test_a_dry_run_prints_its_report(base: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    slime.dry_run(**base, reward=lambda response, label: float(response == label), rollout_batch_size=1)
+    assert "the same for the first 2 prompts: 1.0, 1.0" in capsys.readouterr().out
