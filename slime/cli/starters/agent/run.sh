@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Train SmolLM2-135M-Instruct as the model behind an agent. Two CPU cores are enough; it takes several minutes.
+#
+#   bash run.sh                    # train
+#   bash run.sh --dry-run          # print what would happen: settings, batches, the first prompt
+#   bash run.sh --num-rollout 50   # any flag of slime train; the last one counts
+#   bash run.sh check-hooks        # test the agent with a small engine
+#
+# MODEL=/path/to/model bash run.sh uses another Hugging Face folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+command=train
+if [ "${1:-}" = check-hooks ]; then command=check-hooks && shift; fi
+model="${MODEL:-$(slime fetch-model smollm2-135m-instruct | tail -n 1)}"  # fetched once, into models/
+
+flags=(
+    --hf-checkpoint "$model"
+
+    # The data: a row has a prompt and a label, which the agent gets.
+    --prompt-data data.jsonl --rollout-shuffle
+    --eval-prompt-data heldout heldout.jsonl --eval-interval 6
+
+    # The agent: an async function, or any program: --agent-command "python agent.py". Its result is the reward.
+    --agent-function-path reward.py:run --agent-timeout 120 --log-multi-turn
+
+    # A rollout: 8 tasks, 8 sessions of each, with at most 160 tokens after the first prompt.
+    --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 160 --num-rollout 12
+
+    # The algorithm and the learning rate. For larger models, 1e-6 is a usual start.
+    --advantage-estimator grpo --lr 2e-5
+
+    # Snapshots, from which --load outputs/starter/checkpoints continues: --save-interval 6
+    --run-name starter
+
+    # A machine without GPUs. Remove this line on GPUs, and see docs/en/backends.md.
+    --train-backend fsdp --rollout-backend embedded --max-tokens-per-gpu 2048
+)
+exec slime "$command" "${flags[@]}" "$@"

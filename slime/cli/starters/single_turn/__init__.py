@@ -1,0 +1,1 @@
+"""A task with one response to each prompt."""

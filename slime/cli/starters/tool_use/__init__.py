@@ -1,0 +1,1 @@
+"""A task in which the model calls a tool between its turns."""

@@ -1,0 +1,121 @@
+"""``slime init``: complete folders that train as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slime.cli.errors import CommandError
+from slime.cli.init import STARTERS, TASKS, init
+from slime.cli.main import main
+from slime.config.hooks import load_function
+from slime.data.sample import Sample
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_folder_is_complete_and_its_sets_are_disjoint(task: str, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert main(["init", str(folder), "--task", task]) == 0
+    assert {path.name for path in folder.iterdir()} == {"reward.py", "data.jsonl", "heldout.jsonl", "run.sh"}
+    train, held_out = (
+        [json.loads(line) for line in (folder / name).open()] for name in ("data.jsonl", "heldout.jsonl")
+    )
+    assert len(train) >= 64 and len(held_out) == 16
+    assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in held_out}
+    for row in train + held_out:
+        a, b = (int(word) for word in row["prompt"][-1]["content"].rstrip("?").split() if word.isdigit())
+        assert row["label"] == str(a * b)
+    subprocess.run(["bash", "-n", str(folder / "run.sh")], check=True, timeout=20)
+
+
+def test_every_starter_has_its_task() -> None:
+    assert {path.name.replace("_", "-") for path in STARTERS.iterdir() if (path / "run.sh").is_file()} == set(TASKS)
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").touch()
+    assert main(["init", str(tmp_path)]) == 1
+    assert "is there already and not empty: name another folder" in capsys.readouterr().err
+    with pytest.raises(CommandError):
+        init(tmp_path / "thesis.tex", "agent")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_script_passes_every_check(task: str, tmp_path: Path, smollm2: Path) -> None:
+    init(tmp_path / "mine", task)
+    said = run(tmp_path, smollm2, "--dry-run")
+    assert "8 prompts x 8 samples = 64 samples" in said and "12 rollouts" in said and "<|im_start|>assistant" in said
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("task", TASKS)
+def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
+    init(tmp_path / "mine", task)
+    assert "hooks satisfy their contract" in run(tmp_path, smollm2, "check-hooks")
+    said = run(tmp_path, smollm2, "--num-rollout", "2", "--rollout-batch-size", "2", "--eval-interval", "2")
+    assert "step 2/2" in said
+    rows = [json.loads(line) for line in (tmp_path / "mine/outputs/starter/metrics.jsonl").open()]
+    assert sum(row.get("rollout/raw_reward") or 0.0 for row in rows) > 0, "there is something to learn from"
+
+
+def run(tmp_path: Path, model: Path, *words: str) -> str:
+    """The output of run.sh, with this checkout as the ``slime`` on the path."""
+    command = tmp_path / "bin" / "slime"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m slime.cli.main "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "MODEL": str(model)}
+    script = [shutil.which("bash") or "bash", str(tmp_path / "mine" / "run.sh"), *words]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("31 * 14", "434"),
+        (" 2 - 3*4 ", "-10"),
+        ("2**9", "error: only whole numbers with + - *"),
+        ("__import__('os')", "error: only whole numbers with + - *"),
+        ("1.5 * 2", "error: only whole numbers with + - *"),
+        ("(" * 30, "error: only whole numbers with + - *"),
+        ("", "error: only whole numbers with + - *"),
+        ("True * 2", "error: only whole numbers with + - *"),
+    ],
+)
+def test_the_calculator_reads_numbers_only(expression: str, said: str) -> None:
+    assert load_function(f"{STARTERS}/tool_use/reward.py:calculate")(expression) == said
+
+
+@pytest.mark.parametrize(
+    ("task", "response", "reward"),
+    [
+        ("single_turn", "It is 12.", 1.0),
+        ("single_turn", "13", 0.1),
+        ("single_turn", "120 or so", 0.0),
+        ("single_turn", "no idea", 0.0),
+        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n12", 1.0),
+        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n", 0.2),
+        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12", 0.2),
+        ("tool_use", "12", 1.0),
+        ("tool_use", "I would say 13", 0.0),
+    ],
+)
+async def test_the_rewards(task: str, response: str, reward: float) -> None:
+    sample = Sample(prompt="What is 3 * 4?", label="12")
+    sample.response = response
+    assert await load_function(f"{STARTERS}/{task}/reward.py:reward")(SimpleNamespace(), sample) == reward
