@@ -26,9 +26,8 @@ def test_a_folder_is_complete_and_its_sets_are_disjoint(task: str, tmp_path: Pat
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--task", task]) == 0
     assert {path.name for path in folder.iterdir()} == {"reward.py", "data.jsonl", "heldout.jsonl", "run.sh"}
-    train, held_out = (
-        [json.loads(line) for line in (folder / name).open()] for name in ("data.jsonl", "heldout.jsonl")
-    )
+    files = folder / "data.jsonl", folder / "heldout.jsonl"
+    train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert len(train) >= 64 and len(held_out) == 16
     assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in held_out}
     for row in train + held_out:
@@ -66,7 +65,8 @@ def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
     assert "hooks satisfy their contract" in run(tmp_path, smollm2, "check-hooks")
     said = run(tmp_path, smollm2, "--num-rollout", "2", "--rollout-batch-size", "2", "--eval-interval", "2")
     assert "step 2/2" in said
-    rows = [json.loads(line) for line in (tmp_path / "mine/outputs/starter/metrics.jsonl").open()]
+    metrics = tmp_path / "mine" / "outputs" / "starter" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert sum(row.get("rollout/raw_reward") or 0.0 for row in rows) > 0, "there is something to learn from"
 
 
@@ -108,9 +108,9 @@ def test_the_calculator_reads_numbers_only(expression: str, said: str) -> None:
         ("single_turn", "13", 0.1),
         ("single_turn", "120 or so", 0.0),
         ("single_turn", "no idea", 0.0),
-        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n12", 1.0),
-        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n", 0.2),
-        ("tool_use", "<calc>3 * 4</calc><|im_end|>\n<|im_start|>user\n12", 0.2),
+        ("tool_use", "<calc>3 * 4</calc>|12", 1.0),
+        ("tool_use", "<calc>3 * 4</calc>|", 0.2),
+        ("tool_use", "<calc>3 * 4</calc>|<calc>12</calc>", 0.2),
         ("tool_use", "12", 1.0),
         ("tool_use", "I would say 13", 0.0),
     ],
@@ -118,4 +118,5 @@ def test_the_calculator_reads_numbers_only(expression: str, said: str) -> None:
 async def test_the_rewards(task: str, response: str, reward: float) -> None:
     sample = Sample(prompt="What is 3 * 4?", label="12")
     sample.response = response
+    sample.metadata["model_turns"] = [{"text": turn} for turn in response.split("|")]
     assert await load_function(f"{STARTERS}/{task}/reward.py:reward")(SimpleNamespace(), sample) == reward

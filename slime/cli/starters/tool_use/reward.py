@@ -13,7 +13,7 @@ import operator
 import re
 from typing import Any
 
-from slime.rollout.multi_turn import Conversation
+from slime.rollout.multi_turn import TURNS, Conversation
 from slime.utils.types import Sample
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -53,10 +53,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
 
 
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 for the right number as the model's own last words, and 0.2 if it only called the tool."""
-    turns = sample.response.split("</calc>")
-    answer = turns[-1] if len(turns) > 1 else sample.response
-    numbers = re.findall(r"-?\d+", answer.rpartition("assistant")[2])
+    """1 for the right number in the model's last turn, and 0.2 if it only called the tool."""
+    turns = [turn["text"] for turn in sample.metadata.get(TURNS, [])]
+    numbers = re.findall(r"-?\d+", turns[-1]) if turns and CALL.search(turns[-1]) is None else []
     if numbers and numbers[-1] == str(sample.label):
         return 1.0
-    return 0.2 if len(turns) > 1 else 0.0
+    return 0.2 if any(CALL.search(turn) for turn in turns) else 0.0
