@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +37,9 @@ TRAINING = {
     "train-async": "the same while the next rollouts are generated; the same as python train_async.py",
 }
 """The commands whose words are the flags of a run, with their help."""
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,6 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
     data.set_defaults(run=_make_data)
 
+    _add_of_runs(commands)
+    return parser
+
+
+def _add_of_runs(commands: Subparsers) -> None:
+    """Add the commands that read the flags or the folder of a run."""
     hooks = commands.add_parser(
         "check-hooks",
         help="test your functions with small real samples on the CPU; takes the flags of train.py",
@@ -108,7 +118,6 @@ def build_parser() -> argparse.ArgumentParser:
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
     ledger.set_defaults(run=_ledger)
-    return parser
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -135,7 +135,6 @@ def upward(found: tuple[Arrow, ...]) -> list[Arrow]:
 
 
 STRINGS: dict[tuple[str, str], str] = {
-    ("slime.cli.hook_probes_generate", "slime.utils.http_utils"): "advice in an error message; nothing imports it",
     ("slime.config.data", "slime.rollout.data_source"): "default of --data-source-path, which users read in --help",
     ("slime.config.rollout", "slime.rollout.sglang_rollout"): "default of --rollout-function-path",
     (

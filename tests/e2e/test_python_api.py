@@ -49,6 +49,8 @@ async def generate(args, sample, sampling_params):
     from slime.rollout.generate import generate as usual
     return await usual(args, sample, sampling_params)
 
+import subprocess
+children = [subprocess.Popen(["sleep", "600"])]
 trainer = slime.Trainer(**SMALL, reward=reward, generate=generate, num_rollout=40)
 done = 0
 print("STARTED", flush=True)
@@ -63,10 +65,16 @@ except KeyboardInterrupt:
     after = trainer.next_rollout
     folder = trainer.save()
     texts = trainer.generate(["a", "b"], n=2)
+    children.append(subprocess.Popen(["sleep", "600"]))
     trainer.close()
+    alive = [child.poll() is None for child in children]
+    for child in children:
+        child.kill()
+        child.wait()
     second = slime.train(**(SMALL | {"run_name": "second"}), reward="random", num_rollout=1)
     print("FACTS " + json.dumps({
         "before": before, "after": after, "folder": str(folder), "texts": texts, "second": len(second.history),
+        "alive": alive,
     }))
 """
 
@@ -111,5 +119,6 @@ def test_ctrl_c_leaves_everything_usable(runner, tiny_model: Path, tmp_path: Pat
     facts = facts_of(result.output)
     assert facts["before"] >= 1 and facts["after"] == facts["before"] + 1
     assert Path(facts["folder"]).is_dir() and [len(texts) for texts in facts["texts"]] == [2, 2]
+    assert facts["alive"] == [True, True], "other processes of the program are left alone"
     assert facts["second"] == 1 and len(result.metrics()) == facts["after"]
     assert runner.wait_gone() == []

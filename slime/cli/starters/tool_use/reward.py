@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from slime.rollout.multi_turn import TURNS, Conversation
+from slime.types import SamplingParams
 from slime.utils.types import Sample
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -37,7 +38,7 @@ def calculate(expression: str) -> str:
         return "error: only whole numbers with + - *"
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(args: Any, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
     """Let the model write until it calls the tool, append the result, and continue until it answers.
 
     The tokens that the model wrote are trained, those of the results are not. --max-turns limits the turns.
