@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
-from slime.cluster.session import _object_store_bytes
+from slime.cluster.session import _object_store_bytes, connect, disconnect
 
 GIB = 2**30
 
@@ -24,3 +25,14 @@ def test_the_object_store_grows_with_the_machine(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
     monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=int(shared * GIB)))
     assert _object_store_bytes() == pytest.approx(expected * GIB, abs=10)
+
+
+def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the program's own connection")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setattr(ray, "shutdown", refused)
+    connect()
+    disconnect()
