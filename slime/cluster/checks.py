@@ -40,7 +40,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 def all_checks() -> tuple[ExtraCheck, ...]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
     return (
-        _check_rows_and_rewards, check_schedules, _check_checkpoints,
+        _check_rows_and_rewards, check_schedules, check_family, _check_checkpoints,
         _check_snapshots, _check_save_folder, _check_server_options,
     )  # fmt: skip
 
