@@ -74,6 +74,13 @@ class TrainBackend(Protocol):
         This is a collective operation: every rank must exhaust the iterator.
         """
 
+    @property
+    def changing_weights(self) -> frozenset[str] | None:
+        """Return the names of the weights that training changes, if an adapter is trained; otherwise None.
+
+        Engines that have a version of this run already need only these.
+        """
+
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""
 

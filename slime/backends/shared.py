@@ -212,6 +212,10 @@ class SharedBackend:
         """Return the tags of the copies that change during a run, so that snapshots must contain them."""
         return self.bank.moving
 
+    @property
+    def changing_weights(self) -> frozenset[str] | None:
+        return None
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()

@@ -19,6 +19,7 @@ from slime.config.engine import EngineConfig
 from slime.config.flag import Flag, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
+from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value
 from slime.config.rollout import AsyncConfig, RolloutConfig
@@ -70,6 +71,7 @@ class Args(
     BatchConfig,
     RolloutConfig,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     ClusterConfig,
     RunConfig,

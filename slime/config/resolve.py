@@ -16,6 +16,7 @@ from slime.config import (
     data,
     engine,
     hooks,
+    lora,
     megatron_flags,
     observability,
     passthrough,
@@ -39,6 +40,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     problems: list[str] = []
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
+    lora.derive_lora(args)
     observability.derive_debug_modes(args)
     problems += agent.derive_agent(args)
     data.derive_data(args)
@@ -79,7 +81,9 @@ ALGORITHM_RULES = (
     corrections.check_kl, algorithm.check_estimator, algorithm.check_losses, corrections.check_off_policy,
     corrections.check_distillation, trainer.check_schedule,
 )  # fmt: skip
-MODEL_RULES = (trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron)
+MODEL_RULES = (
+    trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron, lora.check_lora,
+)  # fmt: skip
 
 
 def validate(

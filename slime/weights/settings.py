@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -61,6 +62,15 @@ class WeightSyncSettings:
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
         return self.buffer_bytes or default
+
+    def for_changing(self, names: Iterable[str] | None) -> WeightSyncSettings:
+        """Return settings with which engines that have a version of this run get only the tensors ``names``.
+
+        With None, these settings are returned.
+        """
+        if names is None:
+            return self
+        return replace(self, only_train=(f"^(?:{'|'.join(map(re.escape, sorted(names)))})$",))
 
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import FsdpState
-from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
+from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
+from slime.backends.fsdp.lora import TrainedAdapter, lora_settings
 from slime.backends.fsdp.model import (
     DTYPES,
     build_scorer,
@@ -64,18 +66,50 @@ class FsdpBackend(SharedBackend):
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
-        copies = CopySettings.from_args(args)
-        self.bank = WeightBank(
-            self.named_parameters,
-            dtype=DTYPES[args.train_dtype],
-            on_device=role == "actor" and keeps_copies_on_device(copies, self.named_parameters),
-            arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
-        )
-        if role == "actor":
-            load_copies(copies, self.bank, initial_weights(args.load, args.hf_checkpoint), self._load_copy)
         saved = set(self.scorer.state_dict())
         self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
-        self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
+        self.adapter = self._adapter()
+        self._make_copies()
+        buffers = self.buffers if self.adapter is None else []  # of the base, which no snapshot contains
+        self.state = FsdpState(
+            args, role, rank, world_size, self.shard_size, buffers, self.optimizer, self.bank, self.adapter
+        )
+
+    def _adapter(self) -> TrainedAdapter | None:
+        settings = lora_settings(self.args)
+        if settings is None:
+            return None
+        model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
+        return TrainedAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
+
+    def _make_copies(self) -> None:
+        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
+        args, actor = self.args, self.role == "actor"
+        copies, initial = CopySettings.from_args(args), initial_weights(args.load, args.hf_checkpoint)
+        adapter = self.adapter
+        if adapter is None:
+            self.bank = self._whole_bank = self._new_bank(copies, self.named_parameters)
+            if actor:
+                load_copies(copies, self.bank, initial, self._load_copy)
+            return
+        self.bank, self._whole_bank = self._new_bank(copies, adapter.trained), self._new_bank(copies, adapter.base)
+        if actor:
+            adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
+
+    def _new_bank(self, copies: CopySettings, named: list[tuple[str, nn.Parameter]]) -> WeightBank:
+        return WeightBank(
+            named,
+            dtype=DTYPES[self.args.train_dtype],
+            on_device=self.role == "actor" and keeps_copies_on_device(copies, named),
+            # The memory of the offloader is free while the model is on the accelerator.
+            arena=self.offloader.host if self.device.type == "cuda" else None,
+        )
+
+    @contextmanager
+    def _using(self, tag: ModelTag) -> Iterator[None]:
+        """Let the model compute as one of the copies of the weights within the context."""
+        with self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank):
+            yield
 
     def _over_shards(self, value: float) -> float:
         """Return the sum over the shards of one replica.
@@ -92,7 +126,7 @@ class FsdpBackend(SharedBackend):
         how = self.args.attn_implementation, self.args.trust_remote_code
         model = load_full_model(path, *how, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
-        self.bank.add(tag, dict(model.named_parameters()), fetch)
+        self._whole_bank.add(tag, dict(model.named_parameters()), fetch)
 
     # --- forward only ---------------------------------------------------------------------------
 
@@ -104,7 +138,7 @@ class FsdpBackend(SharedBackend):
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
-        with self.bank.using(model):
+        with self._using(model):
             return self._score(batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0])
 
     def values(self, batch: RankBatch) -> list[Tensor]:
@@ -212,11 +246,21 @@ class FsdpBackend(SharedBackend):
         assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
         yield from iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype])
 
+    @property
+    def changing_weights(self) -> frozenset[str] | None:
+        """See :attr:`TrainBackend.changing_weights`."""
+        if self.adapter is None or not isinstance(self.scorer, PolicyScorer):
+            return None
+        return names_with_adapters(self.scorer.hf)
+
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights (``--save-hf``)."""
+        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
         assert isinstance(self.scorer, PolicyScorer), "a critic is no language model"
-        dtype = DTYPES[self.args.train_dtype]
-        save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer=self.rank == 0)
+        writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
+        if self.adapter is not None and self.args.lora_export == "peft":
+            self.adapter.save(Path(path), writer)
+        else:
+            save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer)
         self.barrier()
 
     def clear_memory(self) -> None:

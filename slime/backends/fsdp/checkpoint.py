@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
+from slime.backends.fsdp.lora import TrainedAdapter
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
@@ -48,6 +49,8 @@ class FsdpState:
     buffers: list[tuple[str, Tensor]]
     optimizer: ScheduledAdamW
     bank: WeightBank
+    adapter: TrainedAdapter | None = None
+    """With an adapter (LoRA), only it is saved, with the identity of its base."""
 
     def __post_init__(self) -> None:
         self.group, self.memory = new_save_group(self.args.async_save), ShardMemory()
@@ -66,7 +69,8 @@ class FsdpState:
             # Training continues while these are written, so they are copies, and the collectives of the writer use a
             # separate group. In the default group they would be mixed with those of the next step.
             shards, group = self.memory.copied(shards), self.group
-        small = small_files_writer(path, self.rank, rng_state(), self._describe() if self.rank == 0 else None)
+        description = self._describe()
+        small = small_files_writer(path, self.rank, rng_state(), description if self.rank == 0 else None)
         return lambda: [*small(), *write_shards(shards, path / TENSORS, path, group)]
 
     def load(self, path: Path) -> None:
@@ -87,6 +91,7 @@ class FsdpState:
         meta = json.loads((path / META).read_text())
         if meta["role"] != self.role:
             raise ValueError(f"{path} contains the state of the {meta['role']}, not of the {self.role}")
+        self._require_fit(path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
         args = self.args
         copies = [] if args.finetune else meta["copies"]
@@ -135,6 +140,15 @@ class FsdpState:
                 found[name] = stored
         return _shards(found)
 
+    def _require_fit(self, path: Path, stored: dict[str, Any] | None) -> None:
+        if self.adapter is not None:
+            self.adapter.require_fit(path, stored)
+        elif stored is not None:
+            raise ValueError(
+                f"{path} has only an adapter of {stored['base']}: add --lora-rank {stored['rank']}, or merge an export "
+                "of --save-hf into the base with slime merge-lora"
+            )
+
     def _describe(self) -> dict[str, object]:
         return {
             "steps": self.optimizer.steps,
@@ -142,7 +156,7 @@ class FsdpState:
             "copies": sorted(self.bank.moving),
             "optimizer": not self.args.no_save_optim,
             "role": self.role,
-        }
+        } | ({} if self.adapter is None else {"lora": self.adapter.describe()})
 
 
 def _shards(state: dict[str, _Stored]) -> list[TensorShard]:

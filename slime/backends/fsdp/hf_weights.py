@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from slime.backends.fsdp.gathering import whole_tensors
+from slime.backends.fsdp.lora import AdapterMerge
 from slime.models.folder import local_folder
 from slime.models.loading import ModelError
 from slime.weights.hf_folder import (
@@ -36,12 +37,14 @@ def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tupl
     transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by layer if a
     conversion may need several tensors, otherwise tensor by tensor. This is a collective operation if the model is
     sharded. The tensors may be the memory of the model, so copy those that must stay unchanged after the next step.
+    Adapters (LoRA) are merged into the weights of their layers.
 
     Args:
         dtype: The dtype of floating-point parameters. Buffers keep their dtype.
     """
+    merge = AdapterMerge(model)
     # The cast comes before the gather, which then transfers half the bytes.
-    cast = ((name, value.to(dtype) if is_parameter else value) for name, value, is_parameter in _tensors(model))
+    cast = ((name, merge(name, x).to(dtype) if is_parameter else x) for name, x, is_parameter in _tensors(model))
     yield from _named_as_on_disk(model, whole_tensors(cast))
 
 
@@ -76,6 +79,17 @@ def require_same_names(model: PreTrainedModel) -> None:
             )
 
 
+def names_with_adapters(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names in the checkpoint of the weights that have adapters."""
+    trained = AdapterMerge(model).layers
+    return frozenset(
+        disk
+        for name, tensor in _empty_tensors(model)
+        if name in trained
+        for disk, _ in _named_as_on_disk(model, iter([(name, tensor)]))
+    )
+
+
 def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     conversions = getattr(model, "_weight_conversions", None)
     if not conversions:
@@ -103,10 +117,13 @@ def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the state dict in order, with tied parameters once, and whether each tensor is a parameter."""
+    """Yield the state dict in order, with tied parameters once and without adapters, and whether each tensor is a
+    parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     for name, value in model.state_dict().items():
+        if name.endswith((".lora_A", ".lora_B")):
+            continue
         parameter = parameters.get(name)
         if parameter is not None:
             if id(parameter) in seen:

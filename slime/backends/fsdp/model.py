@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
+from slime.backends.fsdp.lora import add_adapter, lora_settings
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.seeds import derive_seed
@@ -52,6 +53,9 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype]
     if reads:
         check_scorer(policy, _builder(model, torch.device("cpu"), *layout))
+    lora = lora_settings(args)
+    if lora is not None:
+        add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
     scorer: Scorer = policy
     if role == "critic":
         scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
@@ -59,6 +63,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     held = [(parameter, [name]) for name, parameter in named]
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
+    if lora is not None:
+        _cast_frozen(scorer, DTYPES[args.train_dtype])
     if args.gradient_checkpointing:
         _checkpoint_layers(model)
     if args.compile_layers:
@@ -108,6 +114,13 @@ def _builder(
 def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters (tied ones once) with the names that they have in the Hugging Face model."""
     return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
+
+
+def _cast_frozen(scorer: Scorer, dtype: torch.dtype) -> None:
+    """Cast the base of an adapter to the dtype of forward passes. It never changes, so it needs no wider copy."""
+    for parameter in scorer.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

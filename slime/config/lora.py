@@ -1,0 +1,132 @@
+"""Flags of low-rank adapters (LoRA), which are trained instead of the weights of the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.config.flag import DERIVED, flag
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+ADAPTER_CONFIG = "adapter_config.json"
+_IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
+"""The flags that determine what an adapter computes, with their names in PEFT's file."""
+
+
+@dataclass
+class LoraConfig:
+    _title = "LoRA"
+
+    lora_rank: int = flag(
+        DERIVED,
+        low=0,
+        help="Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of "
+        "the adapter in --load, otherwise 0",
+    )
+    lora_alpha: float = flag(
+        DERIVED,
+        above=0,
+        help="Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32",
+    )
+    use_rslora: bool = flag(
+        DERIVED,
+        kind="toggle",
+        help="Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, "
+        "otherwise off",
+    )
+    lora_dropout: float = flag(
+        0.0, low=0, high=0.99, help="Probability with which inputs of the adapter are zeroed in training steps"
+    )
+    lora_target_modules: list[str] = flag(
+        DERIVED,
+        help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
+        "mlp.up_proj), or by regular expressions for their whole names. Default: those of the adapter in --load, "
+        "otherwise all-linear",
+    )
+    lora_exclude_modules: list[str] | None = flag(
+        None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
+    )
+    lora_init: str = flag(
+        "kaiming",
+        choices=("kaiming", "gaussian"),
+        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation "
+        "1/rank. The factor B is zero",
+    )
+    lora_export: str = flag(
+        "peft",
+        choices=("peft", "merged"),
+        help="What --save-hf writes of a run with an adapter: the adapter in the format of PEFT, or the model with the "
+        "adapter merged into its weights",
+    )
+
+
+def adapter_file(path: str | None) -> dict[str, Any] | None:
+    """Return the content of ``adapter_config.json`` in a folder; None if there is none, or none that is readable."""
+    file = Path(path).expanduser() / ADAPTER_CONFIG if path else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    numbers = [content.get(name) for name in ("r", "lora_alpha")] if isinstance(content, dict) else [None]
+    return content if all(isinstance(number, int | float) for number in numbers) else None
+
+
+def derive_lora(args: Args) -> None:
+    found = adapter_file(args.load) or {}
+    if args.lora_rank is None:
+        args.lora_rank = int(found.get("r", 0))
+    if args.lora_alpha is None:
+        args.lora_alpha = float(found.get("lora_alpha", 32))
+    if args.use_rslora is None:
+        args.use_rslora = bool(found.get("use_rslora", False))
+    if args.lora_target_modules is None:
+        targets = found.get("target_modules") or ["all-linear"]
+        args.lora_target_modules = [targets] if isinstance(targets, str) else [str(name) for name in targets]
+
+
+def check_lora(args: Args) -> list[str]:
+    given = [name for name in args.explicit if name.startswith("lora_") or name == "use_rslora"]
+    options = sorted(f"--{name.replace('_', '-')}" for name in given if name != "lora_rank")
+    if not args.lora_rank:
+        return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
+    problems = _contradictions(args)
+    if args.train_backend != "fsdp":
+        problems.append("--lora-rank: LoRA needs --train-backend fsdp; Megatron layers have no adapters yet")
+    for name in ("only_train_params_name_list", "freeze_params_name_list"):
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            problems.append(f"{option} excludes --lora-rank, which trains only the adapter: use --lora-target-modules")
+    if args.ref_update_interval and args.ref_load not in (None, args.hf_checkpoint):
+        problems.append(
+            "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "
+            "same base: leave --ref-load out"
+        )
+    if args.lora_dropout and args.loss_type == "policy_loss":
+        args.notices.append(
+            "--lora-dropout with a policy loss: log-probs of training steps differ from those of the engines by the "
+            "dropout, which adds noise to importance ratios"
+        )
+    if "lr" not in args.explicit:
+        args.notices.append(
+            f"--lr is not given ({args.lr:g}): LoRA usually needs about ten times the rate of full training"
+        )
+    return problems
+
+
+def _contradictions(args: Args) -> list[str]:
+    """Compare the flags with the adapter in ``--load``."""
+    found = adapter_file(args.load)
+    if found is None:
+        return []
+    return [
+        f"--{name.replace('_', '-')} {getattr(args, name)}, but the adapter in --load {args.load} has {key} "
+        f"{found[key]}: leave the flag out"
+        for name, key in _IN_FILE.items()
+        if key in found and found[key] != getattr(args, name)
+    ]

@@ -1,0 +1,145 @@
+"""Read and write adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+See https://huggingface.co/docs/peft/developer_guides/checkpoint. The name of a factor is that of its module in memory
+between ``base_model.model.`` and ``.lora_A.weight`` or ``.lora_B.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slime.models.lora import LoraSettings
+from slime.models.shards import ModelError, shorten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTORS = {"lora_A.weight": 0, "lora_B.weight": 1}
+
+
+class Factors(NamedTuple):
+    """The factors of one layer."""
+
+    a: Tensor
+    """``[rank, in]``"""
+    b: Tensor
+    """``[out, rank]``"""
+
+
+Adapter = Mapping[str, Factors]
+"""The factors by the name of their module."""
+
+
+def is_adapter(path: str | Path | None) -> bool:
+    """Return whether a folder has an adapter in the format of PEFT."""
+    return path is not None and (Path(path).expanduser() / CONFIG).is_file()
+
+
+def peft_config(settings: LoraSettings, targets: Sequence[str], base: str) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``, as PEFT's ``LoraConfig`` writes it.
+
+    Args:
+        targets: The names of the modules with adapters, or the last parts of their names.
+        base: The folder or hub id of the model.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": None,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rslora,
+        "use_dora": False,
+        "target_modules": list(targets),
+        "exclude_modules": None,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def named_factors(adapter: Adapter) -> dict[str, Tensor]:
+    """Return the factors by their names in the file."""
+    return {
+        f"{_PREFIX}{module}.{name}": factors[index]
+        for module, factors in adapter.items()
+        for name, index in _FACTORS.items()
+    }
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], adapter: Adapter) -> None:
+    """Write an adapter. The folder is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_factors(adapter).items()}
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
+    """Read ``adapter_config.json``, and return the shape of the adapter and the whole content.
+
+    Raises:
+        ModelError: The file is damaged, or the adapter has a form that slime does not support.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        targets = config["target_modules"]
+        settings = LoraSettings(
+            rank=int(config["r"]),
+            alpha=float(config["lora_alpha"]),
+            dropout=float(config.get("lora_dropout") or 0.0),
+            rslora=bool(config.get("use_rslora")),
+            targets=(targets,) if isinstance(targets, str) else tuple(targets),
+            exclude=tuple(config.get("exclude_modules") or ()),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    other = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(name)]
+    other += [f"bias {config['bias']!r}"] if config.get("bias", "none") != "none" else []
+    other += [f"peft_type {config['peft_type']!r}"] if config.get("peft_type", "LORA") != "LORA" else []
+    if other or settings.rank < 1:
+        what = ", ".join(other) or f"rank {settings.rank}"
+        raise ModelError(f"{path} has {what}, which slime does not support: use plain LoRA with one rank")
+    return settings, config
+
+
+def read_factors(folder: str | Path) -> dict[str, Factors]:
+    """Read ``adapter_model.safetensors``.
+
+    Raises:
+        ModelError: The file is missing or damaged, or has other tensors than the factors of linear layers.
+    """
+    path = Path(folder).expanduser() / WEIGHTS
+    try:
+        tensors = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    modules: dict[str, list[Tensor | None]] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        module, _, factor = name.removeprefix(_PREFIX).rpartition(".lora_")
+        index = _FACTORS.get(f"lora_{factor}")
+        if index is None or not name.startswith(_PREFIX) or tensor.dim() != 2:
+            unknown.append(name)
+        else:
+            modules.setdefault(module, [None, None])[index] = tensor
+    found = {name: Factors(a, b) for name, (a, b) in modules.items() if a is not None and b is not None}
+    unknown += [name for name in modules if name not in found]
+    if unknown or not found:
+        raise ModelError(f"{path} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
+    return found
