@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
     from slime.data.fields import RankBatch
+    from slime.weights.settings import AdapterSync
 
 ModelTag = Literal["actor", "ref", "teacher", "old_actor", "rollout_actor"]
 Metrics = dict[str, float]
@@ -75,11 +76,8 @@ class TrainBackend(Protocol):
         """
 
     @property
-    def changing_weights(self) -> frozenset[str] | None:
-        """Return the names of the weights that training changes, if an adapter is trained; otherwise None.
-
-        Engines that have a version of this run already need only these.
-        """
+    def adapter_sync(self) -> AdapterSync | None:
+        """Return what :meth:`named_weights` yields of an adapter (LoRA); None if the weights themselves are trained."""
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""

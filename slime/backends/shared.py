@@ -24,6 +24,7 @@ from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
+from slime.weights.settings import AdapterSync
 
 PACKS_PER_STAGE = 4
 """The packs of a forward-only pass per pipeline stage. With so many, the pipeline is busy at least 80% of the time."""
@@ -213,7 +214,7 @@ class SharedBackend:
         return self.bank.moving
 
     @property
-    def changing_weights(self) -> frozenset[str] | None:
+    def adapter_sync(self) -> AdapterSync | None:
         return None
 
     def barrier(self) -> None:

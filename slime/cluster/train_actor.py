@@ -92,7 +92,7 @@ class TrainActor:
         )
         if load_path is not None:
             self.backend.load(Path(load_path))
-        self.weight_sync = self.weight_sync.for_changing(self.backend.changing_weights)
+        self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 
     def train(self, rollout_id: int, batch_ref: Batches, values_ref: Values | None = None) -> TrainResult:
         """Train on this rank's part of a rollout.

@@ -56,6 +56,13 @@ class LoraConfig:
         help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation "
         "1/rank. The factor B is zero",
     )
+    lora_sync: str = flag(
+        DERIVED,
+        choices=("adapter", "merged"),
+        help="What a weight sync sends after the first one: the factors of the adapter, which engines keep apart from "
+        "their weights, or the weights of its layers with the adapter merged into them. Default: adapter for embedded "
+        "engines of the run unless --update-weight-transport is disk, otherwise merged",
+    )
     lora_export: str = flag(
         "peft",
         choices=("peft", "merged"),
@@ -90,6 +97,22 @@ def derive_lora(args: Args) -> None:
         args.lora_target_modules = [targets] if isinstance(targets, str) else [str(name) for name in targets]
 
 
+def derive_sync(args: Args) -> None:
+    if args.lora_sync is None:
+        args.lora_sync = "merged" if _no_adapters(args) or not args.lora_rank else "adapter"
+
+
+def _no_adapters(args: Args) -> str | None:
+    """Return the reason why engines cannot be updated with an adapter; None if they can."""
+    if args.rollout_backend != "embedded":
+        return f"--rollout-backend {args.rollout_backend} needs merged weights so far"
+    if args.rollout_external_engine_addrs:
+        return "engines of --rollout-external-engine-addrs need merged weights"
+    if args.update_weight_transport == "disk":
+        return "--update-weight-transport disk writes whole models"
+    return None
+
+
 def check_lora(args: Args) -> list[str]:
     given = [name for name in args.explicit if name.startswith("lora_") or name == "use_rslora"]
     options = sorted(f"--{name.replace('_', '-')}" for name in given if name != "lora_rank")
@@ -98,6 +121,9 @@ def check_lora(args: Args) -> list[str]:
     problems = _contradictions(args)
     if args.train_backend != "fsdp":
         problems.append("--lora-rank: LoRA needs --train-backend fsdp; Megatron layers have no adapters yet")
+    reason = _no_adapters(args)
+    if args.lora_sync == "adapter" and reason:
+        problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"

@@ -41,6 +41,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
+    lora.derive_sync(args)
     observability.derive_debug_modes(args)
     problems += agent.derive_agent(args)
     data.derive_data(args)

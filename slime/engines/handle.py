@@ -149,6 +149,16 @@ class EngineHandle:
             await self._post("/end_weight_update", seconds=self.update_seconds)
             await self._post("/begin_weight_update")
 
+    async def set_adapter_layers(self, config: Mapping[str, object]) -> None:
+        """Give layers an adapter (LoRA) within an open update; nothing changes if they have it already.
+
+        Args:
+            config: The content of PEFT's ``adapter_config.json``, with the whole names of the layers.
+        """
+        if not (await self.connect()).capabilities.adapters:
+            raise EngineError(f"{self.url} cannot be updated with an adapter: use --lora-sync merged")
+        await self._post("/set_lora_layers", {"config_dict": dict(config)}, self.update_seconds)
+
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
         """Send one bucket to an engine on the same host, by shared memory (CPU) or an IPC handle (CUDA).
 

@@ -37,6 +37,7 @@ class Capabilities:
     named_checksums: bool = False  # checksums have the Hugging Face names of the tensors
     weight_comparison: bool = False  # check_weights can take a snapshot and compare with it
     flat_broadcast: bool = False  # all tensors of a bucket can be sent in one broadcast
+    adapters: bool = False  # an update can consist of the factors of an adapter (LoRA) only
 
 
 class EngineError(RuntimeError):
@@ -114,6 +115,7 @@ EMBEDDED = ApiVersion(
         named_checksums=True,
         weight_comparison=True,
         flat_broadcast=True,
+        adapters=True,
     ),
 )
 SGLANG_0_5_23 = ApiVersion(

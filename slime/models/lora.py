@@ -72,7 +72,11 @@ class LoraLinear(nn.Linear):
             return base
         if self.lora_dropout and torch.is_grad_enabled():
             input = F.dropout(input, self.lora_dropout)
-        return base + linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+        return base + self.adapter(input)
+
+    def adapter(self, input: Tensor) -> Tensor:
+        """Return ``s B A x``."""
+        return linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
 
 
 def selects(pattern: str, name: str) -> bool:
@@ -138,10 +142,14 @@ def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
             factor.copy_(torch.randn(shape, generator=generator) / settings.rank)
         else:
             factor.copy_((torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(module.in_features))
+    attach(module, factor, torch.zeros(module.out_features, settings.rank, device=device), settings)
+
+
+def attach(module: nn.Linear, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
+    """Change a linear layer to a :class:`LoraLinear` with these factors."""
     module.__class__ = LoraLinear
     assert isinstance(module, LoraLinear)
-    module.lora_A = nn.Parameter(factor)
-    module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank, device=device))
+    module.lora_A, module.lora_B = nn.Parameter(a), nn.Parameter(b)
     module.lora_scale, module.lora_dropout, module.lora_on = settings.scale, settings.dropout, True
 
 

@@ -75,10 +75,16 @@ def peft_config(settings: LoraSettings, targets: Sequence[str], base: str) -> di
 def named_factors(adapter: Adapter) -> dict[str, Tensor]:
     """Return the factors by their names in the file."""
     return {
-        f"{_PREFIX}{module}.{name}": factors[index]
+        name: factor
         for module, factors in adapter.items()
-        for name, index in _FACTORS.items()
+        for name, factor in zip(factor_names(module), factors, strict=True)
     }
+
+
+def factor_names(module: str) -> tuple[str, str]:
+    """Return the names of the factors of a module in the file."""
+    a, b = (f"{_PREFIX}{module}.{name}" for name in _FACTORS)
+    return a, b
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], adapter: Adapter) -> None:

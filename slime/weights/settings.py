@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -17,6 +17,21 @@ _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own er
 
 Written = Callable[[Path, Sequence["EngineHandle"]], object]
 """Called with the folder of a version and the engines, before the engines load it."""
+
+
+@dataclass(frozen=True)
+class AdapterSync:
+    """What a trainer of an adapter (LoRA) sends.
+
+    Attributes:
+        changing: The names of the tensors that training changes. Engines that have a version of this run need only
+            these.
+        config: The content of PEFT's ``adapter_config.json`` with the whole names of the layers, if the factors of the
+            adapter are sent. None if it is merged into the weights.
+    """
+
+    changing: frozenset[str]
+    config: Mapping[str, object] | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class WeightSyncSettings:
         only_train, freeze: Regular expressions for parameter names.
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
+        adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
         on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
     """
 
@@ -58,19 +74,18 @@ class WeightSyncSettings:
     step_seconds: float
     phase_seconds: float
     on_written: Written | None = None
+    adapter: Mapping[str, object] | None = None
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
         return self.buffer_bytes or default
 
-    def for_changing(self, names: Iterable[str] | None) -> WeightSyncSettings:
-        """Return settings with which engines that have a version of this run get only the tensors ``names``.
-
-        With None, these settings are returned.
-        """
-        if names is None:
+    def for_adapter(self, sent: AdapterSync | None) -> WeightSyncSettings:
+        """Return the settings for a trainer of an adapter; with None, these settings."""
+        if sent is None:
             return self
-        return replace(self, only_train=(f"^(?:{'|'.join(map(re.escape, sorted(names)))})$",))
+        changing = f"^(?:{'|'.join(map(re.escape, sorted(sent.changing)))})$"
+        return replace(self, only_train=(changing,), adapter=sent.config)
 
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:

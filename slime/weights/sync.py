@@ -147,7 +147,8 @@ class _Sender:
         self.settings, self.engines, self.transport, self.version = settings, engines, transport, version
         self.check_equal, self.peers = check_equal, peers
         deadline = settings.step_seconds
-        self.window = UpdateWindow(version, transport.bracketed, check_equal, settings.pause_mode, deadline)
+        how = transport.bracketed, check_equal, settings.pause_mode
+        self.window = UpdateWindow(version, *how, deadline, settings.adapter)
         self.report = UpdateReport(version, transport.name)
         self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
         self.memory, self.fingerprints = memory, dict(memory.sent)

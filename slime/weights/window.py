@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
 from slime.engines.fan_out import Failures, on_each
@@ -28,6 +28,7 @@ class UpdateWindow:
         check_equal: Whether to overwrite the weights before the update and compare them with the old ones afterwards.
         pause_mode: ``--update-weight-pause-mode``.
         deadline: The time limit of each step in seconds.
+        adapter: The description of the adapter whose factors the update contains; None if it contains weights only.
 
     Attributes:
         opened, closed: The times of ``time.perf_counter()``; 0 before the event.
@@ -35,8 +36,15 @@ class UpdateWindow:
     """
 
     def __init__(
-        self, version: str, bracketed: bool, check_equal: bool, pause_mode: str | None, deadline: float
+        self,
+        version: str,
+        bracketed: bool,
+        check_equal: bool,
+        pause_mode: str | None,
+        deadline: float,
+        adapter: Mapping[str, object] | None = None,
     ) -> None:
+        self.adapter = adapter
         self.version, self.bracketed, self.check_equal = version, bracketed, check_equal
         self.pause_mode, self.deadline = pause_mode, deadline
         self.opened = self.closed = 0.0
@@ -53,6 +61,8 @@ class UpdateWindow:
             ready = await self._each(ready, self._overwrite, "overwrite its weights")
         if self.bracketed:
             ready = await self._each(ready, lambda engine: engine.begin_update(), "begin the update")
+        if (adapter := self.adapter) is not None:
+            ready = await self._each(ready, lambda engine: engine.set_adapter_layers(adapter), "add the adapter")
         self.entered = ready
         return ready
 

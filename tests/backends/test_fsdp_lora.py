@@ -32,6 +32,7 @@ LORA = dict(
     lora_alpha=8.0,
     use_rslora=False,
     lora_target_modules=["all-linear"],
+    lora_sync="merged",
     lr=1e-2,
 )
 
@@ -153,7 +154,7 @@ def test_only_the_adapter_is_trained_and_starts_at_the_base(llama: Path) -> None
     assert metrics["train/grad_norm"] > 0
     assert all(torch.equal(x, base[name]) for name, x in base_of(backend).items())
     moved = {name for name, x in weights_of(backend).items() if not torch.equal(x, before[name])}
-    assert moved == {name for name in before if "proj" in name} == backend.changing_weights
+    assert moved == {name for name in before if "proj" in name} == backend.adapter_sync.changing  # type: ignore[union-attr]
     state = backend.optimizer.tensors()
     assert {name.partition("/")[2] for name in state} == {name for name, _ in backend.adapter.trained}  # type: ignore[union-attr]
 
@@ -283,7 +284,7 @@ def test_initial_values_follow_seed_and_flag(llama: Path) -> None:
 def test_experts_have_no_adapters(tmp_path: Path) -> None:
     backend = make_backend(lora_args(save_tiny_qwen3_moe(tmp_path / "moe")))
     assert {name.rpartition(".")[2] for name in backend.adapter.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[union-attr]
-    assert all("self_attn" in name for name in backend.changing_weights or ())
+    assert all("self_attn" in name for name in backend.adapter_sync.changing)
     with pytest.raises(ModelError, match="fused experts cannot have adapters"):
         make_backend(lora_args(tmp_path / "moe", lora_target_modules=["up_proj"]))
 

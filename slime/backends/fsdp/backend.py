@@ -39,7 +39,9 @@ from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.inputs import ModelInputs
+from slime.models.peft_files import factor_names, named_factors
 from slime.models.scorer import PolicyScorer, ValueScorer
+from slime.weights.settings import AdapterSync
 
 
 class FsdpBackend(SharedBackend):
@@ -241,17 +243,24 @@ class FsdpBackend(SharedBackend):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
 
+        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
         They may be the memory of the model.
         """
         assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
-        yield from iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype])
+        dtype, separate = DTYPES[self.args.train_dtype], self.args.lora_sync == "adapter"
+        yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate)
+        if self.adapter is not None and separate:
+            yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
 
     @property
-    def changing_weights(self) -> frozenset[str] | None:
-        """See :attr:`TrainBackend.changing_weights`."""
+    def adapter_sync(self) -> AdapterSync | None:
+        """See :attr:`TrainBackend.adapter_sync`."""
         if self.adapter is None or not isinstance(self.scorer, PolicyScorer):
             return None
-        return names_with_adapters(self.scorer.hf)
+        if self.args.lora_sync == "merged":
+            return AdapterSync(names_with_adapters(self.scorer.hf), None)
+        names = frozenset(name for layer in self.adapter.layers for name in factor_names(layer))
+        return AdapterSync(names, self.adapter.config(list(self.adapter.layers)))
 
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""

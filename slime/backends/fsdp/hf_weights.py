@@ -31,20 +31,26 @@ logger = logging.getLogger(__name__)
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
 
 
-def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors once.
 
     transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by layer if a
     conversion may need several tensors, otherwise tensor by tensor. This is a collective operation if the model is
     sharded. The tensors may be the memory of the model, so copy those that must stay unchanged after the next step.
-    Adapters (LoRA) are merged into the weights of their layers.
 
     Args:
         dtype: The dtype of floating-point parameters. Buffers keep their dtype.
+        merge: Whether to add adapters (LoRA) to the weights of their layers. Otherwise they are left out.
     """
-    merge = AdapterMerge(model)
+    adapters = AdapterMerge(model) if merge else None
+
+    def value_of(name: str, value: Tensor, is_parameter: bool) -> Tensor:
+        if adapters is not None:
+            value = adapters(name, value)
+        return value.to(dtype) if is_parameter else value
+
     # The cast comes before the gather, which then transfers half the bytes.
-    cast = ((name, merge(name, x).to(dtype) if is_parameter else x) for name, x, is_parameter in _tensors(model))
+    cast = ((name, value_of(name, value, is_parameter)) for name, value, is_parameter in _tensors(model))
     yield from _named_as_on_disk(model, whole_tensors(cast))
 
 

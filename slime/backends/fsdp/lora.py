@@ -98,8 +98,14 @@ class AdapterMerge:
         values = merged(local(weight), self._factors[name], local(layer.lora_B.detach()), layer.lora_scale)
         if not isinstance(weight, DTensor):
             return values
-        whole = dict(shape=weight.shape, stride=weight.stride())
-        return DTensor.from_local(values, weight.device_mesh, weight.placements, run_check=False, **whole)
+        return DTensor.from_local(
+            values,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
 
 
 class TrainedAdapter:
@@ -180,7 +186,11 @@ class TrainedAdapter:
         if writer:
             linears = [name for name, module in self.model.named_modules() if isinstance(module, _LINEAR)]
             targets = shortest_targets(list(self.layers), linears)
-            write_adapter(path, peft_config(self.settings, targets, self.base_path), factors)
+            write_adapter(path, self.config(targets), factors)
+
+    def config(self, targets: Sequence[str]) -> dict[str, Any]:
+        """Return the content of PEFT's ``adapter_config.json`` with these names of modules."""
+        return peft_config(self.settings, targets, self.base_path)
 
     def describe(self) -> dict[str, Any]:
         """Return what a snapshot says about the adapter. This is a collective operation."""

@@ -64,7 +64,9 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
 def _no_tails(runner: Runner, count: int) -> bool:
     # The sizes of the weight matrices are the widths of the activations. Each thread's share must have no tail either.
     threads = torch.get_num_threads()
-    for width in {size for p in runner.model.parameters() if p.dim() == 2 for size in p.shape}:
+    # No function is applied to the activations between the factors of an adapter.
+    weights = [p for name, p in runner.model.named_parameters() if p.dim() == 2 and ".lora_" not in name]
+    for width in {size for p in weights for size in p.shape}:
         elements = count * width
         if elements % _VECTOR or (elements > _PARALLEL_GRAIN and elements % (_VECTOR * threads)):
             return False

@@ -193,6 +193,11 @@ class Engine:
         self.scheduler.paused = paused
         self.scheduler.drop_slots()
 
+    def forget_computed(self) -> None:
+        """Drop the KV cache, because the model computes differently from now on. Running requests are queued again."""
+        self._retract_all()
+        self.runner.cache.clear()
+
     def resume(self, tags: list[str]) -> None:
         self.memory.resume(tags)
         self._halt("memory", bool(self.memory.released))

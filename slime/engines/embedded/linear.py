@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slime.models.cpu_linear import CpuLinear
+from slime.models.lora import LoraLinear
 
 _PACK_ROWS = 64  # the row count for which the layout is optimized; any count works
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,7 +52,7 @@ class PackedLinears:
             for module in group:
                 module.__dict__.pop("forward", None)  # frees the old copy before the new one is allocated
             for module, forward in zip(group, _packed_forwards(group), strict=True):
-                module.forward = forward  # type: ignore[assignment, method-assign]
+                module.forward = _with_adapter(module, forward)  # type: ignore[assignment, method-assign]
         self.stale = False
 
     def drop(self) -> None:
@@ -81,6 +82,13 @@ def _siblings(linears: dict[str, nn.Linear]) -> list[list[nn.Linear]]:
 
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _with_adapter(module: nn.Linear, base: Forward) -> Forward:
+    """Return the forward of a layer from that of its own weights."""
+    if not isinstance(module, LoraLinear):
+        return base
+    return lambda x: base(x) + module.adapter(x)
 
 
 def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:

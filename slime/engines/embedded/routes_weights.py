@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from slime.config.hooks import load_function
-from slime.engines.embedded.fields import list_of, need, one_of, refuse, take, text, truth, whole
+from slime.engines.embedded import adapters
+from slime.engines.embedded.fields import json_object, list_of, need, one_of, refuse, take, text, truth, whole
 from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
 from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
@@ -83,6 +84,20 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
 
     await engine.call(engine.change_weights, write, version)
     return outcome(True, "Success")
+
+
+@routes.post("/set_lora_layers")
+async def set_lora_layers(request: web.Request) -> web.Response:
+    """Give the layers of ``config_dict``, which has the form of PEFT's ``adapter_config.json``, an adapter.
+
+    The adapter is zero until an update writes its factors, as tensors with their names in PEFT's files.
+    """
+    body = await body_of(request)
+    settings, names = adapters.read_settings(need(body, "config_dict", json_object))
+    _require_open(request)
+    loaded = request.app[LOADED]
+    await loaded.engine.call(adapters.set_layers, loaded, settings, names)
+    return outcome(True, f"{len(names)} layers have an adapter")
 
 
 @routes.post("/init_weights_update_group")

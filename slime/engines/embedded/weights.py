@@ -12,6 +12,8 @@ import torch
 
 from slime.engines.flat import NamedTensor
 from slime.models.digest import tensor_digest
+from slime.models.lora import lora_layers
+from slime.models.peft_files import factor_names
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
 
@@ -34,15 +36,27 @@ class Weights:
         self.model = model
         self.snapshot: dict[str, torch.Tensor] | None = None
         self.aliases: dict[str, str] = {}
-        self.views = self._checkpoint_views()
+        self.views: dict[str, torch.Tensor] = {}
+        self.find_views()
         self.stale: set[str] = set()
         """The tensors not yet written again after an update failed halfway. While there are any, the weights of the
         model belong to no version."""
+
+    def find_views(self) -> None:
+        """Find the views again, after layers have got adapters. The factors have their names in PEFT's files."""
+        layers = lora_layers(self.model)
+        names = {key: factor_names(key) for key in layers}
+        self.factors = {names[key][0]: layer.lora_A.data for key, layer in layers.items()}
+        self.factors |= {names[key][1]: layer.lora_B.data for key, layer in layers.items()}
+        self.aliases.clear()
+        self.views = {**self._checkpoint_views(), **self.factors}
 
     def _checkpoint_views(self) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
         seen: dict[tuple[int, int], str] = {}
         for name, parameter in self.model.state_dict(keep_vars=False).items():
+            if name.endswith((".lora_A", ".lora_B")):
+                continue
             place = (parameter.data_ptr(), parameter.numel())
             if parameter.numel() and place in seen:  # tied parameters are one tensor on disk, with the first name
                 self.aliases[name] = seen[place]
@@ -99,6 +113,8 @@ class Weights:
             raise WeightError(str(error)) from error
         names = self._require_all(stored)
         self.stale |= set(names.values())
+        for factor in self.factors.values():  # the weights of a whole model have no adapter
+            factor.zero_()
         try:
             for name in names:
                 self.load([(name, stored.get(name))])
@@ -115,7 +131,8 @@ class Weights:
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}
         found = set(names.values())
-        missing = sorted(name for name in self.views if name not in found and _is_weight(self.model, name))
+        known = found | set(self.factors)
+        missing = sorted(name for name in self.views if name not in known and _is_weight(self.model, name))
         if missing:
             raise WeightError(f"{where!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
         for name, view in names.items():

@@ -1,0 +1,113 @@
+"""Syncs of a trainer with an adapter to real embedded engines: after the first one, only the adapter travels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engines import VOCAB, Engines, save_tiny_model, sync_args
+
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.train_loop import score_probe
+from slime.engines.handle import EngineHandle
+from slime.utils.async_utils import run
+from slime.weights import audit
+from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.settings import WeightSyncSettings
+from slime.weights.sync import sync_weights
+from slime.weights.transports import create_transport
+from slime.weights.update import UpdateReport
+
+sys.path.append(str(Path(__file__).parents[1] / "backends"))
+from fsdp_helpers import make_args as backend_args
+
+pytestmark = pytest.mark.real
+LAYERS, FACTORS = 14, 28
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(model, tmp_path_factory.mktemp("logs"))
+    yield engines
+    engines.stop()
+
+
+def trainer(model: Path, lora_sync: str) -> FsdpBackend:
+    flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
+    return FsdpBackend(backend_args(model, **flags, lora_sync=lora_sync), "actor", 0, 1, torch.device("cpu"))
+
+
+def train(backend: FsdpBackend, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in backend.adapter.trained:  # type: ignore[union-attr]
+        p.data = torch.randn(p.shape, generator=generator) * 0.2
+
+
+def sync(backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, name: str = "ipc") -> UpdateReport:
+    args = sync_args(hf_checkpoint=str(model))
+    settings = WeightSyncSettings.from_args(args).for_adapter(backend.adapter_sync)
+    transport = create_transport(settings, colocated_host=name == "ipc")
+    assert transport.name == name
+    report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True)
+    assert report is not None
+    tokens = audit.probe_tokens(VOCAB)
+    gap = run(audit.probe_engines(settings, [engine], Probe(tokens, score_probe(backend, tokens))))
+    assert gap < 1e-4
+    run(transport.close())
+    return report
+
+
+def test_only_the_adapter_travels(model: Path, fleet: Engines) -> None:
+    (engine,) = fleet.start(1)
+    backend = trainer(model, "adapter")
+    weights = {name for name, _ in backend.named_weights()}
+    first = sync(backend, model, engine, "0.0")
+    assert first.tensors == len(weights) and len(first.digests) == len(weights)
+    for step, name in ((1, "ipc"), (2, "distributed")):
+        train(backend, step)
+        report = sync(backend, model, engine, f"0.{step}", name)
+        assert report.tensors == FACTORS
+        assert report.nbytes == 4 * sum(p.numel() for _, p in backend.adapter.trained)  # type: ignore[union-attr]
+        assert set(report.digests) == backend.adapter_sync.changing  # type: ignore[union-attr]
+        assert run(engine.info()).weight_version == f"0.{step}"
+    held = run(engine.checksum())
+    assert set(held) == weights and all(held[name] == first.digests[name] for name in held if ".lora_" not in name)
+    # Another attempt sends everything, to an engine that has other factors.
+    train(backend, 9)
+    assert sync(backend, model, engine, "1.0").tensors == len(weights)
+
+
+def test_an_engine_with_another_factor_is_found(model: Path, fleet: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine,) = fleet.start(1)
+    backend = trainer(model, "adapter")
+    sync(backend, model, engine, "0.0")
+    train(backend, 1)
+    push = EngineHandle.push
+
+    async def damaged(self: EngineHandle, bucket: Any, *more: Any) -> None:
+        bucket.tensors[0][1].view(-1)[0] += 0.5
+        await push(self, bucket, *more)
+
+    monkeypatch.setattr(EngineHandle, "push", damaged)
+    with pytest.raises(WeightAuditError, match=r"lora_A\.weight"):
+        sync(backend, model, engine, "0.1")
+
+
+def test_merged_weights_of_its_layers_travel(model: Path, fleet: Engines) -> None:
+    (engine,) = fleet.start(1)
+    backend = trainer(model, "merged")
+    whole = sync(backend, model, engine, "0.0").tensors
+    assert whole == len(list(backend.named_weights()))
+    train(backend, 1)
+    report = sync(backend, model, engine, "0.1")
+    assert report.tensors == LAYERS < whole
+    assert set(report.digests) == {f"{name}.weight" for name in backend.adapter.layers}  # type: ignore[union-attr]
