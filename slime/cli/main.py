@@ -112,6 +112,16 @@ def _add_of_runs(commands: Subparsers) -> None:
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
 
+    merge = commands.add_parser(
+        "merge-lora",
+        help="write the model that a LoRA adapter and its base are together",
+        description="Prints the folder of the merged model as the last line of stdout.",
+    )
+    merge.add_argument("adapter", type=Path, help="folder with adapter_config.json (--save-hf), or a snapshot iter_*")
+    merge.add_argument("--base", help="folder or hub id of the base (default: the one that the adapter names)")
+    merge.add_argument("--output-dir", type=Path, required=True, help="folder to write, which must not exist")
+    merge.set_defaults(run=_merge_lora)
+
     ledger = commands.add_parser(
         "ledger", help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent"
     )
@@ -174,6 +184,13 @@ def _summary(args: argparse.Namespace) -> int:
     from slime.cli.summary import show_summary
 
     show_summary(args.run_dir, as_json=args.json, png=args.png)
+    return 0
+
+
+def _merge_lora(args: argparse.Namespace) -> int:
+    from slime.cli.merge_lora import merge_lora
+
+    print(merge_lora(args.adapter, args.base, args.output_dir))
     return 0
 
 

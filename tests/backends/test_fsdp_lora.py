@@ -23,6 +23,8 @@ from torch.func import functional_call
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
+from slime.cli.errors import CommandError
+from slime.cli.merge_lora import merge_lora
 from slime.data.fields import RankBatch
 from slime.models.lora import merged
 from slime.models.shards import ModelError
@@ -364,3 +366,22 @@ def test_exports_are_in_the_format_of_peft_and_can_be_loaded(tmp_path: Path) -> 
         make_backend(lora_args(qwen, load=str(tmp_path / "adapter"), use_rslora=True))
     with pytest.raises(ModelError, match="does not fit the model"):
         make_backend(lora_args(qwen, **flags | dict(lora_rank=8)))
+
+
+def test_merge_lora_writes_the_merged_model(llama: Path, tmp_path: Path) -> None:
+    backend = make_backend(lora_args(llama, lora_export="peft"))
+    randomize(backend)
+    backend.save_hf(tmp_path / "adapter")
+    backend.save(tmp_path / "iter_0000001" / "actor")
+    merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
+    merge_lora(tmp_path / "iter_0000001", str(llama), tmp_path / "of_snapshot")
+    expected = log_probs(backend)
+    for name in ("merged", "of_snapshot"):
+        torch.testing.assert_close(log_probs(make_backend(make_args(tmp_path / name))), expected, rtol=0, atol=2e-5)
+    with pytest.raises(CommandError, match="exists already"):
+        merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
+    with pytest.raises(CommandError, match="has no adapter"):
+        merge_lora(llama, None, tmp_path / "x")
+    other = save_tiny_qwen3(tmp_path / "other", hidden_size=48)
+    with pytest.raises(CommandError, match="is not the base"):
+        merge_lora(tmp_path / "adapter", str(other), tmp_path / "x")

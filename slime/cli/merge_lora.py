@@ -1,0 +1,90 @@
+"""``slime merge-lora``: write the model that an adapter and its base are together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from slime.models.lora import LoraSettings
+    from slime.models.peft_files import Factors
+
+Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
+"""The shape of an adapter, its factors, and the base that it names."""
+
+
+def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
+    """Merge an adapter of PEFT's format or of a snapshot into its base, and write a Hugging Face folder.
+
+    The sums are computed in float32 and stored in the dtype of the base. The whole base is in memory.
+
+    Args:
+        adapter: A folder of ``--save-hf`` or PEFT, or a snapshot ``iter_*``.
+        base: The folder or hub id of the base; None for the one that the adapter names.
+        output: The folder to write, which must not exist.
+
+    Raises:
+        CommandError: The folder has no adapter, the adapter does not fit the base, or ``output`` exists.
+    """
+    import torch
+
+    from slime.backends.fsdp.hf_weights import save_hf_checkpoint
+    from slime.models.loading import load_hf_config, load_hf_model
+    from slime.models.lora import attach
+    from slime.models.shards import ModelError, shorten
+
+    if output.exists():
+        raise CommandError(f"{output} exists already: name another folder")
+    try:
+        settings, factors, named = _read(adapter)
+        path = base or named
+        dtype = getattr(load_hf_config(path), "dtype", None) or torch.bfloat16
+        model = load_hf_model(path, dtype, "cpu")
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if unknown := [name for name in factors if name not in linears]:
+        raise CommandError(f"{path} is not the base of {adapter}: it has no linear layers {shorten(unknown)}")
+    for name, (a, b) in factors.items():
+        weight = linears[name].weight
+        if weight.shape != (b.shape[0], a.shape[1]):
+            shapes = f"{tuple(weight.shape)}, but the adapter is for {(b.shape[0], a.shape[1])}"
+            raise CommandError(f"{path} is not the base of {adapter}: {name} has the shape {shapes}")
+        attach(linears[name], a, b, settings)
+    save_hf_checkpoint(model, output, dtype, path, writer=True)
+    return output
+
+
+def _read(folder: Path) -> Found:
+    from slime.models.peft_files import is_adapter, read_config, read_factors
+
+    if is_adapter(folder):
+        settings, config = read_config(folder)
+        return settings, read_factors(folder), str(config.get("base_model_name_or_path"))
+    meta = folder / "actor" / "trainer.json"
+    stored = json.loads(meta.read_text()).get("lora") if meta.is_file() else None
+    if stored is None:
+        raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
+    return _of_snapshot(meta.parent, stored)
+
+
+def _of_snapshot(folder: Path, stored: Mapping[str, object]) -> Found:
+    import torch
+
+    from slime.backends.fsdp.checkpoint import TENSORS
+    from slime.backends.tensor_shards import StoredTensors, TensorShard
+    from slime.models.lora import LoraSettings
+    from slime.models.peft_files import Factors
+
+    tensors = StoredTensors(folder / TENSORS)
+    shapes = {name: shape for name, shape in tensors.shapes.items() if name.startswith("model/")}
+    values = {name: torch.empty(shape, dtype=tensors.dtypes[name]) for name, shape in shapes.items()}
+    tensors.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
+    modules = [name.removesuffix(".lora_A") for name in values if name.endswith(".lora_A")]
+    factors = {m.removeprefix("model/"): Factors(values[f"{m}.lora_A"], values[f"{m}.lora_B"]) for m in modules}
+    settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
+    return settings, factors, str(stored["base"])
