@@ -385,3 +385,25 @@ def test_merge_lora_writes_the_merged_model(llama: Path, tmp_path: Path) -> None
     other = save_tiny_qwen3(tmp_path / "other", hidden_size=48)
     with pytest.raises(CommandError, match="is not the base"):
         merge_lora(tmp_path / "adapter", str(other), tmp_path / "x")
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_and_writes_the_same_adapters(llama: Path, tmp_path: Path, rslora: bool) -> None:
+    """Where PEFT is installed, which slime does not need: an export in PEFT, and an adapter of PEFT in slime."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    flags = dict(lora_target_modules=["q_proj", "mlp.up_proj"], use_rslora=rslora)
+    backend = make_backend(lora_args(llama, **flags))
+    randomize(backend)
+    backend.save_hf(tmp_path / "ours")
+    ids = torch.tensor([[3, 5, 8, 13, 21, 34]])
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    merge_lora(tmp_path / "ours", None, tmp_path / "merged")
+    merged_here = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, merged_here(ids).logits, rtol=0, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = make_backend(lora_args(llama, **flags, load=str(tmp_path / "theirs")))
+    assert torch.equal(log_probs(again), log_probs(backend))

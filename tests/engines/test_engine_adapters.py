@@ -1,0 +1,105 @@
+"""An engine whose layers have an adapter computes what transformers computes with merged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_drivers import finish, load, make, reference_logprobs, result
+from transformers import AutoModelForCausalLM
+
+from slime.engines.embedded.adapters import read_settings, set_layers
+from slime.engines.embedded.fields import BadRequest
+from slime.engines.embedded.loading import Loaded
+from slime.engines.embedded.weights import WeightError
+from slime.models.lora import LoraLinear, LoraSettings, merged
+from slime.models.peft_files import factor_names, peft_config
+
+SETTINGS = LoraSettings(rank=3, alpha=6.0)
+NAMES = [
+    f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+]
+
+
+def factors(loaded: Loaded, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    views = loaded.engine.weights.views
+    names = [name for layer in NAMES for name in factor_names(layer)]
+    return [(name, torch.randn(views[name].shape, generator=generator) * 0.2) for name in names]
+
+
+def update(loaded: Loaded, tensors: list[tuple[str, torch.Tensor]], version: str) -> None:
+    loaded.engine.change_weights(lambda: loaded.engine.weights.load(tensors), version)
+
+
+def merged_model(folder: Path, tensors: list[tuple[str, torch.Tensor]], settings: LoraSettings) -> Any:
+    model, values = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), dict(tensors)
+    with torch.no_grad():
+        for layer in NAMES:
+            a, b = (values[name] for name in factor_names(layer))
+            weight = model.get_submodule(layer).weight
+            weight.copy_(merged(weight, a, b, settings.scale))
+    return model
+
+
+def sequences() -> list[Any]:
+    return [make([7 + i, *range(20, 22 + 5 * i)], str(i), seed=i, max_new_tokens=3 + i) for i in range(6)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_adapter_computes_as_merged_weights_do(tiny_llama: Path, deterministic: bool) -> None:
+    loaded = load(tiny_llama, deterministic=deterministic)
+    base, plain = sequences(), AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    finish(loaded, base)
+    set_layers(loaded, SETTINGS, NAMES)
+    for version, seed in (("0.1", 1), ("0.2", 2)):
+        new = factors(loaded, seed)
+        update(loaded, new, version)
+        model = merged_model(tiny_llama, new, SETTINGS)
+        for sequence in (done := sequences()):
+            finish(loaded, [sequence])
+            expected = reference_logprobs(model, sequence.tokens)[sequence.prompt_len - 1 :]
+            torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
+        assert [s.tokens for s in done] != [s.tokens for s in base]
+        if deterministic:
+            together = sequences()
+            finish(loaded, together)
+            assert [result(s) for s in together] == [result(s) for s in done]
+    zeros = [(name, torch.zeros_like(tensor)) for name, tensor in new]
+    update(loaded, zeros, "0.3")
+    again = sequences()[0]
+    finish(loaded, [again])
+    expected = reference_logprobs(plain, again.tokens)[again.prompt_len - 1 :]
+    torch.testing.assert_close(torch.tensor(again.output_logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_layers_and_their_names(tiny_llama: Path) -> None:
+    loaded = load(tiny_llama)
+    weights, model = loaded.engine.weights, loaded.engine.runner.model
+    before = weights.checksums()
+    set_layers(loaded, SETTINGS, NAMES)
+    added = {name for layer in NAMES for name in factor_names(layer)}
+    assert set(weights.checksums()) == set(before) | added
+    assert {name: value for name, value in weights.checksums().items() if name in before} == before
+    update(loaded, factors(loaded), "0.1")
+    held = weights.checksums()
+    set_layers(loaded, SETTINGS, NAMES)  # the same layers
+    assert weights.checksums() == held
+    weights.load_folder(tiny_llama)  # the weights of a whole model
+    assert all(not weights.views[name].any() for layer in NAMES for name in factor_names(layer)[1:])
+    set_layers(loaded, LoraSettings(rank=2, alpha=1.0), NAMES[:1])
+    assert set(weights.checksums()) == set(before) | set(factor_names(NAMES[0]))
+    assert [name for name, module in model.named_modules() if isinstance(module, LoraLinear)] == NAMES[:1]
+    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+        set_layers(loaded, SETTINGS, ["model.norm"])
+
+
+def test_settings_are_those_of_peft() -> None:
+    config = peft_config(LoraSettings(rank=8, alpha=16.0, rslora=True), NAMES, "base")
+    settings, names = read_settings(config)
+    assert (settings.scale, names) == (LoraSettings(8, 16.0, rslora=True).scale, NAMES)
+    for changes in ({"r": 0}, {"lora_alpha": 0}, {"lora_alpha": "x"}, {"target_modules": []}, {"target_modules": "q"}):
+        with pytest.raises(BadRequest, match=next(iter(changes))):
+            read_settings({**config, **changes})
