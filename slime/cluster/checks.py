@@ -141,6 +141,9 @@ def _check_snapshots(args: Args) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend."""
     from slime.checkpoint.snapshot import SnapshotError, kind, latest, refuse_foreign
     from slime.config.hf_config import megatron_folder
+    from slime.config.lora import adapter_file
+    from slime.models.peft_files import read_config
+    from slime.models.shards import ModelError
 
     problems = []
     try:
@@ -153,9 +156,11 @@ def _check_snapshots(args: Args) -> list[str]:
             folder = Path(args.load).expanduser()
             found = latest(folder, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
-            if args.load != args.save and kind(folder) == "empty" and not megatron_folder(args.load):
+            if adapter_file(args.load) is not None:
+                read_config(folder)
+            elif args.load != args.save and kind(folder) == "empty" and not megatron_folder(args.load):
                 problems += _nothing_to_load(args.load, folder)
-    except SnapshotError as error:
+    except (SnapshotError, ModelError) as error:
         problems.append(str(error))
     return problems
 
@@ -167,7 +172,7 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
     return [
         f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), nor Megatron weights "
-        f"(torch_dist) were found there, only {shown}"
+        f"(torch_dist), nor an adapter (adapter_config.json) were found there, only {shown}"
     ] if there else []  # fmt: skip
 
 

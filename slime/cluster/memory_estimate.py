@@ -35,7 +35,7 @@ def memory_lines(args: Args) -> Iterator[str]:
 def snapshot_bytes(args: Args) -> int:
     """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
     moments = 0 if args.no_save_optim or args.use_stateless_adam else MOMENTS
-    return count_parameters(args.hf_checkpoint) * (4 + moments) * (2 if args.use_critic else 1)
+    return count_trained(args) * (4 + moments) * (2 if args.use_critic else 1)
 
 
 def count_parameters(checkpoint: str | None) -> int:
@@ -43,14 +43,28 @@ def count_parameters(checkpoint: str | None) -> int:
 
     It is too small for weights of 4 bits, of which several share a number.
     """
+    return sum(map(prod, _shapes(checkpoint)))
+
+
+def count_trained(args: Args) -> int:
+    """Return the number of parameters that the optimizer changes: all, or the adapter's.
+
+    An adapter is counted as if every matrix had one, which is its largest possible size.
+    """
+    if not args.lora_rank:
+        return count_parameters(args.hf_checkpoint)
+    return sum(args.lora_rank * sum(shape) for shape in _shapes(args.hf_checkpoint) if len(shape) == 2)
+
+
+def _shapes(checkpoint: str | None) -> list[tuple[int, ...]]:
     from slime.models.folder import local_folder
     from slime.models.shards import ModelError, read_headers
 
     folder = local_folder(checkpoint) if checkpoint else None
     try:
-        return sum(prod(header.shape) for header in read_headers(folder).values()) if folder is not None else 0
+        return [tuple(header.shape) for header in read_headers(folder).values()] if folder is not None else []
     except ModelError:  # Another check reports it, or the files have PyTorch's older format.
-        return 0
+        return []
 
 
 def _training(args: Args, parameters: int) -> str:
@@ -61,7 +75,11 @@ def _training(args: Args, parameters: int) -> str:
     parts = "float32 weights and gradients" + (", Adam's moments" if moments else "")
     split = f", over {shards} ranks" if shards > 1 else ""
     whose = " of actor and critic" if roles > 1 else ""
-    return f"{_gib(parameters * (MASTER_AND_GRADIENTS + moments) * roles / shards)} per rank: {parts}{whose}{split}"
+    size = parameters * (MASTER_AND_GRADIENTS + moments)
+    if args.lora_rank:
+        size = parameters * 4 + count_trained(args) * (MASTER_AND_GRADIENTS + moments)
+        parts = f"float32 weights of the base; {parts} of the adapter"
+    return f"{_gib(size * roles / shards)} per rank: {parts}{whose}{split}"
 
 
 def _gib(count: float) -> str:

@@ -88,3 +88,23 @@ def test_same_steps_and_no_variant_per_shape(tmp_path: Path, compiler: None, cha
     a, b = weights_of(plain), weights_of(compiled)
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
+def test_layers_with_an_adapter_compile_once(tmp_path: Path, compiler: None) -> None:
+    """With the adapter, and without it for the reference."""
+    model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
+    flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
+    flags |= dict(use_kl_loss=True, kl_loss_coef=0.1, lora_sync="merged")
+    plain, compiled = (
+        make_backend(make_args(model, **flags)),
+        make_backend(make_args(model, **flags, compile_layers=True)),
+    )
+    graphs = []
+    for seed in range(4):
+        want, got = run(plain, seed), run(compiled, seed)
+        graphs.append(counters["stats"]["unique_graphs"])
+        for name in ("train/loss", "train/grad_norm", "train/kl_loss", "rollout/ref_log_probs"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), (seed, name)
+    assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs
