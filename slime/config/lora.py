@@ -16,6 +16,18 @@ ADAPTER_CONFIG = "adapter_config.json"
 _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 """The flags that determine what an adapter computes, with their names in PEFT's file."""
 
+_WITHOUT_ADAPTER = {
+    "lora_alpha": 32.0,
+    "use_rslora": False,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["all-linear"],
+    "lora_exclude_modules": None,
+    "lora_init": "kaiming",
+    "lora_sync": "merged",
+    "lora_export": "peft",
+}
+"""The resolved values of a run without an adapter, as the file of such a run has them."""
+
 
 @dataclass
 class LoraConfig:
@@ -114,9 +126,10 @@ def _no_adapters(args: Args) -> str | None:
 
 
 def check_lora(args: Args) -> list[str]:
-    given = [name for name in args.explicit if name.startswith("lora_") or name == "use_rslora"]
-    options = sorted(f"--{name.replace('_', '-')}" for name in given if name != "lora_rank")
     if not args.lora_rank:
+        given = [name for name in args.explicit if name in _WITHOUT_ADAPTER]
+        idle = [name for name in given if getattr(args, name) != _WITHOUT_ADAPTER[name]]
+        options = sorted(f"--{name.replace('_', '-')}" for name in idle)
         return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
     problems = _contradictions(args)
     if args.train_backend != "fsdp":

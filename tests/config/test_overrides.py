@@ -109,7 +109,7 @@ def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason()
     assert set_value(Args(), "rollout_external", True) == (
         "rollout_external was removed: name the servers with --rollout-external-engine-addrs"
     )
-    assert str(set_value(Args(), "lora_rank", 8)).startswith("lora_rank does not exist: LoRA is not supported yet")
+    assert str(set_value(Args(), "use_peft", True)).startswith("use_peft does not exist: use --lora-rank R")
 
 
 def test_the_home_folder_is_found_in_every_form(workplace, monkeypatch) -> None:
