@@ -77,8 +77,9 @@ def _training(args: Args, parameters: int) -> str:
     whose = " of actor and critic" if roles > 1 else ""
     size = parameters * (MASTER_AND_GRADIENTS + moments)
     if args.lora_rank:
-        size = parameters * 4 + count_trained(args) * (MASTER_AND_GRADIENTS + moments)
-        parts = f"float32 weights of the base; {parts} of the adapter"
+        width = 4 if args.train_dtype == "float32" else 2
+        size = parameters * width + count_trained(args) * (MASTER_AND_GRADIENTS + moments)
+        parts = f"{args.train_dtype} weights of the base; {parts} of the adapter"
     return f"{_gib(size * roles / shards)} per rank: {parts}{whose}{split}"
 
 
