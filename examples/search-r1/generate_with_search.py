@@ -71,4 +71,4 @@ async def exact_match(args: Any, sample: Sample, **_: Any) -> float:
 async def f1(args: Any, sample: Sample, **_: Any) -> float:
     """Token F1 of answer and label (``--custom-rm-path FILE:f1``)."""
     answer = answer_of(sample)
-    return f1_score(answer, str(sample.label)) if answer is not None else 0.0
+    return f1_score(answer, str(sample.label)).f1 if answer is not None else 0.0

@@ -179,6 +179,7 @@ def read_command_line(
     argv: Sequence[str], add_custom_arguments: AddArguments | None = None, prog: str | None = None
 ) -> tuple[Args, list[str]]:
     """Parse the command line into unresolved :class:`Args`; also return all problems with the words."""
+    prog = prog or os.path.basename(sys.argv[0])  # Not left to argparse: a cached parser would keep the first name.
     parser = build_parser(add_custom_arguments, prog) if add_custom_arguments else _own_parser(prog)
     theirs: list[str] = []
     try:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import ray
 
+from slime.cluster import session
 from slime.cluster.session import _object_store_bytes, connect, disconnect
 
 GIB = 2**30
@@ -31,6 +32,7 @@ def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pyt
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the program's own connection")
 
+    monkeypatch.setattr(session, "_connected", False)  # whatever other tests in this process have left
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "init", refused)
     monkeypatch.setattr(ray, "shutdown", refused)

@@ -132,7 +132,7 @@ def update(count: int) -> WeightUpdate:
 @pytest.mark.real
 async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list[OtherProcess]) -> None:
     before = segments()
-    transport = ipc.IpcTransport(deadline=30)
+    transport = ipc.IpcTransport(deadline=300)
     engines: list[Any] = processes
     assert await transport.connect(engines) == {}
     result = await transport.send(update(3), engines)
@@ -151,7 +151,7 @@ async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list
 @pytest.mark.real
 async def test_a_process_that_dies_is_named_and_the_other_gets_everything(processes: list[OtherProcess]) -> None:
     before = segments()
-    transport = ipc.IpcTransport(deadline=30)
+    transport = ipc.IpcTransport(deadline=300)
     engines: list[Any] = processes
     processes[0].dies_at = 1
     await transport.connect(engines)
@@ -173,7 +173,7 @@ async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> Non
             await asyncio.sleep(60)
 
     pushed = asyncio.Event()
-    transport = ipc.IpcTransport(deadline=30)
+    transport = ipc.IpcTransport(deadline=300)
     engines: list[Any] = [Slow()]
     await transport.connect(engines)
     (bucket,) = update(1).buckets
