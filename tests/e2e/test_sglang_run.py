@@ -55,6 +55,13 @@ def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]
     assert runner.wait_gone() == []
 
 
+def test_an_adapter_reaches_a_server_as_merged_weights(runner, sglang_flags: list[object]) -> None:
+    """SGLang has no adapter of this run, so its log-probs are those of the trainer only if every update merges it."""
+    result = runner.run(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", timeout=600)
+    assert_trained(result, 3)
+    assert runner.wait_gone() == []
+
+
 def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
     result = runner.run(*sglang_flags, "--sglang-attention-backend", "abacus", timeout=300)
     assert result.code == 2
