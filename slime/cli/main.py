@@ -112,6 +112,21 @@ def _add_of_runs(commands: Subparsers) -> None:
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something is wrong",
+        description="Reads the folder that a run leaves, also while it goes on or after it was killed.",
+    )
+    doctor.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        default=Path("outputs/latest"),
+        help="folder of a run (default: outputs/latest)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
+    doctor.set_defaults(run=_doctor)
+
     merge = commands.add_parser(
         "merge-lora",
         help="write the model that a LoRA adapter and its base are together",
@@ -128,6 +143,12 @@ def _add_of_runs(commands: Subparsers) -> None:
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
     ledger.set_defaults(run=_ledger)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from slime.cli.doctor import doctor
+
+    return doctor(args.run_dir, args.json)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -95,6 +95,7 @@ class RunEnd:
                 REPORTS.over()
                 snapshot_before_stop(self.parts)
         finally:
+            self._record_end(error, stopped, restarts)
             # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
             (REPORTS.lost if restarts else REPORTS.over)()
             shut_down(self.parts, failed=error is not None and not stopped)
@@ -108,6 +109,16 @@ class RunEnd:
         # Python raises an error of the block again by itself, but not one that arose in this method.
         if late is not None:
             raise late
+
+    def _record_end(self, error: BaseException | None, stopped: bool, restarts: bool) -> None:
+        """Write how the run ends to its folder, where ``slime doctor`` reads it."""
+        state = self.parts.log.display.state
+        if state is None:
+            return
+        if error is None or stopped:
+            state.end("stopped" if stopped else "completed")
+        else:
+            state.end("restarting" if restarts else "failed", error)
 
     def _restarts_after(self, error: Exception) -> bool:
         """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""

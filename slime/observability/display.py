@@ -19,9 +19,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from slime.observability.best_effort import AppendedFile, best_effort
 from slime.observability.charts import sparkline
 from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
+from slime.observability.run_state import StateFile
 from slime.observability.summary import REWARD_KEYS, Summary, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
 
@@ -112,7 +114,8 @@ class Display:
     """Shows the progress of one run in the terminal, and measures the time of its phases.
 
     Args:
-        run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table.
+        run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table,
+            no ``state.json`` and no ``logs/driver.log``.
         console: output of the lines. Default: stdout.
         since: wall time at which the run began. Default: the start of this process.
     """
@@ -121,6 +124,8 @@ class Display:
         self, run_dir: RunDir | None = None, console: Console | None = None, since: float | None = None
     ) -> None:
         self.run_dir = run_dir
+        self.state = StateFile(run_dir.path) if run_dir is not None else None
+        self._log: AppendedFile | None = None
         self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self.timers = Timers()
         self.rewards: list[float] = []
@@ -134,6 +139,7 @@ class Display:
         phase = Phase(name)
         live = self._live(phase)
         self._open.append((phase, live))
+        self._record_phase()
         try:
             with self.timers(name):
                 yield phase
@@ -144,6 +150,11 @@ class Display:
                 live.stop()
             else:
                 self.note(phase.line())
+        self._record_phase()  # Not after an error: the state then names the phase in which it arose.
+
+    def _record_phase(self) -> None:
+        if self.state is not None:
+            self.state.enter(self._open[-1][0].name if self._open else "")
 
     def pop_times(self) -> dict[str, float]:
         """Return ``perf/<phase>_time`` of the phases that ended since the last call, in seconds."""
@@ -221,8 +232,18 @@ class Display:
         return live
 
     def note(self, text: str | Text | Table) -> None:
-        """Print a line or a table above the live line."""
+        """Print a line or a table above the live line. Lines are also written to ``logs/driver.log``."""
         self.console.print(text, markup=False, highlight=False)
+        if self.run_dir is not None and not isinstance(text, Table):
+            self._write_log(str(text))
+
+    def _write_log(self, line: str) -> None:
+        with best_effort("driver.log"):
+            if self._log is None:
+                assert self.run_dir is not None
+                self.run_dir.logs.mkdir(parents=True, exist_ok=True)
+                self._log = AppendedFile(self.run_dir.logs / "driver.log", "driver.log")
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
 
 def _process_start(default: float) -> float:

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"config", "models"},
     "weights": {"config", "models", "engines"},
     "checkpoint": {"data", "observability"},
+    "doctor": {"observability"},
     "backends": LOW | {"weights", "observability", "checkpoint"},
     "rollout": {"config", "data", "engines", "observability", "utils"},
     "agent": {"config", "data", "engines", "rollout", "observability"},
@@ -35,7 +36,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability"},
     "api": LOW | {"cluster", "observability"},
     "cli": LOW
-    | {"cluster", "engines", "weights", "checkpoint", "backends", "rollout", "observability", "agent", "utils"},
+    | {
+        "cluster",
+        "engines",
+        "weights",
+        "checkpoint",
+        "backends",
+        "rollout",
+        "observability",
+        "agent",
+        "utils",
+        "doctor",
+    },
 }
 _DOTTED = re.compile(r"\bslime(?:\.\w+)+")
 

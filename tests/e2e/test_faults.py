@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.doctor.facts import read_facts
+from slime.doctor.report import diagnose
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SABOTAGE = '''
@@ -236,6 +239,8 @@ def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabot
     for words in ("was lost: its process", "ended", "--use-fault-tolerance goes on without it"):
         assert words in result.output, result.output
     assert runner.wait_gone() == []
+    found = diagnose(read_facts(result.folder))
+    assert found[0].kind == "process_lost" and "was lost: its process" in found[0].evidence[0]
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.observability.run_state import read_state
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
@@ -83,6 +85,9 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
     stepping = sum(row["perf/step_time"] for row in steps)
     assert stepping + float(started[1]) <= summary["seconds_total"] + 0.1, "no step counts the time of the start"
     assert (folder / "config.yaml").is_file()
+    state = read_state(folder)
+    assert state is not None and (state.status, state.error) == ("completed", "")
+    assert "step 3/3" in (folder / "logs" / "driver.log").read_text()
     assert list((folder / "tensorboard").glob("events*"))
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert runner.wait_gone() == []

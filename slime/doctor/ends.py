@@ -1,0 +1,232 @@
+"""Rules for runs that died or hang: from the driver's state, its error, the logs, and the processes that are left."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from slime.doctor.facts import Facts
+from slime.doctor.findings import Finding
+
+PACKAGE = str(Path(__file__).resolve().parents[1])
+LONG_SECONDS = 120.0
+LONG_FACTOR = 5.0
+"""A phase hangs if it lasts longer than this, and longer than this many times its median."""
+_LOOPS = ("train.py", "train_async.py")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+class Pattern(NamedTuple):
+    """A cause that is known by a text in the error or in a log."""
+
+    kind: str
+    text: re.Pattern[str]
+    title: str
+    advice: str
+
+
+def _pattern(kind: str, text: str, title: str, advice: str) -> Pattern:
+    return Pattern(kind, re.compile(text), title, advice)
+
+
+PATTERNS = (
+    _pattern(
+        "gpu_memory",
+        r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUDA error: out of memory",
+        "A process needed more GPU memory than there is.",
+        "Give the trainer smaller micro-batches (--max-tokens-per-gpu), recompute activations "
+        "(--gradient-checkpointing, with Megatron --recompute-granularity full), or leave it more memory in a "
+        "colocated run (a smaller --sglang-mem-fraction-static).",
+    ),
+    _pattern(
+        "host_memory",
+        r"Ray killed \d+ worker|ray\.exceptions\.OutOfMemoryError|low on memory|Cannot allocate memory|MemoryError",
+        "The machine has run out of memory.",
+        "End other programs on it, or use fewer engines (--rollout-num-gpus), shorter responses or a smaller model.",
+    ),
+    _pattern(
+        "shared_memory",
+        r"/dev/shm[^\n]*No space left|No space left[^\n]*/dev/shm|Bus error|SIGBUS",
+        "The shared memory (/dev/shm) is full.",
+        "Give the container more (docker run --shm-size=16g), or remove what ended programs have left there.",
+    ),
+    _pattern(
+        "disk_full",
+        r"No space left on device|Disk quota exceeded",
+        "The disk is full.",
+        "Make room, or write snapshots and logs to another disk (--save, --output-dir); --log-keep-last and "
+        "--save-keep-last limit what is kept.",
+    ),
+    _pattern(
+        "open_files",
+        r"Too many open files",
+        "A process may not open more files and connections.",
+        "Raise the limit of the shell that starts the run (ulimit -n 65536), or lower --sglang-server-concurrency.",
+    ),
+    _pattern(
+        "port_in_use",
+        r"[Aa]ddress already in use",
+        "A port was taken by another process.",
+        "Look whether another run or server uses it (ss -ltnp), or choose another one.",
+    ),
+    _pattern(
+        "collective_timeout",
+        r"Watchdog caught collective operation timeout|NCCL error|nccl(System|Remote|Internal)Error|"
+        r"Timed out after \d+ms waiting for",
+        "A collective operation of the training ranks failed: one of them did not take part, or the network failed.",
+        "Look for the first rank with an error in the logs of the train actors; with NCCL_DEBUG=INFO, NCCL names the "
+        "connection.",
+    ),
+    _pattern(
+        "gpu_fault",
+        r"CUDA error: (an illegal memory access|device-side assert|unspecified launch failure)|"
+        r"Xid \d+|uncorrectable ECC",
+        "A GPU reported an error.",
+        "Start once more with CUDA_LAUNCH_BLOCKING=1 to see the operation; look into dmesg for Xid lines of the "
+        "driver.",
+    ),
+    _pattern(
+        "gpu_software",
+        r"CUDA driver version is insufficient|no kernel image is available|forward compatibility was attempted",
+        "PyTorch does not fit the GPU or its driver.",
+        "Install the driver that this PyTorch needs (nvidia-smi shows yours), or a PyTorch for your driver.",
+    ),
+    _pattern(
+        "bad_checkpoint",
+        r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|slime\.models\.\S*ModelError|incomplete metadata",
+        "A checkpoint cannot be read, or does not fit the model.",
+        "The message names the file or tensor: download or convert it again, or correct --hf-checkpoint or --load.",
+    ),
+    _pattern(
+        "ledger",
+        r"LedgerError",
+        "The account of the groups does not close: a group was lost or counted twice.",
+        "This is a defect of slime or of a custom rollout function: slime ledger shows the group; please report it.",
+    ),
+    _pattern(
+        "wait_expired",
+        r"waited \d+ s \(deadline \d+ s\) for [^\n]+",
+        "A process did not answer within its deadline.",
+        "The line names who waited for what. Look at the end of that process's log below; --phase-timeout and the "
+        "other flags of deadlines give slow machines more time.",
+    ),
+    _pattern(
+        "process_lost",
+        r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|was lost: its process",
+        "A process of the run died.",
+        "Its log below may say why. With --max-restarts N and --save, a run continues by itself from its last "
+        "snapshot.",
+    ),
+)  # fmt: skip
+
+
+def end_of_run(facts: Facts) -> Iterator[Finding]:
+    """Why the run failed, or that its driver was killed."""
+    if not (facts.failed or facts.died):
+        return
+    assert facts.state is not None
+    error = facts.state.error
+    own = None if facts.died else _own_function(error)
+    # In the error first: logs may also contain troubles that the run has survived.
+    found = _match(facts, {"the error that ended the run": error}) or (None if own else _match(facts, facts.logs))
+    if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
+        found = own
+    if found is not None:
+        yield found
+    elif facts.died:
+        yield Finding(
+            "driver_killed",
+            f"The driver (pid {facts.state.pid}) was killed from outside, {_phase(facts)}.",
+            _last_lines(facts),
+            "Nothing in the logs says why: often the kernel ran out of memory (dmesg -T | grep -i kill), or a session "
+            "or a job of a cluster ended. Continue from the last snapshot (--load); --max-restarts does so by itself.",
+        )
+    else:
+        lines = error.strip().splitlines()
+        yield Finding(
+            "error",
+            f"The run ended with an error, {_phase(facts)}.",
+            (*lines[-1:], *_last_lines(facts)),
+            "The whole traceback is in state.json in the folder of the run.",
+        )
+
+
+def hanging(facts: Facts) -> Iterator[Finding]:
+    """A process that is stopped by a signal, or a phase that lasts much longer than before."""
+    state = facts.state
+    if state is None or state.status != "running" or not facts.processes:
+        return
+    stopped = [f"pid {one.pid}: {one.name}" for one in facts.processes if one.stopped]
+    seconds = facts.now - state.since
+    if stopped:
+        yield Finding(
+            "process_stopped",
+            "A process of the run is stopped by a signal (SIGSTOP or a debugger), so that the others wait for it.",
+            tuple(stopped),
+            "Let it go on with kill -CONT PID.",
+        )
+        return
+    usual = facts.series(f"perf/{state.phase}_time")
+    limit = max(LONG_SECONDS, LONG_FACTOR * median(usual)) if usual else None
+    if limit is not None and seconds > limit:
+        yield Finding(
+            "phase_hangs",
+            f"The run is in the phase {state.phase} for {seconds:.0f} s; its median is {median(usual):.1f} s.",
+            _last_lines(facts),
+            "py-spy dump --pid PID shows what a process does; the logs above end with what each has done last.",
+        )
+
+
+def _phase(facts: Facts) -> str:
+    assert facts.state is not None
+    phase = facts.state.phase
+    return f"in the phase {phase}" if phase else "between two phases"
+
+
+def _match(facts: Facts, texts: Mapping[str, str]) -> Finding | None:
+    for pattern in PATTERNS:
+        for where, text in texts.items():
+            if (found := pattern.text.search(text)) is not None:
+                line = _line_at(text, found.start())
+                shown = (
+                    (f"{where}: {line}", *_last_lines(facts)) if pattern.kind in _WITH_LOGS else (f"{where}: {line}",)
+                )
+                return Finding(pattern.kind, f"{pattern.title[:-1]} ({_phase(facts)}).", shown, pattern.advice)
+    return None
+
+
+_WITH_LOGS = ("wait_expired", "process_lost", "collective_timeout")
+
+
+def _own_function(error: str) -> Finding | None:
+    """A finding if the innermost frame that is in no library is in a file of the user's."""
+    folders = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
+    frames = [
+        frame
+        for frame in _FRAME.findall(error)
+        if not frame[0].startswith((*folders, "<")) and "site-packages" not in frame[0]
+    ]
+    if not frames or frames[-1][0].startswith(PACKAGE) or Path(frames[-1][0]).name in _LOOPS:
+        return None
+    file, line, function = frames[-1]
+    return Finding(
+        "own_function",
+        f"Your function {function} raised an error.",
+        (f"{file}:{line}", error.strip().splitlines()[-1]),
+        "Correct it; slime check-hooks calls it on many kinds of samples in seconds.",
+    )
+
+
+def _last_lines(facts: Facts) -> tuple[str, ...]:
+    """The last line of each log that has one; of the newest eight logs."""
+    ends = ((name, text.strip().splitlines()) for name, text in facts.logs.items())
+    return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[-8:]
+
+
+def _line_at(text: str, position: int) -> str:
+    start, end = text.rfind("\n", 0, position) + 1, text.find("\n", position)
+    return text[start : end if end >= 0 else len(text)].strip()[:300]

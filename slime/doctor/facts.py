@@ -1,0 +1,163 @@
+"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from slime.observability.metrics import MetricsError, read_metrics
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import RunState, read_state
+from slime.types import JsonObject
+
+Row = Mapping[str, float | None]
+LOG_BYTES = 200_000
+"""So much of the end of each log is read."""
+
+
+class NoRun(ValueError):
+    """The folder is not that of a run."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process of a run. ``stopped`` means that it was frozen by a signal (SIGSTOP) or a debugger."""
+
+    pid: int
+    name: str
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The files of a run, as the rules read them.
+
+    Attributes:
+        steps: The rows of ``metrics.jsonl`` for training steps, oldest first.
+        evaluations: The rows of evaluations.
+        logs: The end of each file in ``logs``, by file name.
+        processes: The driver and its descendants; None if the driver ran on another machine, or if it is not known.
+            An empty list means that the driver has ended.
+        now: Wall time in seconds since 1970.
+        free_bytes: Free space of the file system of the run's folder.
+    """
+
+    folder: Path
+    settings: Mapping[str, JsonObject] = field(default_factory=dict)
+    steps: Sequence[Row] = ()
+    evaluations: Sequence[Row] = ()
+    logs: Mapping[str, str] = field(default_factory=dict)
+    state: RunState | None = None
+    processes: Sequence[Process] | None = None
+    now: float = 0.0
+    free_bytes: int | None = None
+
+    def series(self, name: str) -> list[float]:
+        """Return the values of a metric in the steps that have it."""
+        return [value for row in self.steps if (value := row.get(name)) is not None]
+
+    def change(self, name: str, least: int = 8) -> tuple[float, float] | None:
+        """Return the medians of the first and last fifth of a metric; None if it has fewer values than ``least``."""
+        values = self.series(name)
+        if len(values) < least:
+            return None
+        count = max(len(values) // 5, 2)
+        return median(values[:count]), median(values[-count:])
+
+    def lately(self, name: str, least: int = 3) -> float | None:
+        """Return the median of the last five values of a metric; None if it has fewer than ``least`` values."""
+        values = self.series(name)
+        return median(values[-5:]) if len(values) >= least else None
+
+    @property
+    def samples(self) -> float:
+        """The number of samples of a rollout; 0 if the settings do not say."""
+        prompts, each = self.settings.get("rollout_batch_size"), self.settings.get("n_samples_per_prompt")
+        return float(prompts * each) if isinstance(prompts, int) and isinstance(each, int) else 0.0
+
+    @property
+    def died(self) -> bool:
+        """Whether the driver has ended without saying so, for instance by ``kill -9``."""
+        return self.state is not None and self.state.status == "running" and self.processes == []
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended with an error."""
+        return self.state is not None and self.state.status in ("failed", "restarting")
+
+
+def read_facts(folder: Path) -> Facts:
+    """Read the folder of a run.
+
+    Raises:
+        NoRun: The folder has no ``config.yaml``.
+    """
+    import shutil
+
+    import yaml
+
+    run = RunDir(folder)
+    if not run.config.is_file():
+        raise NoRun(f"{folder} is not the folder of a run: it has no config.yaml")
+    rows: list[dict[str, float | None]] = []
+    if run.metrics.is_file():
+        try:
+            rows = read_metrics(run.metrics)
+        except MetricsError as error:
+            raise NoRun(str(error)) from error
+    settings = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    state = read_state(folder)
+    return Facts(
+        folder,
+        settings if isinstance(settings, dict) else {},
+        [row for row in rows if "rollout/step" in row],
+        [row for row in rows if "eval/step" in row],
+        {path.name: _end_of(path) for path in sorted(run.logs.glob("*.log"))},
+        state,
+        _processes(state),
+        time.time(),
+        shutil.disk_usage(folder).free,
+    )
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - LOG_BYTES, 0))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _processes(state: RunState | None) -> list[Process] | None:
+    import psutil
+
+    if state is None or state.host != socket.gethostname():
+        return None
+    try:
+        driver = psutil.Process(state.pid)
+        # A younger process with this id is another one.
+        if driver.create_time() > state.since + 1 or driver.status() == psutil.STATUS_ZOMBIE:
+            return []
+        return [_process(one) for one in (driver, *driver.children(recursive=True)) if one.is_running()]
+    except psutil.NoSuchProcess:
+        return []
+    except psutil.AccessDenied:
+        return None
+
+
+def _process(process: object) -> Process:
+    import psutil
+
+    assert isinstance(process, psutil.Process)
+    try:
+        words = process.cmdline()
+        name = " ".join(words)[:80] if words else process.name()
+        return Process(process.pid, name, process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+    except psutil.Error:
+        return Process(process.pid, "?", False)

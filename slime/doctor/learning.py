@@ -1,0 +1,319 @@
+"""Rules for runs that do not learn, or stop to: from the metrics of their steps and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime.doctor.facts import Facts
+from slime.doctor.findings import Finding
+from slime.observability.evaluations import figures
+
+REWARD = "rollout/raw_reward"
+ENTROPY = "train/entropy_loss"
+GAP = "train/train_rollout_logprob_abs_diff"
+
+
+def not_finite(facts: Facts) -> Iterator[Finding]:
+    """A loss or gradient norm that is no number."""
+    for name in ("train/loss", "train/grad_norm"):
+        bad = [row.get("rollout/step") for row in facts.steps if name in row and row[name] is None]
+        if bad:
+            yield Finding(
+                "not_finite",
+                f"{name} is not a finite number since step {_whole(bad[0])}.",
+                (f"{len(bad)} of {len(facts.steps)} steps",),
+                "Continue from a snapshot before that step with a smaller --lr or --clip-grad; the samples of that "
+                "step are in the folder samples.",
+            )
+            return
+
+
+def no_reward(facts: Facts) -> Iterator[Finding]:
+    """Rewards that are all the same, so that there is nothing to learn from."""
+    rewards = facts.series(REWARD)
+    if len(rewards) < 3 or max(rewards) != min(rewards):
+        return
+    if rewards[0] == 0.0:
+        title = "No response has ever got a reward."
+        advice = (
+            "Read some responses and labels in the folder samples: the reward may expect another form of answer (slime "
+            "train --dry-run scores the label's own answer), the responses may be cut off, or the task is too hard."
+        )
+    else:
+        title = f"Every response gets the same reward, {rewards[0]:g}."
+        advice = "Check the reward function with slime check-hooks: it seems not to look at the response."
+    yield Finding("no_reward", title, (f"{REWARD} of {len(rewards)} steps: {rewards[0]:g}",), advice)
+
+
+def nothing_trained(facts: Facts) -> Iterator[Finding]:
+    """A learning rate or gradient of 0 in all steps."""
+    rates, norms = facts.series("train/lr-pg_0"), facts.series("train/grad_norm")
+    if len(rates) >= 3 and max(rates) == 0.0:
+        yield Finding(
+            "no_learning_rate",
+            "The learning rate is 0 in all steps.",
+            (f"train/lr-pg_0 of {len(rates)} steps: 0",),
+            "Set --lr, and compare --lr-warmup-iters and --lr-decay-iters with the number of steps.",
+        )
+    elif len(norms) >= 3 and max(norms) == 0.0:
+        yield Finding(
+            "no_gradient",
+            "The gradient is 0 in all steps: nothing is trained.",
+            (f"train/grad_norm of {len(norms)} steps: 0",),
+            "If the rewards within each group are equal, no group has an advantage; otherwise all tokens are masked: "
+            "slime check-hooks shows the loss mask of your generate function.",
+        )
+
+
+def no_spread(facts: Facts) -> Iterator[Finding]:
+    """Groups whose samples all have the same reward."""
+    prompts = facts.settings.get("rollout_batch_size")
+    latest = list(facts.steps[-5:])
+    if not isinstance(prompts, int) or len(latest) < 3:
+        return
+    counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
+    share = sum(counts) / len(counts) / prompts
+    reward = facts.lately(REWARD)
+    if share < 0.9 or reward is None:
+        return
+    solved = reward > 0.95
+    yield Finding(
+        "solved" if solved else "no_spread",
+        "Nearly all groups have only right answers: the task is solved."
+        if solved
+        else "In nearly all groups, all samples have the same reward, so that they have no advantages.",
+        (f"{share:.0%} of the groups of the last {len(latest)} steps; {REWARD} {reward:.3f}",),
+        "Use harder prompts, or stop here."
+        if solved
+        else "Use prompts that the model solves sometimes, more samples per prompt (--n-samples-per-prompt), or drop "
+        "such groups (--dynamic-sampling-filter-path).",
+        hint=solved,
+    )
+
+
+def weights_differ(facts: Facts) -> Iterator[Finding]:
+    """Engines that do not compute what the trainer computes."""
+    audits = facts.series("perf/audit_logprob_diff")
+    if audits and max(audits[-3:]) > 1.0:
+        yield Finding(
+            "weights_differ",
+            "The engines do not have the weights of the trainer.",
+            (f"perf/audit_logprob_diff {max(audits[-3:]):.2f}: log-probs of the same tokens after the sync",),
+            "Run once with --check-weight-update-equal; it names the first tensor that differs. Custom weight maps and "
+            "quantized engines are the usual causes.",
+        )
+        return
+    change, latest = facts.change(GAP, least=6), facts.lately(GAP)
+    grown = change is not None and change[1] > max(5 * change[0], 0.05)
+    if latest is not None and (latest > 0.1 or grown):
+        yield Finding(
+            "logprob_gap",
+            "The engines and the trainer disagree about the log-probs of the generated tokens.",
+            (f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""),),
+            "Correct the loss for it (--use-tis), use the same precision and attention on both sides, and with experts "
+            "replay their routes (--use-rollout-routing-replay).",
+        )
+
+
+def unstable(facts: Facts) -> Iterator[Finding]:
+    """Gradients that jump, ratios that are clipped, and a policy that runs away from its reference."""
+    norms = facts.series("train/grad_norm")
+    usual = sorted(norms)[len(norms) // 2] if norms else 0.0
+    if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
+        at = norms.index(max(norms))
+        yield Finding(
+            "gradient_spike",
+            f"The gradient norm jumped to {max(norms):.3g} at step {at}; its median is {usual:.3g}.",
+            (f"train/grad_norm from step {max(at - 2, 0)}: {_list(norms[max(at - 2, 0) : at + 3])}",),
+            "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
+            "responses are the usual cause.",
+        )
+    clipped = facts.lately("train/pg_clipfrac")
+    if clipped is not None and clipped > 0.4:
+        yield Finding(
+            "clipping",
+            f"{clipped:.0%} of the tokens are clipped: the policy changes too much within a rollout.",
+            (f"train/pg_clipfrac {clipped:.2f}",),
+            "Lower --lr, or take fewer steps per rollout (--num-steps-per-rollout).",
+        )
+    for name in ("train/ppo_kl", "train/kl_loss", "rollout/kl"):
+        latest = facts.lately(name)
+        if latest is not None and abs(latest) > 1.0:
+            yield Finding(
+                "kl",
+                f"The policy has run far away: {name} is {latest:.2f} per token.",
+                (f"{name}: {_list(facts.series(name)[-5:])}",),
+                "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
+            )
+            return
+
+
+def entropy(facts: Facts) -> Iterator[Finding]:
+    """A policy that became deterministic, or random."""
+    change, reward = facts.change(ENTROPY), facts.change(REWARD)
+    if change is None or reward is None:
+        return
+    first, last = change
+    shown = (f"{ENTROPY} {first:.3f} at first, {last:.3f} now; {REWARD} {reward[0]:.3f}, {reward[1]:.3f}",)
+    if last < 0.1 * first and last < 0.1 and reward[1] < 0.9:
+        yield Finding(
+            "entropy_collapse",
+            "The policy has become deterministic before the task is solved.",
+            shown,
+            "Lower --lr, raise --eps-clip-high, add --entropy-coef, or sample at a higher --rollout-temperature.",
+        )
+    elif last > 2 * first and last > first + 0.5 and reward[1] <= reward[0] + 0.05:
+        yield Finding(
+            "entropy_explosion",
+            "The responses become random.",
+            shown,
+            "Lower --lr and --entropy-coef; check that the engines have the trainer's weights (--audit-weights).",
+        )
+
+
+def reward_falls(facts: Facts) -> Iterator[Finding]:
+    """A reward that collapsed, or that rises while the evaluation falls."""
+    yield from _hacking(facts)
+    rewards = facts.series(REWARD)
+    if len(rewards) < 10:
+        return
+    width = max(len(rewards) // 5, 3)
+    means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
+    best, last = max(means), means[-1]
+    if best > 0 and best - last > max(0.3 * abs(best), 0.1):
+        yield Finding(
+            "reward_collapse",
+            f"The reward has collapsed: {best:.3f} around step {means.index(best) + width // 2}, {last:.3f} now.",
+            (f"{REWARD}, mean of {width} steps",),
+            "Continue from a snapshot before that step (--load, --ckpt-step) with a lower --lr or a KL term.",
+        )
+
+
+def _hacking(facts: Facts) -> Iterator[Finding]:
+    change = facts.change(REWARD, least=6)
+    if change is None or change[1] < change[0] + 0.1:
+        return
+    evaluations = [figures({name: x for name, x in row.items() if x is not None}) for row in facts.evaluations]
+    for name in sorted({name for row in evaluations for name in row}):
+        values = [float(row[name]["reward"]) for row in evaluations if "reward" in row.get(name, {})]
+        if len(values) >= 2 and max(values) - values[-1] > 0.05 and values[-1] <= values[0]:
+            yield Finding(
+                "reward_hacking",
+                "The reward rises while the evaluation falls: the model learns what the reward counts, not the task.",
+                (f"{REWARD} {change[0]:.3f} to {change[1]:.3f}", f"eval/{name}: {_list(values)}"),
+                "Read samples with the highest rewards, and make the reward stricter; a KL term slows it down.",
+            )
+            return
+
+
+def lengths(facts: Facts) -> Iterator[Finding]:
+    """Responses that are cut off, shrink to nothing, or repeat themselves."""
+    cut, reward = facts.change("rollout/truncated_ratio", least=6), facts.change(REWARD, least=6)
+    if cut is not None and cut[1] > 0.6 and cut[1] >= cut[0] - 0.1 and not (reward and reward[1] > reward[0] + 0.1):
+        yield Finding(
+            "truncated",
+            f"{cut[1]:.0%} of the responses are cut off at --rollout-max-response-len.",
+            (f"rollout/truncated_ratio {cut[0]:.2f} at first, {cut[1]:.2f} now",),
+            "Allow longer responses, ask for shorter ones in the prompt, or give cut ones less reward; a model that "
+            "never ends may lack its end token (--rollout-stop-token-ids).",
+        )
+    length = facts.change("rollout/response_len/mean")
+    if length is not None and length[1] < 0.2 * length[0] and not (reward and reward[1] > reward[0] + 0.05):
+        yield Finding(
+            "length_collapse",
+            f"Responses shrank from {length[0]:.0f} to {length[1]:.0f} tokens, and the reward did not rise.",
+            (f"rollout/response_len/mean; {REWARD} {_list(reward or ())}",),
+            "Look whether the reward punishes length, and at --advantage-estimator: a mean per sample favours "
+            "short ones.",
+        )
+    repeats = facts.lately("rollout/repetition_frac")
+    if repeats is not None and repeats > 0.3:
+        yield Finding(
+            "repetition",
+            f"{repeats:.0%} of the responses repeat themselves.",
+            (f"rollout/repetition_frac {repeats:.2f}",),
+            "Give repeated text no reward, lower --lr, or continue from an earlier snapshot.",
+        )
+
+
+def dropped(facts: Facts) -> Iterator[Finding]:
+    """Samples that are thrown away, or trained too late."""
+    prompts = facts.settings.get("rollout_batch_size")
+    replaced = facts.lately("rollout/replaced_group_count")
+    if isinstance(prompts, int) and replaced is not None and replaced >= 2 * prompts:
+        yield Finding(
+            "filter_starvation",
+            f"For each rollout of {prompts} groups, the filter throws {replaced:.0f} away.",
+            (f"rollout/replaced_group_count: {_list(facts.series('rollout/replaced_group_count')[-5:])}",),
+            "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
+        )
+    stale = facts.lately("rollout/staleness/mean")
+    if stale is not None and stale > 3:
+        yield Finding(
+            "stale",
+            f"Samples are {stale:.1f} weight versions old on average when they are trained.",
+            (f"rollout/staleness/mean {stale:.1f}",),
+            "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
+        )
+
+
+def verifiers(facts: Facts) -> Iterator[Finding]:
+    """Rewards that could not be computed."""
+    failed, timed_out = facts.lately("rollout/reward_error_count"), facts.lately("rollout/reward_timeout_count")
+    for kind, count, what in (
+        ("reward_timeouts", timed_out, "did not end in time"),
+        ("reward_errors", failed, "raised an error"),
+    ):
+        if count and facts.samples and count > 0.05 * facts.samples:
+            yield Finding(
+                kind,
+                f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples are left out.",
+                (f"{count:.0f} of {facts.samples:.0f} samples of a rollout", *_log_lines(facts, "reward")),
+                "slime check-hooks measures a reward function; --reward-timeout is its deadline.",
+            )
+
+
+def engines(facts: Facts) -> Iterator[Finding]:
+    """Engines that die, and requests that are sent again."""
+    lost = sum(facts.series("rollout/engine_lost_count"))
+    if lost >= 2:
+        yield Finding(
+            "engines_lost",
+            f"{lost:.0f} times an engine was lost and started again.",
+            _log_lines(facts, "engine-"),
+            "The log of the engine says why: out of memory (a smaller --sglang-mem-fraction-static) is the usual "
+            "cause.",
+        )
+    retries = facts.lately("rollout/http_retry_count")
+    if retries is not None and facts.samples and retries > 0.2 * facts.samples:
+        yield Finding(
+            "retries",
+            f"{retries:.0f} requests of a rollout of {facts.samples:.0f} samples had to be sent again.",
+            (f"rollout/http_retry_count: {_list(facts.series('rollout/http_retry_count')[-5:])}",),
+            "The engines or the router refuse connections: lower --sglang-server-concurrency.",
+        )
+    aborted = facts.lately("rollout/aborted_group_count")
+    prompts = facts.settings.get("rollout_batch_size")
+    if aborted is not None and isinstance(prompts, int) and aborted > prompts:
+        yield Finding(
+            "aborted",
+            f"{aborted:.0f} groups are aborted per rollout of {prompts}.",
+            (f"rollout/aborted_group_count {aborted:.0f}",),
+            "Keep them for the next rollout (--partial-rollout), or lower --over-sampling-batch-size.",
+            hint=True,
+        )
+
+
+def _log_lines(facts: Facts, part: str) -> tuple[str, ...]:
+    """The last line of each log whose name contains ``part``, four at most."""
+    ends = ((name, text.strip().splitlines()) for name, text in facts.logs.items() if part in name)
+    return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[:4]
+
+
+def _list(values: object) -> str:
+    assert isinstance(values, list | tuple)
+    return ", ".join(f"{value:.3g}" for value in values)
+
+
+def _whole(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
