@@ -13,11 +13,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime.agent.settings import AgentSettings
+from slime.config.environment import reduced_environment
 from slime.config.hooks import load_function
 from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
@@ -79,7 +80,9 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
         ValueError: the reward is infinite or NaN, or no program is given.
     """
     if settings.command is not None:
-        return reward_of(await _run_command(shlex.split(settings.command), task), settings.command)
+        return reward_of(
+            await _run_command(shlex.split(settings.command), task, settings.environment), settings.command
+        )
     if settings.function_path is None:
         raise ValueError("there is no agent program: pass --agent-function-path or --agent-command")
     fn = load_function(settings.function_path)
@@ -135,15 +138,16 @@ async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
     return await future
 
 
-async def _run_command(words: list[str], task: Task) -> object:
+async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -> object:
     """Run a command, and return the reward in the last line of its output, which is JSON such as ``{"reward": 1.0}``.
-    Without such a line the result is None."""
+    Without such a line the result is None. The command gets a reduced environment, and the ``variables`` of the run's
+    environment that have these names."""
     # The guard ends the command with all its descendants, also if this process dies.
     guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
         *guard,
         *words,
-        env={**os.environ, **task.environment()},
+        env={**reduced_environment(os.environ, variables), **task.environment()},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

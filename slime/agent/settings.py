@@ -17,6 +17,7 @@ class AgentSettings:
         function_path: path of the program as a function (``--agent-function-path``).
         command: the program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
             over ``function_path``.
+        environment: names of variables that a command gets in addition to those that it needs to run (``--agent-env``).
         timeout: deadline of a program in seconds.
         host: address on which the endpoint listens.
         tool_parser: name or path of the tool parser; ``auto`` selects it by the model.
@@ -30,6 +31,7 @@ class AgentSettings:
 
     function_path: str | None
     command: str | None
+    environment: tuple[str, ...]
     timeout: float
     host: str
     tool_parser: str
@@ -43,6 +45,7 @@ class AgentSettings:
         return cls(
             function_path=args.agent_function_path,
             command=args.agent_command,
+            environment=tuple(args.agent_env or ()),
             timeout=args.agent_timeout,
             host=args.agent_host,
             tool_parser=args.agent_tool_parser,

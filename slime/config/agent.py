@@ -81,6 +81,13 @@ class AgentConfig:
         help="Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
         "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)",
     )
+    agent_env: list[str] | None = flag(
+        None,
+        kind="list",
+        help="Names of environment variables that the program of --agent-command gets in addition to those that any "
+        "program needs (PATH, HOME, LANG, PYTHONPATH and others). API keys and tokens are not passed unless they are "
+        "named here",
+    )
     agent_timeout: float = flag(
         1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
     )

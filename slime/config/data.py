@@ -242,6 +242,12 @@ class RewardConfig:
     reward_timeout: float = flag(
         30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"
     )
+    verifier_env: list[str] | None = flag(
+        None,
+        kind="list",
+        help="Names of environment variables that verifier processes get in addition to those that any program needs "
+        "(PATH, HOME, LANG, PYTHONPATH and others), such as HF_TOKEN for a reward model that is downloaded",
+    )
     reward_workers: int | None = flag(
         None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"
     )

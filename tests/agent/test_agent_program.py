@@ -42,6 +42,23 @@ def test_what_is_no_reward(value: Any) -> None:
         reward_of(value, "f")
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("named", [None, ["MY_TOOL_KEY"]])
+async def test_a_command_gets_the_secrets_of_the_user_only_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: list[str] | None
+) -> None:
+    secret = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "MY_TOOL_KEY": "d"}
+    for name, value in secret.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "program.py"
+    file.write_text("import json, os; print(json.dumps({'reward': dict(os.environ)}))")
+    args = make_args(agent_command=f"{sys.executable} {file}", agent_env=named)
+    found = await run_program(AgentSettings.from_args(args), TASK)
+    assert isinstance(found, dict)
+    assert {name: found[name] for name in secret if name in found} == ({"MY_TOOL_KEY": "d"} if named else {})
+    assert found["OPENAI_API_KEY"] == "k" and found["SLIME_TASK"] and found["PATH"] and "RAY_AUTH_TOKEN" not in found
+
+
 def _gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

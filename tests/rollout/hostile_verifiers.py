@@ -75,3 +75,7 @@ def stubborn_child():
 
 def heavy_modules():
     return [name for name in ("torch", "transformers", "ray", "aiohttp") if name in sys.modules]
+
+
+def environment():
+    return dict(os.environ)

@@ -492,7 +492,7 @@ async def test_the_external_checkers_of_ifbench_score_where_they_are(tmp_path, m
     from slime.rollout.verifier import pool as pool_module
 
     pool = pool_module.VerifierPool(1)
-    monkeypatch.setattr("slime.rollout.rm_hub.outcome.shared_pool", lambda workers: pool)
+    monkeypatch.setattr("slime.rollout.rm_hub.outcome.shared_pool", lambda workers, variables: pool)
     try:
         assert await async_rm(arguments("ifbench"), sample) == 0.5
     finally:

@@ -23,6 +23,21 @@ def pool():
     pool.close()
 
 
+@pytest.mark.parametrize("named", [(), ("HF_TOKEN",)])
+def test_a_verifier_gets_the_secrets_of_the_user_only_by_name(monkeypatch, named):
+    secrets = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "SLIME_SERVER_API_KEY": "d"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    pool = VerifierPool(1, variables=named)
+    try:
+        found = call(pool, "environment")
+    finally:
+        pool.close()
+    assert [name for name in secrets if name in found.value] == list(named)
+    assert found.value["PATH"] == os.environ["PATH"]
+    assert shared_pool(1, variables=named) is shared_pool(1, variables=named)
+
+
 def call(pool, name, *args, timeout=20.0):
     return pool.submit(f"{HOSTILE}:{name}", *args, timeout=timeout).result(timeout=60)
 

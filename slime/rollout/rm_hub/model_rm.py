@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _WORKER = "slime.rollout.rm_hub.model_rm"
 DEFAULT_CLASS = "CustomRewardModel"  # the class if --custom-rm-path names only a file
-_pools: dict[tuple[str, str | None], VerifierPool] = {}  # used in the rollout's process: one worker process per model
+_pools: dict[tuple[object, ...], VerifierPool] = {}  # used in the rollout's process: one worker process per model
 _models: dict[tuple[str, str | None], Any] = {}  # used in the worker process
 
 
@@ -57,7 +57,7 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
         [sample.metadata for sample in samples],
     ]
     setup = (f"{_WORKER}:load", path, model_path)
-    run = _pool(path, model_path).run
+    run = _pool(path, model_path, tuple(args.verifier_env or ())).run
     verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup)
     if verdict.ok:
         assert isinstance(verdict.value, list), "compute() returns a list"
@@ -86,10 +86,10 @@ def check_class(model_class: type, model_path: str | None) -> None:
         )
 
 
-def _pool(path: str, model_path: str | None) -> VerifierPool:
-    key = (path, model_path)
+def _pool(path: str, model_path: str | None, variables: tuple[str, ...]) -> VerifierPool:
+    key = (path, model_path, variables)
     if key not in _pools:
-        _pools[key] = VerifierPool(1, memory_bytes=0)  # no limit: a model needs more memory than a verifier
+        _pools[key] = VerifierPool(1, memory_bytes=0, variables=variables)  # a model needs more memory than a verifier
         atexit.register(_pools[key].close)
     return _pools[key]
 

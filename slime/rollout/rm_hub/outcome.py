@@ -57,7 +57,8 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
     Returns:
         What the verifier returned. None if it gave no result; the sample is then marked as unscored.
     """
-    verdict: Verdict = await shared_pool(args.reward_workers).run(function, *call_args, timeout=args.reward_timeout)
+    pool = shared_pool(args.reward_workers, variables=args.verifier_env or ())
+    verdict: Verdict = await pool.run(function, *call_args, timeout=args.reward_timeout)
     if verdict.ok:
         return verdict.value
     mark_unscored(sample, verdict.status, verdict.detail)

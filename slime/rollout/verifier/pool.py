@@ -21,11 +21,13 @@ import sys
 import threading
 import time
 from asyncio import wrap_future
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.config.environment import reduced_environment
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
 
@@ -69,7 +71,7 @@ class Verdict:
 class _Worker:
     """One verifier process and the socket to it. Only one thread uses it; :meth:`kill` may be called from others."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, variables: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "slime.rollout.verifier.worker"]
@@ -82,7 +84,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,  # verifiers may print; stderr is kept, since it explains crashes
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a process group of its own: kill() also ends the children of the verifier
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**reduced_environment(os.environ, variables), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
         self.sock = ours
         self.loaded: set[str] = set()
@@ -156,16 +158,17 @@ class VerifierPool:
     Args:
         workers: Maximum number of processes, and thus of calls that run at once.
         memory_bytes: Address-space limit of each process in bytes; 0 means no limit.
+        variables: Names of environment variables that the processes get in addition to those that any program needs.
 
     Raises:
         ValueError: ``workers`` is less than 1.
     """
 
-    def __init__(self, workers: int, memory_bytes: int = DEFAULT_MEMORY) -> None:
+    def __init__(self, workers: int, memory_bytes: int = DEFAULT_MEMORY, variables: Sequence[str] = ()) -> None:
         if workers < 1:
             raise ValueError(f"a verifier pool needs at least one worker, not {workers}")
         self.workers = workers
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.variables = memory_bytes, tuple(variables)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -272,7 +275,7 @@ class VerifierPool:
         return worker
 
     def _start(self) -> _Worker:
-        worker = _Worker(self.memory_bytes)
+        worker = _Worker(self.memory_bytes, self.variables)
         with self._lock:
             self._live.add(worker)
             closed = self._closed
@@ -286,7 +289,7 @@ class VerifierPool:
             self._live.discard(worker)
 
 
-_shared: dict[tuple[int, int, int], VerifierPool] = {}
+_shared: dict[tuple[object, ...], VerifierPool] = {}
 _shared_lock = threading.Lock()
 
 
@@ -296,13 +299,18 @@ def default_workers() -> int:
     return min(cores, max(2, cores // 2))
 
 
-def shared_pool(workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY) -> VerifierPool:
-    """Return the pool of this process with this size. Runs may share it, because verifiers are pure functions."""
+def shared_pool(
+    workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY, variables: Sequence[str] = ()
+) -> VerifierPool:
+    """Return the pool of this process with this size and environment.
+
+    Runs may share it, because verifiers are pure functions.
+    """
     workers = workers or default_workers()
     # The process id is part of the key because a forked process has no copy of the threads of a pool.
-    key = (os.getpid(), workers, memory_bytes)
+    key = (os.getpid(), workers, memory_bytes, *sorted(variables))
     with _shared_lock:
         if key not in _shared:
-            _shared[key] = VerifierPool(workers, memory_bytes)
+            _shared[key] = VerifierPool(workers, memory_bytes, variables)
             atexit.register(_shared[key].close)
         return _shared[key]
