@@ -125,11 +125,16 @@ def ensure(folder: Path, device: str, extra: str = "") -> Path:
         found = stamped(folder)  # another call may have finished meanwhile
         if found[:1] != [key] or not python.exists():
             lock.write_text(INSTALLING, encoding="utf-8")
-            install(folder, device, extra)
+            try:
+                install(folder, device, extra)
+            finally:
+                # From now on pyvenv.cfg tells what the folder is. A mark that stayed after a failure would let a later
+                # call wipe what the user has put into the folder instead.
+                if (folder / "pyvenv.cfg").is_file() or not folder.is_dir() or not any(folder.iterdir()):
+                    lock.write_text("", encoding="utf-8")
         if found != [key, str(CHECKOUT)]:
             install_slime(folder)
             write_stamp(folder, key)
-            lock.write_text("", encoding="utf-8")
     return python
 
 

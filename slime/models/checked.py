@@ -2,8 +2,8 @@
 
 The comparison of :func:`slime.models.loading.check_checkpoint` builds the model of transformers without memory. The
 imports for this take seconds, at the start of every run. The result depends only on config.json, the headers of the
-tensors, the release of transformers and the code of this folder. It is therefore stored in the user's cache folder
-under a digest of these. A checkpoint that does not fit is compared again each time.
+tensors, the releases of transformers and torch, and the code of this folder. It is therefore stored in the user's
+cache folder under a digest of these. A checkpoint that does not fit is compared again each time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _compare(path: str, trust_remote_code: bool, by_transformers: bool) -> list[
 
 def _digest(config: bytes, headers: Mapping[str, TensorHeader], by_transformers: bool) -> str:
     digest = hashlib.sha256(config)
-    digest.update(json.dumps([sorted(headers.items()), by_transformers, version("transformers")]).encode())
+    releases = [version("transformers"), version("torch")]
+    digest.update(json.dumps([sorted(headers.items()), by_transformers, releases]).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -115,7 +115,8 @@ def gap_alarm(metrics: Mapping[str, float], limit: float | None, dtypes: Sequenc
     if mean is None:
         return None
     if limit is None:
-        limit = max(GAP_THRESHOLDS.get(dtype, GAP_THRESHOLDS["bfloat16"]) for dtype in dtypes if dtype)
+        known = [GAP_THRESHOLDS.get(dtype, GAP_THRESHOLDS["bfloat16"]) for dtype in dtypes if dtype]
+        limit = max(known, default=GAP_THRESHOLDS["bfloat16"])
     if mean <= limit:  # false for NaN, so that it is reported
         return None
     worst = metrics.get("train/train_rollout_logprob_abs_diff_max", math.nan)

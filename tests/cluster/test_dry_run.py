@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from make_args import make_args
+from safetensors.torch import save_file
 
 from slime.cluster import checks
 from slime.cluster.dry_run import dry_run, own_answer
@@ -131,3 +133,43 @@ def test_memory_follows_from_the_headers(smollm2: Path) -> None:
     model, training, engine, snapshot = memory_lines(make_args(**base, actor_num_gpus_per_node=2))
     assert "134.5 M" in model and "1.00 GiB per rank" in training and "0.25 GiB" in engine and "1.50 GiB" in snapshot
     assert next(memory_lines(make_args(hf_checkpoint="/nowhere"))).startswith("not known")
+
+
+_GROUPS = {"group_0": {"weights": {"num_bits": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored"),
+    [
+        ({"quant_method": "mxfp4"}, {"w_blocks": (torch.uint8, (2, 8, 3, 16)), "w_scales": (torch.uint8, (2, 8, 3))}),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": _GROUPS},
+            {
+                "w.weight_packed": (torch.int32, (64, 3)),
+                "w.weight_scale": (torch.bfloat16, (64, 1)),
+                "w.weight_shape": (torch.int64, (2,)),
+            },
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            {
+                "w.qweight": (torch.int32, (3, 64)),
+                "w.qzeros": (torch.int32, (1, 8)),
+                "w.scales": (torch.float16, (1, 64)),
+                "w.g_idx": (torch.int32, (24,)),
+            },
+        ),
+        (
+            {"quant_method": "fp8"},
+            {"w.weight": (torch.float8_e4m3fn, (64, 24)), "w.weight_scale_inv": (torch.float32, (1, 1))},
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"w.weight": (torch.uint8, (768, 1))}),
+    ],
+)  # fmt: skip
+def test_packed_weights_are_counted_as_weights(tmp_path: Path, quantization: dict, stored: dict) -> None:
+    """Each checkpoint has one matrix of 1,536 weights, and a norm of 8 that is not quantized."""
+    tensors = {name: torch.zeros(shape).to(dtype) for name, (dtype, shape) in stored.items()}
+    save_file({**tensors, "norm.weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+    for config in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert count_parameters(str(tmp_path)) == 1536 + 8

@@ -68,9 +68,13 @@ def test_whatever_could_change_the_result_leads_to_a_comparison(
     changed = rewrite(model, tmp_path / "changed", read_tensors(model))
     (changed / "config.json").write_text(text.replace("}", ', "new": 1}', 1))
     check_checkpoint_once(str(changed), False, True)
-    monkeypatch.setattr(checked, "version", lambda name: "99.0")
+    for changed_package in ("transformers", "torch"):
+        newer = {changed_package: "99.0"}
+        monkeypatch.setattr(checked, "version", lambda name, newer=newer: newer.get(name, "1.0"))
+        check_checkpoint_once(str(model), False, True)
+    assert len(compared) == 8
     check_checkpoint_once(str(model), False, True)
-    assert len(compared) == 7
+    assert len(compared) == 8
 
 
 def test_a_damaged_or_unwritable_cache_only_costs_time(

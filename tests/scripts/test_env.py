@@ -185,6 +185,19 @@ def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on
     assert version(out.strip(), "first") == "1.0"
 
 
+def test_files_that_replace_a_failed_install_are_never_wiped(tiny: Tiny) -> None:
+    tiny.lock("absent==3.0")
+    folder = tiny.root / ".venv"
+    assert tiny.run()[0] == 1 and (folder / "pyvenv.cfg").is_file()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("x")
+    tiny.lock("first==1.0")
+    code, _, err = tiny.run()
+    assert code == 1 and "holds other files" in err
+    assert (folder / "thesis.txt").read_text() == "x"
+
+
 def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(tmp_path: Path) -> None:
     one, two = Tiny(tmp_path / "one"), Tiny(tmp_path / "two")
     shared = str(tmp_path / "env")

@@ -140,6 +140,12 @@ def test_a_gap_between_trainer_and_engine_raises_an_alarm() -> None:
     assert alarm(0.02, 0.001) is not None and alarm(float("nan")) is not None
 
 
+def test_a_gap_is_judged_although_no_dtype_is_known() -> None:
+    metrics = {"train/train_rollout_logprob_abs_diff": 0.2}
+    for dtypes in ((), (None, None)):
+        assert "threshold 0.1" in str(audit.gap_alarm(metrics, None, dtypes))
+
+
 def test_threshold_is_the_flag_or_follows_the_coarsest_dtype() -> None:
     def limit(flag: float | None, train: str | None, *engines: str) -> float:
         return audit.threshold(flag, train, [info(dtype) for dtype in engines])
