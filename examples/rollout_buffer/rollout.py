@@ -1,14 +1,16 @@
 """The rollout function that takes its samples from the buffer server.
 
 ``--rollout-function-path examples/rollout_buffer/rollout.py:generate_rollout``; the YAML file of
-``--custom-config-path`` says where the server is (``buffer_server_url``), which generator (``buffer_server_task``)
-works there, and how many groups more than a step needs may be under way (``buffer_server_ahead``).
+``--custom-config-path`` says where the server is (``buffer_server_url``), in which file its key is
+(``buffer_server_key_file``), which generator (``buffer_server_task``) works there, and how many groups more than a step
+needs may be under way (``buffer_server_ahead``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -17,7 +19,7 @@ from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.sglang_rollout import generate_rollout as default_rollout
 from slime.utils.async_utils import run
-from slime.utils.http_utils import post
+from slime.utils.http_utils import auth_headers, post
 from slime.utils.types import Sample
 
 POLL_SECONDS = 0.2
@@ -49,7 +51,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
     while True:
         await ask(args, url, data_source, len(accepted))
         wanted = {"task_type": args.buffer_server_task, "num_groups": args.rollout_batch_size - len(accepted)}
-        answer = await post(f"{url}/get_rollout_data", wanted)
+        answer = await post(f"{url}/get_rollout_data", wanted, headers=headers(args))
         for index in answer["rejected"]:
             refused += _under_way.pop(index, None) is not None
         accepted += [fill(_under_way.pop(item["group_index"]), item["samples"]) for item in answer["groups"]]
@@ -68,6 +70,11 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
     await ask(args, url, data_source, args.rollout_batch_size)  # the server works while the trainer trains
     metrics = {"rollout/buffer_refused": float(refused), "rollout/buffer_under_way": float(len(_under_way))}
     return RolloutFnTrainOutput(samples=accepted, metrics=metrics)
+
+
+def headers(args: Any) -> dict[str, str]:
+    """The key of the server, from the file that it has made."""
+    return {"Authorization": f"Bearer {Path(args.buffer_server_key_file).expanduser().read_text().strip()}"}
 
 
 async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
@@ -92,8 +99,10 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
                 "sampling_params": [seeded(seed, state.sampling_params, s, i) for i, s in enumerate(group)],
             }
         )
-    task = {"task_type": args.buffer_server_task, "engine_url": get_model_url(args), "groups": groups}
-    await post(f"{url}/start_rollout", task)
+    engine = get_model_url(args)
+    # The server's generators ask the engines of this run, which answer only who has its key.
+    task = {"task_type": args.buffer_server_task, "engine_url": engine, "engine_headers": auth_headers(engine)}
+    await post(f"{url}/start_rollout", {**task, "groups": groups}, headers=headers(args))
 
 
 def fill(group: Group, made: list[dict[str, Any]]) -> Group:

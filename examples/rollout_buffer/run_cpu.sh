@@ -5,8 +5,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 url="http://127.0.0.1:$(free_port)"
 config="$output_dir/rollout_buffer.yaml"
-printf 'buffer_server_url: %s\nbuffer_server_task: products\nbuffer_server_ahead: 4\n' "$url" >"$config"
-start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}"
+key="$output_dir/rollout_buffer.key"
+printf 'buffer_server_url: %s\nbuffer_server_key_file: %s\n' "$url" "$key" >"$config"
+printf 'buffer_server_task: products\nbuffer_server_ahead: 4\n' >>"$config"
+start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}" --key-file "$key"
 
 train rollout_buffer train.py --hf-checkpoint "$(example_model)" \
     --prompt-data "$(products train)" --apply-chat-template --rollout-shuffle --rm-type last_number \

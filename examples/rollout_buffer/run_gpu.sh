@@ -7,8 +7,10 @@ source "$checkout/scripts/models/qwen3-4B.sh"
 
 url="http://127.0.0.1:${PORT:-8889}"
 config="$output_dir/rollout_buffer_gpu.yaml"
-printf 'buffer_server_url: %s\nbuffer_server_task: %s\nbuffer_server_ahead: 32\n' "$url" "${TASK_TYPE:-products}" >"$config"
-start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}"
+key="$output_dir/rollout_buffer_gpu.key"
+printf 'buffer_server_url: %s\nbuffer_server_key_file: %s\n' "$url" "$key" >"$config"
+printf 'buffer_server_task: %s\nbuffer_server_ahead: 32\n' "${TASK_TYPE:-products}" >>"$config"
+start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}" --key-file "$key"
 
 train rollout_buffer_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
     --prompt-data "${DATA:-$(products train)}" --apply-chat-template --rollout-shuffle --rm-type last_number \

@@ -2,11 +2,13 @@
 
     python server.py [--port 8889]
 
-It knows nothing of slime and runs wherever you start it, for example in an agent's own environment. Its port has no
-password: whoever reaches it can write samples. Keep it on the loopback address or on a private network.
+It knows nothing of slime and runs wherever you start it, for example in an agent's own environment. Each request but
+/health needs the key in the file of ``--key-file`` as ``Authorization: Bearer KEY``. The server makes the file,
+readable by its owner only; copy it if training runs on another machine. Requests are not encrypted.
 
-    POST /start_rollout     {"task_type", "engine_url", "groups": [{"group_index", "prompt", "input_ids", "label",
-                            "metadata", "sampling_params": [of each sample]}]}: hands them to the type's generator
+    POST /start_rollout     {"task_type", "engine_url", "engine_headers", "groups": [{"group_index", "prompt",
+                            "input_ids", "label", "metadata", "sampling_params": [of each sample]}]}: hands them to the
+                            type's generator
     POST /buffer/write      {"task_type", "group_index", "samples": [...]}: one finished group, from a generator
     POST /get_rollout_data  {"task_type", "num_groups"}: takes up to so many groups out of the buffer
     GET  /health
@@ -19,7 +21,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
 import importlib.util
+import os
+import secrets
 import socket
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,6 +36,7 @@ from aiohttp import web
 
 NEEDED = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "reward", "status")
 MAX_BODY_BYTES = 64 << 20
+KEY_FILE = Path("~/.cache/slime/rollout_buffer.key")
 OWN_NAMES = {"localhost", "[::1]", socket.gethostname()}
 Row = dict[str, Any]
 
@@ -106,6 +112,31 @@ def find_generators(folder: Path) -> dict[str, ModuleType]:
     return found
 
 
+def key_in(file: Path) -> str:
+    """The key in the file; a file that does not exist is made, for this user only."""
+    file = file.expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as new:
+            new.write(secrets.token_urlsafe(32))
+    except FileExistsError:
+        pass
+    return file.read_text(encoding="ascii").strip()
+
+
+def require_key(key: str) -> Any:
+    """401 for requests without the key, except ``/health``."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if request.path != "/health" and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            return web.json_response({"error": "the request needs the key in the file of --key-file"}, status=401)
+        return await handler(request)
+
+    return check
+
+
 @web.middleware
 async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResponse:
     """403 for requests from a page in a browser, also by a rebound DNS name; 415 for bodies that are not plain JSON."""
@@ -118,8 +149,8 @@ async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResp
     return await handler(request)
 
 
-def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
-    """The HTTP server; ``url`` is where generators reach it."""
+def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Application:
+    """The HTTP server; ``url`` is where generators reach it, with ``key``."""
     buffers = {name: TaskBuffer(module) for name, module in generators.items()}
 
     def buffer_of(body: Row) -> TaskBuffer:
@@ -128,7 +159,7 @@ def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
         return buffers[body["task_type"]]
 
     async def start_rollout(body: Row) -> Row:
-        buffer_of(body).start({**body, "buffer_url": url})
+        buffer_of(body).start({**body, "buffer_url": url, "buffer_headers": {"Authorization": f"Bearer {key}"}})
         return {"started": len(body["groups"])}
 
     async def write(body: Row) -> Row:
@@ -150,7 +181,7 @@ def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"task_types": list(buffers)})
 
-    app = web.Application(middlewares=[refuse_web_pages], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[refuse_web_pages, require_key(key)], client_max_size=MAX_BODY_BYTES)
     app.add_routes([post("/start_rollout", start_rollout), post("/buffer/write", write)])
     app.add_routes([post("/get_rollout_data", get_rollout_data), web.get("/health", health)])
     return app
@@ -160,10 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8889)
+    parser.add_argument("--key-file", type=Path, default=KEY_FILE, help="file with the key of requests")
     options = parser.parse_args()
     OWN_NAMES.add(options.host)
     generators = find_generators(Path(__file__).parent / "generators")
-    app = make_app(generators, f"http://{options.host}:{options.port}")
+    app = make_app(generators, f"http://{options.host}:{options.port}", key_in(options.key_file))
     web.run_app(app, host=options.host, port=options.port, print=None, auto_decompress=False)
 
 

@@ -66,8 +66,8 @@ def server(request: pytest.FixtureRequest, engine: Served) -> Iterator[tuple[str
         yield f"http://127.0.0.1:{agent.port}", "/v1/models", "/v1/chat/completions"
         run(agent.stop())
     else:
-        other = Other(load_example("rollout_buffer/server.py").make_app({}, "http://127.0.0.1:1"))
-        yield other.url, "/health", "/get_rollout_data"
+        other = Other(load_example("rollout_buffer/server.py").make_app({}, "http://127.0.0.1:1", "k"))
+        yield other.url, "/health", "/get_rollout_data"  # a page is refused before its key is looked at
         run(other.runner.cleanup())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -80,14 +81,14 @@ class Place:
 
 
 @pytest.fixture
-async def place(monkeypatch: pytest.MonkeyPatch):
+async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     place = Place()
     engine_app = web.Application()
     engine_app.router.add_post("/generate", place.generate)
     engine, engine_url = await serve(engine_app)
     probe, url = await serve(web.Application())
     await probe.cleanup()
-    buffer = web.AppRunner(server.make_app(GENERATORS, url))
+    buffer = web.AppRunner(server.make_app(GENERATORS, url, server.key_in(tmp_path / "new" / "key")))
     await buffer.setup()
     await web.TCPSite(buffer, "127.0.0.1", int(url.rpartition(":")[2])).start()
     monkeypatch.setattr(rollout, "_under_way", {})
@@ -97,7 +98,7 @@ async def place(monkeypatch: pytest.MonkeyPatch):
         rollout_batch_size=3, phase_timeout=10.0, rollout_seed=42, rollout_max_response_len=4,
         sglang_router_ip=host, sglang_router_port=int(port),
     )  # fmt: skip
-    for name, value in {"url": url, "task": "products", "ahead": 2}.items():
+    for name, value in {"url": url, "task": "products", "ahead": 2, "key_file": str(tmp_path / "new" / "key")}.items():
         place.args.declare(f"buffer_server_{name}", value)
     yield place
     await close_session()
@@ -180,11 +181,19 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], m
 
 
 async def test_a_wrong_request_is_answered_with_what_is_wrong(place) -> None:
-    url = place.args.buffer_server_url
+    url, key = place.args.buffer_server_url, rollout.headers(place.args)
     with pytest.raises(HttpError, match=r"no generator for task_type 'poems'; there are products"):
-        await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []})
+        await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []}, headers=key)
     with pytest.raises(HttpError, match="group 7 was not asked for"):
-        await post(f"{url}/buffer/write", {"task_type": "products", "group_index": 7, "samples": []})
+        await post(f"{url}/buffer/write", {"task_type": "products", "group_index": 7, "samples": []}, headers=key)
+
+
+@pytest.mark.parametrize("path", ["start_rollout", "buffer/write", "get_rollout_data"])
+async def test_a_request_without_the_key_is_refused(place, path: str) -> None:
+    for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
+        with pytest.raises(HttpError, match=r"answered 401: .*--key-file"):
+            await post(f"{place.args.buffer_server_url}/{path}", {"task_type": "products"}, headers=key)
+    assert Path(place.args.buffer_server_key_file).stat().st_mode & 0o777 == 0o600
 
 
 def test_transform_group_changes_what_is_kept() -> None:

@@ -23,7 +23,7 @@ async def run_rollout(task: Row) -> None:
 async def run_group(session: aiohttp.ClientSession, task: Row, group: Row) -> None:
     answers = await asyncio.gather(*(answer(session, task, group, params) for params in group["sampling_params"]))
     written = {"task_type": TASK_TYPE, "group_index": group["group_index"], "samples": answers}
-    await post(session, f"{task['buffer_url']}/buffer/write", written)
+    await post(session, f"{task['buffer_url']}/buffer/write", written, task["buffer_headers"])
 
 
 async def answer(session: aiohttp.ClientSession, task: Row, group: Row, params: Row) -> Row:
@@ -36,7 +36,7 @@ async def answer(session: aiohttp.ClientSession, task: Row, group: Row, params: 
     while finish == "abort":
         left = {**params, "max_new_tokens": params["max_new_tokens"] - len(tokens)}
         body = {"input_ids": prompt + tokens, "sampling_params": left, "return_logprob": True}
-        output = await post(session, task["engine_url"], body)
+        output = await post(session, task["engine_url"], body, task["engine_headers"])
         meta = output["meta_info"]
         finish = meta["finish_reason"]["type"]
         tokens += [item[1] for item in meta["output_token_logprobs"]]
@@ -68,8 +68,8 @@ def is_valid_group(samples: list[Row]) -> bool:
     return len({sample["reward"] for sample in samples}) > 1
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: Row) -> Row:
-    async with session.post(url, json=body) as response:
+async def post(session: aiohttp.ClientSession, url: str, body: Row, headers: dict[str, str]) -> Row:
+    async with session.post(url, json=body, headers=headers) as response:
         answer = await response.json()
         if response.status != 200:
             raise RuntimeError(f"{url} answered {response.status}: {answer}")
