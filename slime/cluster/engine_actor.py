@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.cluster.ray_actors import ActorHandle
     from slime.config.args import Args
+    from slime.engines.keys import ServerKeys
     from slime.engines.plan import EngineSpec
 
 ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself
@@ -154,10 +155,15 @@ class RayEngineHost:
 
 
 def launcher(
-    args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
+    args: Args,
+    specs: Sequence[EngineSpec],
+    placement: Placement,
+    log_dir: Path,
+    environment: dict[str, str],
+    keys: ServerKeys,
 ) -> Callable[[int], RayEngineHost]:
     """Return a function that starts the engine with a given index, in one actor per node that it spans."""
-    engine_actor, settings = actor_class(EngineActor), EngineSettings.from_args(args)
+    engine_actor, settings = actor_class(EngineActor), EngineSettings.from_args(args, keys)
     start_seconds, logs = args.start_timeout, str(log_dir)
 
     def launch(index: int) -> RayEngineHost:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from slime.cluster.engine import GONE, Engine, EngineStatus, State
 from slime.cluster.polling import wait_for
+from slime.engines.keys import RunKeys, send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
@@ -41,6 +42,7 @@ class EngineFleet:
         launch: starts the server of the engine with the given index and returns at once.
         specs: the engines that this run starts.
         external: URLs of servers that are already running.
+        keys: the keys of engines and routers.
 
     Attributes:
         addresses: the values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
@@ -54,7 +56,9 @@ class EngineFleet:
         launch: Callable[[int], RayEngineHost],
         specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
+        keys: RunKeys | None = None,
     ) -> None:
+        self.keys = keys or RunKeys()
         self.args, self.log_dir, self.launch = args, log_dir, launch
         self.tolerant = bool(args.use_fault_tolerance)
         count = len(specs)
@@ -62,6 +66,8 @@ class EngineFleet:
         self.engines += [
             Engine(EngineSpec(count + i, ""), None, url, state="serving") for i, url in enumerate(external)
         ]
+        for engine in self.engines[count:]:
+            send_key(engine.url, self.keys.engine)
         self.count = count
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
@@ -120,11 +126,15 @@ class EngineFleet:
         for engine in own:
             engine.host = self.launch(engine.index)
         for done, engine in enumerate(own, start=1):
-            engine.wait_ready()
+            self._wait_ready(engine)
             engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update
             progress(done, self.count)
         self._start_routers()
         return self.status().serving
+
+    def _wait_ready(self, engine: Engine) -> None:
+        engine.wait_ready()
+        send_key(engine.url, self.keys.engine)
 
     def _workers(self) -> list[Worker]:
         return [engine.worker for engine in self.engines if engine.state == "serving"]
@@ -136,7 +146,7 @@ class EngineFleet:
             return
         url = workers[0].url
         if len(workers) > 1 or self.args.use_router or self.tolerant or self.args.sglang_router_ip:
-            self.router = Routers(RouterSettings.from_args(self.args), self.log_dir)
+            self.router = Routers(RouterSettings.from_args(self.args, self.keys), self.log_dir)
             self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)
@@ -256,7 +266,7 @@ class EngineFleet:
         logger.warning("engine %d is started again", engine.index)
         try:
             engine.host = self.launch(engine.index)
-            engine.wait_ready()
+            self._wait_ready(engine)
         except Exception as error:  # Whatever the reason was, the next poll tries again, up to MOST_LOSSES times.
             logger.error("engine %d could not be started again: %s", engine.index, error)
             if engine.host is not None:

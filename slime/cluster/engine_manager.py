@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
+    from slime.engines.keys import RunKeys
     from slime.engines.sglang_api import MemoryTag
 
 CONTROL_DEADLINE_SECONDS = 600.0
@@ -30,8 +31,8 @@ class EngineManager:
         args: passed to users' functions. Replaced once the addresses of the engines are known, but never modified.
     """
 
-    def __init__(self, args: Args, log_dir: Path) -> None:
-        self.args, self.log_dir = args, log_dir
+    def __init__(self, args: Args, log_dir: Path, keys: RunKeys) -> None:
+        self.args, self.log_dir, self.keys = args, log_dir, keys
         self._fleet: EngineFleet | None = None
         self._monitor: HealthMonitor | None = None
 
@@ -49,10 +50,11 @@ class EngineManager:
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
         specs = plan_engines(args)
-        launch = launcher(args, specs, placement, self.log_dir, thread_environment(args.threads_per_process))
+        environment, keys = thread_environment(args.threads_per_process), self.keys
+        launch = launcher(args, specs, placement, self.log_dir, environment, keys.engine)
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
         # Stored before the start, so that a shutdown during the start ends the engines that were launched.
-        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external)
+        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external, keys)
         urls = fleet.start(lambda done, total: progress.report("start engines", done, total))
         self.args = self.args.with_values(**fleet.addresses)
         init_http_client(self.args)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from slime.config.layout import ParallelLayout
     from slime.data.sample import Group, Sample
     from slime.data.source import DataSource
+    from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
     from slime.rollout.complete import Prompt
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 class RolloutManager(EngineManager):
     """One per run. Generation runs on one thread, while :meth:`status` and others answer on further threads."""
 
-    def __init__(self, args: Args, run_dir: str, layout: ParallelLayout) -> None:
+    def __init__(self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys) -> None:
         import ray
 
         from slime.cluster.logs import redirect_output
@@ -56,7 +57,7 @@ class RolloutManager(EngineManager):
         if args.num_rollout is None:  # Only the data source knows how many rollouts an epoch has.
             per_epoch = max(len(self.data_source) // args.rollout_batch_size, 1)
             args = args.with_values(num_rollout=per_epoch * (args.num_epoch or 1))
-        super().__init__(args, self.run_dir / "logs")
+        super().__init__(args, self.run_dir / "logs", keys)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.state = RolloutState(args, self.run_dir, self.data_source)

@@ -20,6 +20,7 @@ from slime.cluster.stop_signals import StopSignals
 from slime.cluster.token_budget import settle_token_budget
 from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
 from slime.config.parser import ConfigError
+from slime.engines.keys import RunKeys
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from slime.cluster.train_actor import Role
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
+    from slime.engines.keys import ServerKeys
     from slime.observability.metrics import MetricsLogger
     from slime.observability.run_dir import RunDir
 
@@ -97,7 +99,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         placement = parts.placement = Placement(slots)
         args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
         waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
-        manager = parts.manager = _start_manager(args, parts, placement, waiter)
+        manager = parts.manager = _start_manager(args, parts, placement, waiter, keys := RunKeys.from_args(args))
         shares_memory = args.offload_rollout and placement.slots.train > 0
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
         urls: list[str] = []
@@ -110,7 +112,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
         args = args.with_values(num_rollout=num_rollout)
         if placement.slots.train:
-            _start_training(args, parts, placement, waiter)
+            _start_training(args, parts, placement, waiter, keys.engine)
         if args.save:
             _check_save_folder(Path(args.save), manager, parts.groups)
         # Engines and ranks have been loading their models side by side since they were started above.
@@ -140,13 +142,13 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     return run
 
 
-def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> ManagerClient:
+def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waiter, keys: RunKeys) -> ManagerClient:
     from slime.config.layout import ParallelLayout
 
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     # With several threads, status() and engine_status() can answer while generate() runs.
     options = actor_class(RolloutManager).options(num_cpus=0, max_concurrency=8)
-    handle = options.remote(args, str(parts.dir.path), layout)
+    handle = options.remote(args, str(parts.dir.path), layout, keys)
     return ManagerClient(handle, waiter, args.phase_timeout)
 
 
@@ -161,7 +163,7 @@ def _wait_for_engines(
     return urls
 
 
-def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> None:
+def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter, engine_keys: ServerKeys) -> None:
     """Start the ranks of actor and critic; they load their models in the background."""
     from slime.cluster.train_group import TrainGroup
 
@@ -171,7 +173,8 @@ def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Wait
     snapshot = parts.begin.snapshot
     for role in roles:
         load = snapshot.path / role if snapshot is not None else None
-        parts.groups.append(TrainGroup(args, role, placement, waiter, parts.dir.path / "logs", load))
+        logs = parts.dir.path / "logs"
+        parts.groups.append(TrainGroup(args, role, placement, waiter, logs, load, engine_keys))
 
 
 def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:

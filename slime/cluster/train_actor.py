@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slime.checkpoint.shared_folder import Answer
     from slime.config.args import Args
     from slime.data.wire import Wire
+    from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
     from slime.weights.audit import Calibration, Probe
     from slime.weights.changes import AuditMemory
@@ -46,13 +47,16 @@ class TrainResult(TypedDict):
 class TrainActor:
     """One rank. All calls run on one thread in the order of their arrival, except those in ``OWN_THREADS``."""
 
-    def __init__(self, args: Args, role: Role, rank: int, world_size: int, log_dir: str) -> None:
+    def __init__(
+        self, args: Args, role: Role, rank: int, world_size: int, log_dir: str, engine_keys: ServerKeys
+    ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.observability.profiler import Profiler
         from slime.weights.settings import WeightSyncSettings
 
         redirect_output(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self.engine_keys = engine_keys
         self.weight_sync = WeightSyncSettings.from_args(args)
         traces = Path(log_dir).parent / "traces"
         profiled = range(args.profile_step_start, args.profile_step_end) if args.use_pytorch_profiler else range(0)
@@ -165,7 +169,7 @@ class TrainActor:
         report = sync_weights(
             self.weight_sync,
             self.backend.named_weights(),
-            [EngineHandle(url) for url in urls],
+            self._handles(urls),
             self.transport,
             version,
             is_sender=bool(urls),
@@ -176,6 +180,9 @@ class TrainActor:
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
             self.backend.clear_memory()
         return report
+
+    def _handles(self, urls: Sequence[str]) -> list[EngineHandle]:
+        return [EngineHandle(url, keys=self.engine_keys) for url in urls]
 
     def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
         """The link between ranks that serve one engine together; None if every engine reads from one training rank."""
@@ -206,9 +213,7 @@ class TrainActor:
 
         self.calibration = self.calibration or Calibration()
         assert self.probe is not None, "weights are sent before they are audited"
-        return run(
-            probe_engines(self.weight_sync, [EngineHandle(url) for url in engine_urls], self.probe, self.calibration)
-        )
+        return run(probe_engines(self.weight_sync, self._handles(engine_urls), self.probe, self.calibration))
 
     def _score_probe(self) -> Probe:
         """Score a fixed token sequence with the trainer's weights; all ranks take part in this."""

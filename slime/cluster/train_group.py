@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slime.cluster.ray_wait import Waiter
     from slime.cluster.train_actor import Batches, Role, TrainResult, Values
     from slime.config.args import Args
+    from slime.engines.keys import ServerKeys
     from slime.weights.update import UpdateReport
 
 P = ParamSpec("P")
@@ -36,7 +37,14 @@ class TrainGroup:
     """All training ranks of one role. Every call waits for all ranks, and fails as soon as one of them fails."""
 
     def __init__(
-        self, args: Args, role: Role, placement: Placement, waiter: Waiter, log_dir: Path, load_path: Path | None
+        self,
+        args: Args,
+        role: Role,
+        placement: Placement,
+        waiter: Waiter,
+        log_dir: Path,
+        load_path: Path | None,
+        engine_keys: ServerKeys,
     ) -> None:
         args = role_args(args, role)
         self.args, self.role, self.waiter = args, role, waiter
@@ -45,7 +53,7 @@ class TrainGroup:
         environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
         self.ranks = [
             actors.options(**placement.train_options(rank), runtime_env=environment).remote(
-                args, role, rank, world_size, str(log_dir)
+                args, role, rank, world_size, str(log_dir), engine_keys
             )
             for rank in range(world_size)
         ]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from slime.config.files import load_yaml
 from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import MTP_COUNTS, read_config
-from slime.config.passthrough import REFUSED
+from slime.config.passthrough import KEYS, REFUSED
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -214,6 +214,9 @@ def _group(given: object, where: str, per_engine: int) -> ServerGroup:
         raise ServerGroupError(f"{where}: overrides must map names to values, e.g. {{mem_fraction_static: 0.8}}")
     named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
     for name in named:
+        if name in KEYS:
+            flag_name = f"--sglang-{name.replace('_', '-')}"
+            raise ServerGroupError(f"{where}: overrides: all servers have the same {name}: use {flag_name}")
         if name in REFUSED:
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
     for name in _TOKENS:

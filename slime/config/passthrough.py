@@ -47,21 +47,20 @@ ROUTER_SET_BY_SLIME: dict[str, str] = {
     "worker_urls": "slime registers its engines",
     "request_timeout_secs": "use --sglang-router-request-timeout-secs",
 }
-_NO_KEY = "slime's own requests have no key and would be rejected; keep the ports on a private network"
+_NO_TOKEN = "slime's own requests have keys and no JSON web tokens; use --router-api-key"
 _NO_TLS = "slime sends plain HTTP requests; keep the ports on a private network"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEY),
     **dict.fromkeys(
         ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "enable_ssl_refresh"), _NO_TLS
     ),
 }
 """Options of SGLang with which slime's own requests would fail."""
 ROUTER_REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("api_key", "control_plane_api_keys", "jwt_issuer", "jwt_audience", "jwt_jwks_uri", "jwt_role_mapping"), _NO_KEY
-    ),
+    **dict.fromkeys(("jwt_issuer", "jwt_audience", "jwt_jwks_uri", "jwt_role_mapping"), _NO_TOKEN),
     **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
 }
+KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
+"""Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
 ROUTER_DEFAULTS: dict[str, object] = {
     "policy": "cache_aware",
     "balance_abs_threshold": 10,
@@ -212,11 +211,46 @@ def check(args: Args) -> list[str]:
             problems.append(f"--router-{name.replace('_', '-')} is not supported: {ROUTER_REFUSED[name]}")
         if name in ROUTER_SET_BY_SLIME:
             problems.append(f"--router-{name.replace('_', '-')} is set by slime: {ROUTER_SET_BY_SLIME[name]}")
-    if args.sglang and args.rollout_backend == "embedded":
-        given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang))
+    problems += _check_keys(args)
+    if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
+        given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))
         args.notices.append(f"{given}: no effect with --rollout-backend embedded")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
         problems += _absent_in(args.sglang, sglang_table_version())
+    return problems
+
+
+def keyless_options(given: Mapping[str, object]) -> list[str]:
+    """Return those of ``given`` SGLang options with which SGLang accepts no keys, as flags."""
+    found = [name for name in ("grpc_port", "grpc_mode", "smg_grpc_mode") if given.get(name)]
+    if int(str(given.get("tokenizer_worker_num") or 1)) > 1:
+        found.append("tokenizer_worker_num")
+    return [f"--sglang-{name.replace('_', '-')}" for name in found]
+
+
+def _check_keys(args: Args) -> list[str]:
+    """Report keys of servers with which requests would fail, and engines that have no key."""
+    problems = []
+    engine, router = args.sglang.get("api_key"), args.router.get("api_key")
+    control = args.router.get("control_plane_api_keys") or []
+    given = {"--sglang-api-key": engine, "--router-api-key": router}
+    given["--sglang-admin-api-key"] = args.sglang.get("admin_api_key")
+    given |= {f"--router-control-plane-api-keys (entry {i})": entry for i, entry in enumerate(control)}
+    for option, key in given.items():
+        allowed = " " if "control" in option else ""  # the name of an entry may contain spaces
+        if key is not None and (not key or not all("!" <= letter <= "~" or letter in allowed for letter in str(key))):
+            problems.append(f"{option}: a key consists of one or more printable ASCII characters without spaces")
+    if control and not any(str(entry).split(":", 3)[2:3] == ["admin"] for entry in control):
+        words = "one of them must have the role admin (id:name:admin:key), since slime registers engines at the router"
+        problems.append(f"--router-control-plane-api-keys: {words}")
+    if engine and router and engine != router and (args.prefill_num_servers or args.sglang_config):
+        words = "the router forwards its own key to prefill and decode servers, so the keys must be equal"
+        problems.append(f"--sglang-api-key, --router-api-key: {words}")
+    if args.rollout_backend == "sglang" and (options := ", ".join(keyless_options(args.sglang))):
+        if engine or args.sglang.get("admin_api_key"):
+            problems.append(f"--sglang-api-key, --sglang-admin-api-key: SGLang accepts no key with {options}")
+        else:
+            args.notices.append(f"{options}: the engines have no key, so everyone who reaches their ports can use them")
     return problems
 
 

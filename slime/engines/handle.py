@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.engines.http import HttpError, request, request_seconds
+from slime.engines.keys import ServerKeys, send_key
 from slime.engines.sglang_api import (
     EMBEDDED,
     ApiVersion,
@@ -34,6 +35,9 @@ class EngineHandle:
     event loop only (:mod:`slime.engines.background`). Every call has a deadline. If a call fails or its deadline
     passes, it raises :class:`EngineError` with the message of the engine.
 
+    Args:
+        keys: The keys of the engine, if this process does not know them yet (:mod:`slime.engines.keys`).
+
     Attributes:
         url: The address of the engine, ``http://host:port``.
         capabilities: What the engine supports. Before the engine's version is known (see :meth:`connect`), these are
@@ -41,9 +45,15 @@ class EngineHandle:
     """
 
     def __init__(
-        self, url: str, control_seconds: float = CONTROL_SECONDS, update_seconds: float = UPDATE_SECONDS
+        self,
+        url: str,
+        control_seconds: float = CONTROL_SECONDS,
+        update_seconds: float = UPDATE_SECONDS,
+        keys: ServerKeys | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        if keys is not None:
+            send_key(self.url, keys)
         self.control_seconds = control_seconds
         self.update_seconds = update_seconds
         self._api: ApiVersion | None = None

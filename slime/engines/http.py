@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config.engine import EngineConfig
+from slime.engines.keys import auth_headers
 
 if TYPE_CHECKING:
     import aiohttp
@@ -210,7 +211,11 @@ async def request(method: str, url: str, payload: object, timeout: float, header
     import orjson
 
     body = payload if payload is None or isinstance(payload, bytes) else orjson.dumps(payload)
-    sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
+    sent = {
+        **({"Content-Type": "application/json"} if body is not None else {}),
+        **auth_headers(url),
+        **(headers or {}),
+    }
     try:
         async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
             raw = await answer.read()
@@ -243,7 +248,8 @@ def request_blocking(method: str, url: str, body: object = None, timeout: float 
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout)
     try:
         sent = None if body is None else json.dumps(body).encode()
-        connection.request(method, address.path or "/", sent, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **auth_headers(url)}
+        connection.request(method, address.path or "/", sent, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
     except http.client.HTTPException as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.engines.keys import send_key
 from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def start_engine(
     """
     if settings.backend != "sglang":
         return start_embedded_engine(settings, spec.index, host, log_path=log_path)
-    from slime.engines.sglang.options import ServerPlace, server_environment, server_words
+    from slime.engines.sglang.options import ServerPlace, server_environment, server_words, takes_keys
 
     port = free_port(host)
     bootstrap = free_port(host) if spec.worker_type == "prefill" else None
@@ -51,13 +52,15 @@ def start_engine(
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(settings, spec, place)]
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
-    grpc = free_port(host)
-    env.setdefault("SGLANG_GRPC_PORT", str(grpc))  # the default, port + 10000, may be above 65535
+    if takes_keys(settings, spec):
+        env |= settings.keys.environment()
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     part = f" node {rank}" if num_nodes > 1 else ""
     what = f"SGLang engine {spec.index}{part}" + (f" ({spec.model})" if spec.model != "default" else "")
-    ports = [(host, number) for number in (bootstrap, meeting, grpc) if number is not None]
-    engine = EngineProcess(what, command, f"http://{host}:{port}", log_path, env, ports)
+    ports = [(host, number) for number in (bootstrap, meeting) if number is not None]
+    url = f"http://{host}:{port}"
+    send_key(url, settings.keys)
+    engine = EngineProcess(what, command, url, log_path, env, ports)
     engine.bootstrap_port = bootstrap
     return engine

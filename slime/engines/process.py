@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slime.engines.http import request_blocking
+from slime.engines.keys import send_key
 
 if TYPE_CHECKING:
     import psutil
@@ -190,10 +191,12 @@ def start_embedded_engine(
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    env |= without_proxy(settings.model, host)
+    env |= without_proxy(settings.model, host) | settings.keys.environment()
     if settings.threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(settings.threads)
-    return EngineProcess(f"embedded engine {index}", command, f"http://{host}:{port}", log_path, env)
+    url = f"http://{host}:{port}"
+    send_key(url, settings.keys)
+    return EngineProcess(f"embedded engine {index}", command, url, log_path, env)
 
 
 def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:

@@ -13,15 +13,18 @@ import socket
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from slime.engines.keys import NO_KEYS, ServerKeys
+
 _FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site in requests of a web page
 
 
-def request_guard(*names: str) -> Middleware:
+def request_guard(*names: str, keys: ServerKeys = NO_KEYS) -> Middleware:
     """Return a middleware that refuses a request, before its body is read, if the request
 
     - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` header of a page's request;
     - was sent to another host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor this machine's
       name, nor one of ``names``. DNS rebinding always uses a host name, so IP addresses are safe;
+    - lacks the key of the server in its ``Authorization`` header (401);
     - has a compressed body (415), which can be a thousand times larger after decompression;
     - has a body that is not declared as ``application/json`` (415). A web page can send such a body without a
       preflight request.
@@ -32,7 +35,7 @@ def request_guard(*names: str) -> Middleware:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal = _refusal(request, own)
+        refusal = _refusal(request, own, keys)
         if refusal is None:
             return await handler(request)
         status, message = refusal
@@ -44,13 +47,15 @@ def request_guard(*names: str) -> Middleware:
     return guard
 
 
-def _refusal(request: web.Request, own: set[str]) -> tuple[int, str] | None:
+def _refusal(request: web.Request, own: set[str], keys: ServerKeys) -> tuple[int, str] | None:
     headers = request.headers
     if "Origin" in headers or headers.get("Sec-Fetch-Site") in _FROM_A_PAGE:
         return 403, "requests from web pages are refused (the request has an Origin or Sec-Fetch-Site header)"
     host = headers.get("Host", "")
     if not _is_own(host, own):
         return 403, f"the Host header names {host!r}, which is not this server; use its IP address or localhost"
+    if not keys.admits(request.path, headers.get("Authorization", "")):
+        return 401, "the request needs the key of this run in its header 'Authorization: Bearer …'"
     if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
         return 415, "compressed bodies (Content-Encoding) are refused; send the body as it is"
     if request.body_exists and request.content_type != "application/json":

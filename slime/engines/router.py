@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from slime.config.engine import DEFAULT_MODEL, WorkerType
 from slime.engines.http import request_blocking
+from slime.engines.keys import CONTROL_VARIABLE, send_key, worker_key
 from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port, without_proxy
 from slime.engines.settings import RouterSettings
 
@@ -72,6 +73,8 @@ class Router:
                 body["worker_type"] = worker.worker_type
             if worker.bootstrap_port is not None:
                 body["bootstrap_port"] = worker.bootstrap_port
+            if (key := worker_key(worker.url)) is not None:
+                body["api_key"] = key
             _call("POST", f"{self.url}/workers", body)
         missing = [worker.url for worker in workers]
 
@@ -145,15 +148,17 @@ def start_router(
     """
     port = port or free_port(host)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
-    command += [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
-    metrics_port = free_port(host)
-    command += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), *FORCED]
+    command += [sys.executable, "-m", "slime.engines.router_server", "--host", host, "--port", str(port)]
+    # The page of metrics cannot be turned off and has no key, so it is not on the address of this node in the cluster.
+    metrics_port = free_port()
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), *FORCED]
     command += ["--request-timeout-secs", str(settings.request_seconds), *settings.words]
     if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
         command.append("--pd-disaggregation")
-    router = RouterProcess(
-        "sglang-router", command, f"http://{host}:{port}", log_path, without_proxy(), [(host, metrics_port)]
-    )
+    url = f"http://{host}:{port}"
+    send_key(url, settings.keys)
+    env = without_proxy() | settings.keys.environment() | {CONTROL_VARIABLE: "\n".join(settings.control_keys)}
+    router = RouterProcess("sglang-router", command, url, log_path, env, [("127.0.0.1", metrics_port)])
     try:
         router._wait(lambda: router.answers(PING_SECONDS), lambda: "come up", READY_SECONDS)
         router.add_workers([Worker(worker) if isinstance(worker, str) else worker for worker in workers])
@@ -187,6 +192,7 @@ class Routers:
             if self.settings.address and not self.by_model:
                 host, port = self.settings.address
                 self.by_model[model] = Router(f"http://{host}:{port}")
+                send_key(self.by_model[model].url, self.settings.address_keys)
                 self._added += own  # before the call, which may fail after the router has accepted some of them
                 self.by_model[model].add_workers(own)
             else:

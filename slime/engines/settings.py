@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime.config.engine import EngineConfig
-from slime.config.passthrough import ROUTER_DEFAULTS, command_line
+from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
+from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -27,7 +28,8 @@ class EngineSettings:
         offload: Whether the engine releases its GPU memory while the trainer works.
         return_routed_experts: Whether responses contain the experts to which each token was routed.
         updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
-        sglang: The given ``--sglang-…`` options, by attribute name.
+        sglang: The given ``--sglang-…`` options, by attribute name, without keys.
+        keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
     """
 
     model: str
@@ -44,9 +46,10 @@ class EngineSettings:
     return_routed_experts: bool = False
     updates_by_delta: bool = False
     sglang: Mapping[str, object] = field(default_factory=dict)
+    keys: ServerKeys = NO_KEYS
 
     @classmethod
-    def from_args(cls, args: Args) -> EngineSettings:
+    def from_args(cls, args: Args, keys: ServerKeys = NO_KEYS) -> EngineSettings:
         return cls(
             model=str(args.hf_checkpoint),
             backend=args.rollout_backend,
@@ -61,7 +64,8 @@ class EngineSettings:
             offload=bool(args.offload_rollout),
             return_routed_experts=bool(args.use_rollout_routing_replay),
             updates_by_delta=args.update_weight_mode == "delta",
-            sglang=args.sglang,
+            sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
+            keys=keys,
         )
 
 
@@ -71,13 +75,19 @@ class RouterSettings:
 
     Attributes:
         request_seconds: The time limit of the router for a request.
-        options: The given ``--router-…`` options, by attribute name.
+        options: The given ``--router-…`` options, by attribute name, without keys.
         address: Host and port of a running router for the first model. With None, slime starts that router too.
+        keys: The keys that the router asks for.
+        address_keys: The keys that the router at ``address`` asks for.
+        control_keys: The entries of ``--router-control-plane-api-keys``.
     """
 
     request_seconds: int = EngineConfig.sglang_router_request_timeout_secs
     options: Mapping[str, object] = field(default_factory=dict)
     address: tuple[str, int] | None = None
+    keys: ServerKeys = NO_KEYS
+    address_keys: ServerKeys = NO_KEYS
+    control_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def words(self) -> list[str]:
@@ -85,8 +95,12 @@ class RouterSettings:
         return command_line("router", {**ROUTER_DEFAULTS, **self.options})
 
     @classmethod
-    def from_args(cls, args: Args) -> RouterSettings:
+    def from_args(cls, args: Args, keys: RunKeys | None = None) -> RouterSettings:
+        keys = keys or RunKeys()
         address = None
         if args.sglang_router_ip and args.sglang_router_port is not None:
             address = args.sglang_router_ip, args.sglang_router_port
-        return cls(args.sglang_router_request_timeout_secs, args.router, address)
+        options = {name: value for name, value in args.router.items() if name not in KEYS}
+        control = tuple(map(str, args.router.get("control_plane_api_keys") or ()))
+        seconds = args.sglang_router_request_timeout_secs
+        return cls(seconds, options, address, keys.router, keys.external_router, control)

@@ -16,6 +16,7 @@ import orjson
 
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying, session
+from slime.engines.keys import auth_headers
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import (
     append_output,
@@ -163,8 +164,8 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
     """
     import aiohttp
 
-    headers = {"Content-Type": "application/json", **(routing_headers(state, sample) or {})}
     url = get_model_url(state.args)
+    headers = {"Content-Type": "application/json", **auth_headers(url), **(routing_headers(state, sample) or {})}
     try:
         async with session().post(url, data=orjson.dumps(body), headers=headers) as response:
             if response.status != 200:

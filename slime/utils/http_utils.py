@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from slime.engines import http
 from slime.engines.http import HttpError, get, init_http_client
+from slime.engines.keys import auth_headers
 from slime.engines.plan import engine_count
 from slime.utils.misc import get_current_node_ip
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = ["HttpError", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "post"]
+__all__ = ["HttpError", "auth_headers", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "post"]
 
 
 async def post(

@@ -10,6 +10,7 @@ import pytest
 
 import slime.cluster.engine_actor as module
 from slime.config.args import Args
+from slime.engines.keys import NO_KEYS
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.settings import EngineSettings
@@ -94,5 +95,5 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
         engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
     )
     specs = [EngineSpec(0, "/m", num_gpus=2)]
-    module.launcher(args(rollout_top_p=top_p, start_timeout=50.0), specs, placement, tmp_path, {})(0)
+    module.launcher(args(rollout_top_p=top_p, start_timeout=50.0), specs, placement, tmp_path, {}, NO_KEYS)(0)
     assert [actor.warms_up_sampler for actor in started] == expected

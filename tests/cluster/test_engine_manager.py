@@ -11,6 +11,7 @@ import pytest
 from make_args import make_args
 
 from slime.cluster.engine_manager import EngineManager
+from slime.engines.keys import RunKeys
 from slime.engines.sglang_api import EngineError
 
 URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
@@ -24,7 +25,7 @@ class Held:
     ) -> None:
         self.lost: list[dict[str, str]] = []
         self.checks: list[str] = []
-        self.manager = EngineManager(make_args(), Path())
+        self.manager = EngineManager(make_args(), Path(), RunKeys())
         fleet: Any = SimpleNamespace(
             tolerant=tolerant, urls=lambda: URLS, status=lambda: "the status", lose=self.lost.append,
             synced=lambda urls: self.checks.append(f"synced {len(urls)}"), settled=lambda: URLS,
@@ -84,7 +85,7 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytes
 
 
 def test_nothing_is_asked_of_engines_that_were_not_started() -> None:
-    manager = EngineManager(make_args(), Path())
+    manager = EngineManager(make_args(), Path(), RunKeys())
     manager.end_engines()
     assert manager.engine_report() == "no engine was started"
     with pytest.raises(AssertionError, match="start_engines comes first"):

@@ -16,6 +16,7 @@ from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import StartingPoint
 from slime.cluster.start import Parts, _check_save_folder, open_metrics
+from slime.engines.keys import RunKeys
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
 
@@ -66,7 +67,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
         num_rollout=num_rollout, num_epoch=num_epoch, run_name=str(rows), data_source_path=f"{__file__}:Rows"
     )
     layout: Any = None
-    manager = RolloutManager(args, str(tmp_path), layout)
+    manager = RolloutManager(args, str(tmp_path), layout, RunKeys())
     assert manager.num_rollout() == manager.args.num_rollout == expected
     assert args.num_rollout == num_rollout
 

@@ -84,7 +84,10 @@ def test_one_model_without_a_file() -> None:
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "use only regular, or prefill"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "only placeholders"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "must map names to values"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]", "api_key is not supported"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]",
+            "have the same api_key",
+        ),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context_length"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.engines.http import request_blocking
 from slime.observability.run_state import read_state
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -95,21 +96,36 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
 
 @pytest.mark.slow
 def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
-    """And none of their processes listens where another machine could reach it."""
+    """And none of their processes listens where another machine could reach it, or answers without the run's key."""
     process = runner.start(
         "--run-name", "run", *flags, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2
     )
     listening: dict[str, set[str]] = {}
-    while process.poll() is None and not (runner.tmp / "outputs" / "run" / "metrics.jsonl").exists():
+    answers: dict[str, int] = {}
+    keys: set[str] = set()
+    asked = {"slime.engines.embedded.server": "server_info", "slime.engines.router_server": "workers"}
+    metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(answers) == 3):
         for each in runner.alive():
             with contextlib.suppress(psutil.Error):
                 found = {c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
                 listening.setdefault(each.name(), set()).update(found)
+                words = each.cmdline()
+                path = next((asked[word] for word in words if word in asked), None)
+                if path is not None and "--port" in words:
+                    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/{path}"
+                    keys.add(each.environ()["SLIME_SERVER_API_KEY"])
+                    with contextlib.suppress(OSError):
+                        answers[url] = request_blocking("GET", url)[0]
         time.sleep(0.5)
     result = runner.finish(process, "run")
     assert {"ray::TrainActor", "gcs_server"} <= {name for name, found in listening.items() if found}
     addresses = {address.removeprefix("::ffff:") for found in listening.values() for address in found}
     assert addresses <= {"127.0.0.1", "::1"}, listening
+    assert len(answers) == 3 and set(answers.values()) == {401}, answers
+    (key,) = keys
+    written = [file for file in result.folder.rglob("*") if file.is_file()]
+    assert len(written) > 10 and not [file for file in written if key.encode() in file.read_bytes()]
     assert_good(result)
     assert (result.folder / "logs" / "router.log").exists()
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in result.metrics()) < 1e-4

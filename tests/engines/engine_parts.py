@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.engines.keys import NO_KEYS, ServerKeys
 from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang_api import Capabilities
 
@@ -99,8 +100,8 @@ def engine_args(model: Path, **changes: Any) -> Any:
     return argparse.Namespace(**settings)
 
 
-def engine_settings(model: Path, **changes: Any) -> EngineSettings:
-    return EngineSettings.from_args(engine_args(model, **changes))
+def engine_settings(model: Path, keys: ServerKeys = NO_KEYS, **changes: Any) -> EngineSettings:
+    return EngineSettings.from_args(engine_args(model, **changes), keys)
 
 
 def router_settings(**changes: Any) -> RouterSettings:

@@ -10,22 +10,24 @@ from aiohttp import web
 from slime.engines.embedded import routes_control, routes_generate, routes_openai, routes_weights
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.web import LOADED, errors_as_json
+from slime.engines.keys import NO_KEYS, ServerKeys
 from slime.engines.request_guard import request_guard
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
 
 
-def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
+def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS) -> web.Application:
     """Return an application with all routes of an engine.
 
     The model thread runs from the startup of the application to its cleanup.
 
     Args:
         host: The host name or address that clients use, which the check of the ``Host`` header accepts.
+        keys: The keys that requests must have.
     """
     size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
-    app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=size)
+    app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
     for module in (routes_generate, routes_control, routes_weights, routes_openai):

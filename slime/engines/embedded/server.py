@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from slime.config.parent import end_with_parent
+from slime.engines.keys import API_VARIABLE, ServerKeys
 from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. Options that SGLang has too have SGLang's names."""
-    parser = argparse.ArgumentParser(prog="python -m slime.engines.embedded.server", description=__doc__)
+    key = f"The environment variable {API_VARIABLE} is the key that requests must have; without it, there is no key."
+    parser = argparse.ArgumentParser(prog="python -m slime.engines.embedded.server", description=__doc__, epilog=key)
     parser.add_argument("--model-path", required=True, help="Hugging Face folder or hub id")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
@@ -39,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Load the model, then serve until SIGTERM or SIGINT."""
     started = time.perf_counter()
+    keys = ServerKeys.take_from_environment()
     options = build_parser().parse_args(argv)
     if options.parent_pid:
         end_with_parent(options.parent_pid)
@@ -56,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    _serve(options, started)
+    _serve(options, keys, started)
 
 
-def _serve(options: argparse.Namespace, started: float) -> None:
+def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> None:
     import torch
     from aiohttp import web
 
@@ -73,7 +76,7 @@ def _serve(options: argparse.Namespace, started: float) -> None:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     loaded = load_engine(EngineOptions(**{field.name: getattr(options, field.name) for field in fields(EngineOptions)}))
-    app = make_app(loaded, options.host)
+    app = make_app(loaded, options.host, keys)
 
     async def announce(app: web.Application) -> None:
         logging.getLogger(__name__).info("ready after %.1f s", time.perf_counter() - started)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.machine import this_machine
-from slime.config.passthrough import command_line
+from slime.config.passthrough import command_line, keyless_options
 from slime.engines.sglang_api import DELTA_LOADER
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
     if settings.deterministic:
         ours["enable_deterministic_inference"] = True
     return {**ours, **given}
+
+
+def takes_keys(settings: EngineSettings, spec: EngineSpec) -> bool:
+    """Return whether a server can have keys, which SGLang refuses together with some options."""
+    return not keyless_options({**settings.sglang, **spec.options})
 
 
 def server_words(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> list[str]:

@@ -6,13 +6,48 @@ top level of this module. For this reason the stand-ins for the kernels that are
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from slime.engines.keys import ServerKeys
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from slime.engines.sglang.cpu_kernels import install
 
     install()
 
+
+def add_keys(words: list[str]) -> None:
+    """Append the keys of the environment to the arguments. The command line that other users see lacks them."""
+    keys = ServerKeys.take_from_environment()
+    given = {"--api-key": keys.api, "--admin-api-key": keys.admin}
+    words += [f"{option}={key}" for option, key in given.items() if key]
+    hide_in_logs([key for key in given.values() if key])
+
+
+def hide_in_logs(secrets: Sequence[str]) -> None:
+    """Replace ``secrets`` in all further log messages of this process, since SGLang logs all its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def redacted(*values: Any, **more: Any) -> logging.LogRecord:
+        record = make(*values, **more)
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # arguments that do not fit the message; logging reports them
+            return record
+        if any(secret in message for secret in secrets):
+            record.msg, record.args = functools.reduce(lambda text, key: text.replace(key, "***"), secrets, message), ()
+        return record
+
+    if secrets:
+        logging.setLogRecordFactory(redacted)
+
+
 if __name__ == "__main__":
+    add_keys(sys.argv)
     runpy.run_module("sglang.launch_server", run_name="__main__")
