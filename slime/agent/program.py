@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime.agent.settings import AgentSettings
-from slime.config.process_environment import reduced_environment
 from slime.config.hooks import load_function
+from slime.config.process_environment import reduced_environment
 from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
 
