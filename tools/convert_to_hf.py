@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 tools/convert_to_hf.py --load outputs/run/checkpoints --output-dir Qwen3-4B-trained \
         ... # all other flags of the run
 
-It works for every backend and format that training can load. Start as many processes as the layout needs without
-data parallelism: 4 for ``--tensor-model-parallel-size 4``.
+It works for every backend and format that training can load, also checkpoints of Megatron-LM. Start as many processes
+as the layout needs without data parallelism: 4 for ``--tensor-model-parallel-size 4``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.backends.create import create_backend
-    from slime.checkpoint.snapshot import SnapshotError, latest
+    from slime.checkpoint.snapshot import SnapshotError
+    from slime.cluster.load_folder import snapshot_of
     from slime.config.parser import read_settings
     from slime.config.resolve import resolve_defaults
     from slime.engines.process import free_port
@@ -33,7 +34,7 @@ def main() -> None:
     if args.load is None or args.hf_checkpoint is None:
         problems.append("--load and --hf-checkpoint are needed: what to convert, and the config and tokenizer to keep")
     try:
-        snapshot = latest(Path(args.load), args.ckpt_step) if args.load else None
+        snapshot = snapshot_of(args.load, args.ckpt_step)
     except SnapshotError as error:
         problems.append(str(error))
     if problems:

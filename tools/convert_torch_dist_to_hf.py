@@ -4,7 +4,8 @@
     python tools/convert_torch_dist_to_hf.py --input-dir outputs/run/checkpoints/iter_0000099 \
         --output-dir Qwen3-4B-iter99 --origin-hf-dir Qwen3-4B
 
-``--input-dir`` is a snapshot, a folder of snapshots (the newest is taken) or what convert_hf_to_torch_dist.py wrote.
+``--input-dir`` is a snapshot, a folder of snapshots (the newest is taken), what convert_hf_to_torch_dist.py wrote, or a
+checkpoint of Megatron-LM (a folder with a tracker file, or one iteration in it), which also needs ``--origin-hf-dir``.
 Config, tokenizer and the like are copied from ``--origin-hf-dir``.
 """
 
@@ -12,15 +13,58 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def main() -> None:
+class Found(NamedTuple):
+    folder: Path
+    origin: Path
+    family: str
+    named: Iterator[tuple[str, Tensor]]
+
+
+def _find(options: argparse.Namespace) -> Found:
+    """Find the weights of ``--input-dir``.
+
+    Raises:
+        FileNotFoundError, ValueError: There are none, or they cannot be converted.
+    """
+    from slime.config.megatron_checkpoint import megatron_lm_folder
+    from slime.models.loading import load_hf_config
     from slime.weights import torch_dist
-    from slime.weights.hf_folder import copy_companions, copy_config, resolve_folder, without_mtp_layers, write_tensors
-    from slime.weights.maps.registry import get_family
+    from slime.weights.hf_folder import resolve_folder
+    from slime.weights.maps.registry import family_of, get_family
+    from slime.weights.megatron_lm import MegatronLmWeights
+
+    if foreign := megatron_lm_folder(options.input_dir):
+        if options.origin_hf_dir is None:
+            raise ValueError(f"--origin-hf-dir is missing: {foreign} was written by Megatron-LM and does not name it")
+        origin = resolve_folder(options.origin_hf_dir)
+        config = load_hf_config(origin).get_text_config()
+        family = family_of(config, options.model_name)
+        settings = family.settings(config.to_dict())
+        if options.vocab_size:
+            settings["vocab_size"] = options.vocab_size
+        return Found(foreign, origin, family.name, MegatronLmWeights(foreign, family, settings).named())
+    folder = torch_dist.find(options.input_dir)
+    meta = torch_dist.read_meta(folder)
+    if meta["role"] != "actor":
+        raise ValueError(f"{folder} holds a critic, which is no language model")
+    origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
+    family = get_family(options.model_name or meta["model_type"])
+    named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)
+    return Found(folder, origin, family.name, named)
+
+
+def main() -> None:
+    from slime.weights.hf_folder import copy_companions, copy_config, without_mtp_layers, write_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True)
@@ -33,15 +77,10 @@ def main() -> None:
     if options.output_dir.exists() and any(options.output_dir.iterdir()) and not options.force:
         parser.error(f"--output-dir {options.output_dir} is not empty; --force writes into it all the same")
     try:
-        folder = torch_dist.find(options.input_dir)
+        weights = _find(options)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
-    meta = torch_dist.read_meta(folder)
-    if meta["role"] != "actor":
-        parser.error(f"{folder} holds a critic, which is no language model")
-    origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
-    family = get_family(options.model_name or meta["model_type"])
-    named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)
+    origin, named = weights.origin, weights.named
     try:
         write_tensors(named, options.output_dir, writer=True)
     except (KeyError, ValueError) as error:
@@ -53,7 +92,7 @@ def main() -> None:
     copy_config(origin, options.output_dir, **changes)
     if notice:
         print(notice, file=sys.stderr)
-    print(f"{options.output_dir}: {family.name} from {folder}")
+    print(f"{options.output_dir}: {weights.family} from {weights.folder}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from slime.backends.collectives import local
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.args import Args
+from slime.config.megatron_checkpoint import weights_path
 
 logger = logging.getLogger(__name__)
 LIVE = "actor"
@@ -241,9 +242,9 @@ class CopySettings:
         needs = TrainNeeds.from_args(args)
         return cls(
             ref=needs.ref_log_probs,
-            ref_load=args.ref_load,
+            ref_load=weights_path(args.ref_load, args.ref_ckpt_step),
             ref_moves=bool(args.ref_update_interval),
-            teacher_load=args.opd_teacher_load if needs.teacher_log_probs else None,
+            teacher_load=weights_path(args.opd_teacher_load) if needs.teacher_log_probs else None,
             old_actor=needs.old_actor,
             shares_device=args.colocate or args.offload_train,
         )

@@ -98,6 +98,7 @@ def _check_checkpoints(args: Args) -> list[str]:
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
+    problems += _check_megatron_lm(args)
     updates = not (args.debug_train_only or args.debug_rollout_only)
     return problems + _check_quantized_engines(args.hf_checkpoint, args.rollout_backend == "sglang" and updates)
 
@@ -121,6 +122,45 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
     return in_use
 
 
+def _check_megatron_lm(args: Args) -> list[str]:
+    """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
+    from slime.config.hf_config import read_config
+    from slime.config.megatron_checkpoint import megatron_lm_folder
+
+    named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
+    named["--opd-teacher-load"] = (args.opd_teacher_load, None)
+    found = {
+        option: str(folder) for option, (path, step) in named.items() if (folder := megatron_lm_folder(path, step))
+    }
+    if not found or args.debug_rollout_only:
+        return []
+    if args.lora_rank:
+        return [
+            f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but Megatron-LM wrote this one: "
+            "convert it with tools/convert_torch_dist_to_hf.py and pass the result as --hf-checkpoint"
+            for option, path in found.items()
+        ]
+    if "--load" in found:
+        args.notices.append(
+            f"--load {found['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its optimizer, "
+            "random states and position in the data are not, so the run starts with its first rollout"
+        )
+    if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
+        return []  # a hub id that is not here yet: the trainer compares them
+    from slime.models.shards import ModelError
+    from slime.weights.megatron_lm import differing_shapes, open_megatron_lm
+
+    problems = []
+    for option, path in found.items():
+        try:
+            weights = open_megatron_lm(path, args.hf_checkpoint, args.model_name, args.trust_remote_code)
+            assert weights is not None, "the folder was found above"
+            problems += [f"{option}: {text}" for text in differing_shapes(weights, args.hf_checkpoint)]
+        except ModelError as error:
+            problems.append(f"{option}: {error}")
+    return problems
+
+
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
     from slime.config.hf_config import read_config
@@ -139,8 +179,8 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
 
 def _check_snapshots(args: Args) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend."""
-    from slime.checkpoint.snapshot import SnapshotError, kind, latest, refuse_foreign
-    from slime.config.hf_config import megatron_folder
+    from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
+    from slime.cluster.load_folder import snapshot_of
     from slime.config.lora import adapter_file
     from slime.models.peft_files import read_config
     from slime.models.shards import ModelError
@@ -154,15 +194,22 @@ def _check_snapshots(args: Args) -> list[str]:
     try:
         if args.load:
             folder = Path(args.load).expanduser()
-            found = latest(folder, args.ckpt_step, digests=False)
+            found = snapshot_of(args.load, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if adapter_file(args.load) is not None:
                 read_config(folder)
-            elif args.load != args.save and kind(folder) == "empty" and not megatron_folder(args.load):
+            elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):
                 problems += _nothing_to_load(args.load, folder)
     except (SnapshotError, ModelError) as error:
         problems.append(str(error))
     return problems
+
+
+def _has_megatron(load: str, step: int | None) -> bool:
+    from slime.config.hf_config import megatron_folder
+    from slime.config.megatron_checkpoint import megatron_lm_folder
+
+    return bool(megatron_folder(load) or megatron_lm_folder(load, step))
 
 
 def _nothing_to_load(named: str, folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.checkpoint.manifest import Facts, RunFacts
+from slime.cluster.load_folder import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.supervisor import REPORTS
 
@@ -43,9 +44,7 @@ class StartingPoint:
     @classmethod
     def from_args(cls, args: Args) -> StartingPoint:
         """Read the manifests below ``--load``."""
-        from slime.checkpoint.snapshot import latest
-
-        snapshot = latest(Path(args.load), args.ckpt_step) if args.load else None
+        snapshot = snapshot_of(args.load, args.ckpt_step)
         trained, first, attempt = None, 0, 0
         resumes = snapshot is not None and not args.finetune
         if snapshot is not None and resumes:

@@ -94,11 +94,6 @@ class UnsupportedConfig:
         3600, "Deadline in seconds for a weight update of a Megatron server", _NO_SERVER
     )
     megatron_server_warmup: bool = refused(True, "Warm up a Megatron server", _NO_SERVER, kind="toggle")
-    ref_ckpt_step: int | None = refused(
-        None,
-        "Iteration of the reference model's checkpoint",
-        "--ref-load is a Hugging Face folder, which has no iterations",
-    )
     num_gpus_per_node: int | None = ignored(None, "Number of GPUs per node", "Ray reports the GPUs of each node")
     distributed_backend: str | None = ignored(
         None, "Backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"

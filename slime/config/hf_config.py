@@ -177,10 +177,3 @@ def megatron_folder(path: str | None) -> Path | None:
         if tensors and (candidate / "trainer.json").is_file():
             return candidate
     return None
-
-
-def is_foreign_megatron(folder: Path) -> bool:
-    """Whether a folder is a checkpoint that Megatron-LM wrote: a tracker file, or tensors of ``torch_dist``."""
-    return (folder / "latest_checkpointed_iteration.txt").is_file() or any(
-        next(place.glob("*.distcp"), None) is not None for place in (folder, *folder.glob("iter_*"), folder / "release")
-    )

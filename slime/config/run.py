@@ -130,6 +130,11 @@ class CheckpointConfig:
         "is replaced by the rollout's number"
     )
     ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
+    ref_ckpt_step: int | None = flag(
+        None,
+        low=0,
+        help="Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker file",
+    )
     ckpt_step: int | None = flag(None, low=0, help="Iteration of the snapshot to load from --load. Default: the latest")
     no_save_optim: bool = flag(False, help="Leave the optimizer state out of snapshots")
     no_load_optim: bool = flag(

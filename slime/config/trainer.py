@@ -10,7 +10,6 @@ from slime.config.files import read_yaml
 from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import (
     SHAPE,
-    is_foreign_megatron,
     is_hf_folder,
     looks_like_hub_id,
     lookup_dimension,
@@ -19,6 +18,7 @@ from slime.config.hf_config import (
     read_config,
 )
 from slime.config.machine import Machine, installed
+from slime.config.megatron_checkpoint import is_foreign_megatron, megatron_lm_folder
 from slime.config.megatron_flags import ARCHITECTURE
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def _hf_problem(option: str, name: str) -> list[str]:
         return []
     if folder.is_dir() and is_foreign_megatron(folder):
         return [
-            f"{option} {name}: a checkpoint of Megatron-LM, which slime cannot read; convert the model with "
-            "tools/convert_hf_to_torch_dist.py, or pass its Hugging Face folder"
+            f"{option} {name}: a checkpoint of Megatron-LM without a readable iteration: slime reads those of "
+            "--ckpt-format torch_dist (.metadata and *.distcp); pass the Hugging Face folder of the model"
         ]
     if folder.is_dir():
         return [f"{option} {name}: the folder has no config.json; pass a Hugging Face folder"]
@@ -164,6 +164,12 @@ def _hf_problem(option: str, name: str) -> list[str]:
 def check_reference(args: Args) -> list[str]:
     """Check ``--ref-load``. If nothing is trained with the reference model, a folder that cannot be read is replaced by
     ``--hf-checkpoint``, of which a folder ``X_torch_dist`` is usually the conversion."""
+    if megatron_lm_folder(args.ref_load, args.ref_ckpt_step):
+        return []
+    if args.ref_ckpt_step is not None:
+        return [
+            f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load} has no such iteration of Megatron-LM"
+        ]
     if args.ref_load is None or args.ref_load == args.hf_checkpoint:
         return []
     if args.train_backend == "megatron" and megatron_folder(args.ref_load):
@@ -182,9 +188,10 @@ def check_reference(args: Args) -> list[str]:
 
 
 def check_teacher(args: Args) -> list[str]:
-    if not args.opd_teacher_load or (args.train_backend == "megatron" and megatron_folder(args.opd_teacher_load)):
+    teacher = args.opd_teacher_load
+    if not teacher or megatron_lm_folder(teacher) or (args.train_backend == "megatron" and megatron_folder(teacher)):
         return []
-    return _hf_problem("--opd-teacher-load", args.opd_teacher_load)
+    return _hf_problem("--opd-teacher-load", teacher)
 
 
 def check_shape(args: Args) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from slime.models.shards import ModelError, shorten
-from slime.models.stored import StoredWeights
+from slime.models.stored import NamedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ class Differences:
         return not (self.missing or self.mismatched or self.integers or self.surplus_layers)
 
 
-def compare(model: PreTrainedModel, stored: StoredWeights) -> Differences:
+def compare(model: PreTrainedModel, stored: NamedWeights) -> Differences:
     """Compare the names and shapes of a checkpoint with those of a model.
 
     The names are compared with those that ``save_pretrained`` would write. If they differ, transformers loads tensors
@@ -94,7 +94,7 @@ def expected_on_disk(model: PreTrainedModel) -> tuple[dict[str, Shape], set[str]
 
 
 def _compare(
-    model: PreTrainedModel, stored: StoredWeights, expected: Mapping[str, Shape], buffers: set[str], floats: set[str]
+    model: PreTrainedModel, stored: NamedWeights, expected: Mapping[str, Shape], buffers: set[str], floats: set[str]
 ) -> Differences:
     shapes = stored.shapes()
     absent = [name for name in expected if name not in shapes]
@@ -116,7 +116,7 @@ def _compare(
             if shapes[name] != expected[name]
         ],
         integers=[
-            f"{name} ({stored.plain[name].dtype} in {stored.where(name)})"
+            f"{name} ({stored.dtype_of(name)} in {stored.where(name)})"
             for name in both
             if name in floats and not stored.is_float(name)
         ],
@@ -143,7 +143,7 @@ def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyon
     ]
 
 
-def _dry_load(model: PreTrainedModel, stored: StoredWeights) -> Differences | None:
+def _dry_load(model: PreTrainedModel, stored: NamedWeights) -> Differences | None:
     """Let transformers load tensors without memory, and return the differences it finds; None if it fails."""
     architecture: Any = type(model)  # with output_loading_info it returns a pair, which its annotation leaves out
     with _quiet():

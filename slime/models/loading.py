@@ -12,7 +12,7 @@ from slime.models.cpu_linear import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
 from slime.models.folder import local_folder, resolve_folder
 from slime.models.shards import ModelError, read_headers, shorten
-from slime.models.stored import StoredWeights, is_finite
+from slime.models.stored import NamedWeights, StoredWeights, is_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -98,6 +98,7 @@ def load_hf_model(
     device: torch.device | str,
     attn_implementation: str | dict[str, str] = "sdpa",
     trust_remote_code: bool = False,
+    weights: NamedWeights | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model, or an image-text-to-text model if the config has ``vision_config``.
 
@@ -110,6 +111,7 @@ def load_hf_model(
             use oneDNN if that is faster (``cpu_linear.py``).
         device: The device of the parameters. With ``meta``, only the config is read.
         attn_implementation: A name that transformers' AttentionInterface knows, or one for each sub-config.
+        weights: The weights to load; None for those of ``path``, which otherwise only describes the model.
 
     Returns:
         The model in eval mode. The caller decides whether to use a KV cache.
@@ -122,7 +124,7 @@ def load_hf_model(
     common: dict[str, object] = dict(dtype=dtype, attn_implementation=attn_implementation)
     model = empty_model(config, trust_remote_code=trust_remote_code, **common)
     if torch.device(device).type != "meta":
-        model = _with_weights(model, path, config, common, trust_remote_code)
+        model = _with_weights(model, path, config, common, trust_remote_code, weights)
         model.to(device)  # type: ignore[arg-type]
     if torch.device(device).type in ("cpu", "meta") and dtype == torch.float32:
         use_onednn_linears(model)
@@ -137,13 +139,16 @@ def _with_weights(
     config: PretrainedConfig,
     common: dict[str, object],
     trust_remote_code: bool,
+    weights: NamedWeights | None,
 ) -> PreTrainedModel:
     """Return the model with the weights of the checkpoint, on the CPU."""
     from transformers import GenerationConfig
 
     folder = resolve_folder(path)
     common = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **common}
-    if not read_headers(folder):  # PyTorch's older format: transformers reads it, without running code
+    if weights is None and not read_headers(
+        folder
+    ):  # PyTorch's older format: transformers reads it, without running code
         auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
         if source == str(folder) and not any(folder.glob("*.bin*")):
@@ -151,8 +156,8 @@ def _with_weights(
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
-    stored = StoredWeights(folder)
-    require_fit(str(folder), empty, compare(empty, stored))
+    stored = weights or StoredWeights(folder)
+    require_fit(str(stored.folder), empty, compare(empty, stored))
     try:
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:
@@ -166,7 +171,7 @@ def _with_weights(
             raise stored.fault from error
         raise
     model.config.name_or_path = str(folder)
-    require_fit(str(folder), model, from_loading_info(model, info))
+    require_fit(str(stored.folder), model, from_loading_info(model, info))
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -17,7 +18,79 @@ from slime.models.quantized import Plan, plan
 from slime.models.shards import PLAIN_FLOATS, ModelError, TensorHeader, read_headers, require_plain, shorten
 
 
-class StoredWeights:
+class NamedWeights(ABC):
+    """The weights of a checkpoint under their Hugging Face names. A weight is read when it is requested."""
+
+    folder: Path
+    fault: ModelError | None = None
+    """The error of a read, which may have happened on another thread."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights by name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one weight.
+
+        Raises:
+            KeyError: There is no weight with this name.
+        """
+
+    @abstractmethod
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype in which a weight is stored, for messages."""
+
+    @abstractmethod
+    def is_float(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """Return the name of the file that contains a weight (its first part), for messages."""
+
+    @abstractmethod
+    def get(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
+        """Read one weight, or a part of it.
+
+        Raises:
+            KeyError: There is no weight with this name.
+            ModelError: The weight has values that are not finite.
+        """
+
+    def require_finite(self, name: str, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, which was read from the weight ``name``.
+
+        Raises:
+            ModelError: It has values that are not finite.
+        """
+        if not is_finite(tensor):
+            self.fault = ModelError(
+                f"{name!r} in {self.folder / self.where(name)} has NaN or infinite values: the checkpoint is damaged"
+            )
+            raise self.fault
+        return tensor
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Return a weight that is read only when it is indexed.
+
+        Raises:
+            KeyError: There is no weight with this name.
+        """
+        return StoredTensor(self, name, self.shape(name))
+
+    def lazy(self) -> dict[str, Any]:
+        """Return all weights as objects that transformers reads with ``[...]`` when it needs them."""
+        return {name: self[name] for name in self.shapes()}
+
+    def empty(self) -> dict[str, Any]:
+        """Return such objects of tensors without memory (``meta``)."""
+        return {name: _Empty(shape) for name, shape in self.shapes().items()}
+
+
+class StoredWeights(NamedWeights):
     """The weights in a folder of safetensors files.
 
     Quantized weights (:mod:`slime.models.quantized`) are dequantized when they are read, one tensor at a time, to the
@@ -37,8 +110,6 @@ class StoredWeights:
         config = _read_config(folder)
         quantization = quantization_of(config)
         self._opened: dict[str, Any] = {}
-        self.fault: ModelError | None = None
-        """The error of a read, which may have happened on another thread."""
         self.dtype = _nominal_dtype(config)
         self.plan = Plan({}, frozenset())
         if quantization is not None:
@@ -69,6 +140,10 @@ class StoredWeights:
         every = [*self.plain, *self.plan.weights]
         raise KeyError(f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example {shorten(every, 3)}")
 
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype in which a weight is stored, for messages."""
+        return self.plain[name].dtype
+
     def is_float(self, name: str) -> bool:
         return name in self.plan.weights or self.plain[name].dtype in PLAIN_FLOATS
 
@@ -94,12 +169,7 @@ class StoredWeights:
             tensor = self.plan.weights[name].compute(self._read).to(self.dtype)[index]
         else:
             tensor = self._read(name, index)
-        if not is_finite(tensor):
-            self.fault = ModelError(
-                f"{name!r} in {self.folder / self.where(name)} has NaN or infinite values: the checkpoint is damaged"
-            )
-            raise self.fault
-        return tensor
+        return self.require_finite(name, tensor)
 
     def _read(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
         file = self.headers[name].file
@@ -111,27 +181,11 @@ class StoredWeights:
             tensor = self._opened[file].get_slice(name)[index]
         return tensor
 
-    def __getitem__(self, name: str) -> StoredTensor:
-        """Return a weight that is read only when it is indexed.
-
-        Raises:
-            KeyError: There is no weight with this name.
-        """
-        return StoredTensor(self, name, self.shape(name))
-
-    def lazy(self) -> dict[str, Any]:
-        """Return all weights as objects that transformers reads with ``[...]`` when it needs them."""
-        return {name: self[name] for name in self.shapes()}
-
-    def empty(self) -> dict[str, Any]:
-        """Return such objects of tensors without memory (``meta``)."""
-        return {name: _Empty(shape) for name, shape in self.shapes().items()}
-
 
 class StoredTensor:
-    """A weight in a folder. Indexing reads it, or a part of it, as :meth:`StoredWeights.get` does."""
+    """A weight in a folder. Indexing reads it, or a part of it, as :meth:`NamedWeights.get` does."""
 
-    def __init__(self, stored: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, stored: NamedWeights, name: str, shape: tuple[int, ...]) -> None:
         self.stored, self.name, self.shape = stored, name, shape
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:

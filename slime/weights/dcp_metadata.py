@@ -23,7 +23,8 @@ _MODULES = frozenset({
 _CLASSES = frozenset({
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
-    "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",  # megatron-core stores its plans in the index
+    # megatron-core stores its plans in the index
+    "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
 })  # fmt: skip
 _OTHERS = frozenset({
     ("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
@@ -44,8 +45,12 @@ class _Reader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def require_tensors(folder: Path) -> None:
+def require_tensors(folder: Path, only: bool = True) -> None:
     """Refuse a checkpoint whose index contains anything other than tensors and their places. No code is executed.
+
+    Args:
+        only: Also refuse entries of bytes, which :func:`torch.distributed.checkpoint.load` would unpickle. Pass False
+            if the caller reads tensors by name and never such an entry (Megatron-LM stores extra states like this).
 
     Raises:
         UnsafeMetadataError: The index contains something else, or is damaged.
@@ -61,6 +66,8 @@ def require_tensors(folder: Path) -> None:
         raise UnsafeMetadataError(f"{file} could execute code ({error}); it was not loaded. Use the original") from None
     except Exception as error:  # a damaged pickle may raise any exception
         raise UnsafeMetadataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not only:
+        return
     of_bytes = sorted(name for name, entry in entries.items() if type(entry).__name__ != "TensorStorageMetadata")
     if of_bytes:
         raise UnsafeMetadataError(

@@ -23,13 +23,14 @@ from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters,
 from slime.backends.fsdp.lora import TrainedAdapter, lora_settings
 from slime.backends.fsdp.model import (
     DTYPES,
+    ModelFormat,
     build_scorer,
     checkpoint_names,
     from_first_rank,
-    initial_weights,
     load_full_model,
 )
 from slime.backends.fsdp.optimizer import ScheduledAdamW
+from slime.backends.initial_weights import InitialWeights
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import SharedBackend
@@ -87,7 +88,7 @@ class FsdpBackend(SharedBackend):
     def _make_copies(self) -> None:
         """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
         args, actor = self.args, self.role == "actor"
-        copies, initial = CopySettings.from_args(args), initial_weights(args.load, args.hf_checkpoint)
+        copies, initial = CopySettings.from_args(args), InitialWeights.from_args(args).path(megatron=False)
         adapter = self.adapter
         if adapter is None:
             self.bank = self._whole_bank = self._new_bank(copies, self.named_parameters)
@@ -125,8 +126,8 @@ class FsdpBackend(SharedBackend):
         """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a time."""
         alone = self.world_size == 1
         dtype = DTYPES[self.args.train_dtype]  # the dtype of forward passes, because the copy is used for them only
-        how = self.args.attn_implementation, self.args.trust_remote_code
-        model = load_full_model(path, *how, empty=not alone and self.rank != 0, dtype=dtype)
+        how = ModelFormat.from_args(self.args)
+        model = load_full_model(path, how, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
         self._whole_bank.add(tag, dict(model.named_parameters()), fetch)
 

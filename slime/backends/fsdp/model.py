@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from slime.backends.bank import shard_of
 from slime.backends.collectives import local
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter, lora_settings
+from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
+from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.scorer import PolicyScorer, ValueScorer, check_packable, check_scorer
+from slime.weights.megatron_lm import open_megatron_lm
 
 Scorer = PolicyScorer | ValueScorer
 VARLEN = "varlen"
@@ -43,8 +46,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
-    path = initial_weights(args.load, args.hf_checkpoint)
-    model = load_full_model(path, args.attn_implementation, args.trust_remote_code, empty=not reads)
+    path = InitialWeights.from_args(args).path(megatron=False)
+    model = load_full_model(path, ModelFormat.from_args(args), empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
     if packed:
@@ -78,23 +81,50 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     return scorer, _builder(model, device, *layout)
 
 
+@dataclass(frozen=True)
+class ModelFormat:
+    """How checkpoints are read.
+
+    Attributes:
+        hf_checkpoint: Describes the model of a checkpoint that has no config.json, because Megatron-LM wrote it.
+        model_name: The name of the family, if not that of config.json.
+        implementation: The value of ``--attn-implementation``.
+        trust: Whether Python code that is part of the checkpoint may run.
+    """
+
+    hf_checkpoint: str
+    model_name: str | None
+    implementation: str | None
+    trust: bool
+
+    @classmethod
+    def from_args(cls, args: Args) -> ModelFormat:
+        return cls(str(args.hf_checkpoint), args.model_name, args.attn_implementation, args.trust_remote_code)
+
+
 def load_full_model(
-    path: str, implementation: str | None, trust: bool, empty: bool = False, dtype: torch.dtype = torch.float32
+    path: str, how: ModelFormat, empty: bool = False, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """Load the model on the CPU. The master weights are float32 for every dtype of forward passes.
 
     Args:
-        implementation: The value of ``--attn-implementation``.
-        trust: Whether Python code that is part of the checkpoint may run.
+        path: A Hugging Face folder or hub id, or a checkpoint of Megatron-LM.
         empty: Build the model without memory and values.
+
+    Raises:
+        ModelError: The checkpoint does not fit the model.
     """
+    weights = None
+    if megatron_lm_folder(path):
+        weights = None if empty else open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
+        path = how.hf_checkpoint
     attention: str | dict[str, str] = PACKED
-    if implementation not in (None, VARLEN):
-        attention = str(implementation)
-    elif is_multimodal(load_hf_config(path, trust)):
+    if how.implementation not in (None, VARLEN):
+        attention = str(how.implementation)
+    elif is_multimodal(load_hf_config(path, how.trust)):
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
-    return load_hf_model(path, dtype, device, attention, trust)
+    return load_hf_model(path, dtype, device, attention, how.trust, weights)
 
 
 def _builder(
@@ -150,11 +180,6 @@ def compile_layers(model: PreTrainedModel) -> None:
         if kind not in compiled:
             compiled[kind] = torch.compile(kind.forward, dynamic=True)
         layer.forward = types.MethodType(compiled[kind], layer)
-
-
-def initial_weights(load: str | None, hf_checkpoint: str) -> str:
-    """Return ``--load`` if it is a Hugging Face folder, otherwise ``--hf-checkpoint``. A snapshot is loaded later."""
-    return load if load and (Path(load) / "config.json").is_file() else hf_checkpoint
 
 
 def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:

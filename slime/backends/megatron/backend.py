@@ -15,6 +15,7 @@ from torch import Tensor
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
+from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import groups, modules
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
@@ -23,7 +24,7 @@ from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.routing import ENGINE, Mode
 from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
-from slime.backends.megatron.trained_model import TrainedModel, initial_weights
+from slime.backends.megatron.trained_model import TrainedModel
 from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
@@ -84,7 +85,7 @@ class MegatronBackend(SharedBackend):
             arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
         )
         if role == "actor":
-            initial = initial_weights(args.load, args.ref_load, args.hf_checkpoint)
+            initial = InitialWeights.from_args(args).path(megatron=True)
             load_copies(copies, self.bank, initial, self._load_copy)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 

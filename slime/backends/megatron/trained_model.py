@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
 
+from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import modules, rank_files
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
@@ -20,11 +21,13 @@ from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
+from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
+from slime.weights.megatron_lm import MegatronLmWeights
 from slime.weights.torch_dist import RANK_FILES, TENSORS, read_meta
 
 
@@ -50,7 +53,7 @@ class TrainedModel:
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have room only for
         # parameters that are trained.
-        self.read_weights(initial_weights(args.load, args.ref_load, args.hf_checkpoint))
+        self.read_weights(InitialWeights.from_args(args).path(megatron=True))
         names = self.weights.hf_names
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
         everywhere = [names(name) for name in [*self.weights.entries, *self.weights.own]]
@@ -90,7 +93,10 @@ class TrainedModel:
     def read_weights(self, path: str) -> None:
         """Read a Hugging Face folder, or a Megatron checkpoint of any layout, into the parameters."""
         folder = megatron_folder(path)
-        if folder is None:
+        if foreign := megatron_lm_folder(path):
+            hf_settings = self.family.settings(self.hf_config.to_dict())
+            self.weights.load(MegatronLmWeights(foreign, self.family, hf_settings))
+        elif folder is None:
             if self.rank == 0:  # the driver could check the folder only if it had the files
                 check_checkpoint(path, self.args.trust_remote_code)
             self.weights.load(HfFolder(path))
@@ -121,14 +127,6 @@ class TrainedModel:
         if self.device.type != "cuda":
             return []
         return [b.grad_data for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-
-def initial_weights(load: str | None, ref_load: str, hf_checkpoint: str) -> str:
-    """Return the folder of the initial weights: ``--load`` if it has weights, otherwise ``--ref-load`` if it is a
-    Megatron checkpoint, otherwise ``--hf-checkpoint``. A snapshot is loaded later."""
-    if load and any((Path(load) / name).is_file() for name in ("config.json", "trainer.json")):
-        return load
-    return ref_load if megatron_folder(ref_load) else hf_checkpoint
 
 
 def load_weights(model: TrainedModel, path: Path, part: str | None = None) -> None:

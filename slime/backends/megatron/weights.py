@@ -17,7 +17,7 @@ from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.gathering import Piece, batches, tensor_group, whole
 from slime.backends.megatron.model import PolicyModel
 from slime.models.shards import ModelError
-from slime.weights.hf_folder import HfFolder
+from slime.models.stored import NamedWeights
 from slime.weights.maps.family import Entry, Family, Settings
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class ModelWeights:
     # --- from a checkpoint -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, folder: HfFolder) -> None:
+    def load(self, folder: NamedWeights) -> None:
         """Load this rank's parameters. This is a collective operation.
 
         One of the data-parallel replicas of a parameter reads it and broadcasts it to the others. Of each tensor, it
@@ -135,12 +135,12 @@ class ModelWeights:
                 source = dist.get_process_group_ranks(group)[reader]
                 dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source, group=group)
 
-    def _read(self, folder: HfFolder, name: str, tensor: Tensor) -> None:
+    def _read(self, folder: NamedWeights, name: str, tensor: Tensor) -> None:
         """Load this rank's part of the checkpoint's tensors into one parameter."""
         entry, group = self.entries[name], tensor_group(self.entries[name])
         for hf in self.hf_names(name):
             if hf in folder and not folder.is_float(hf):
-                raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is not a float type")
+                raise ModelError(f"{hf!r} in {folder.folder} is {folder.dtype_of(hf)}, which is not a float type")
         first = mpu.get_expert_model_parallel_rank() * tensor.shape[0] if entry.experts else 0
         for j, target in enumerate(tensor if entry.experts else [tensor]):
             stored = [folder[hf.format(expert=first + j)] for hf in entry.hf]

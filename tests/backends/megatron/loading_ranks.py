@@ -93,3 +93,30 @@ def load_damaged(rank: int, ports: Any, path: Path, output: Path) -> None:
         create_backend(args, "actor", rank, 4, "127.0.0.1", ports.get(0))
     except Exception as error:
         (output / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def load_megatron_lm(
+    rank: int, ports: Any, path: Path, theirs: Path, layouts: list[dict[str, Any]], world: int
+) -> None:
+    """A checkpoint of Megatron-LM as initial weights and as reference: both give the tensors of the folder ``path``."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups
+
+    from slime.backends.create import create_backend
+    from slime.weights.hf_folder import HfFolder
+
+    source = HfFolder(path)
+    for number, layout in enumerate(layouts):
+        args = make_args(path, train_backend="megatron", world_size=world, train_dtype="float32", use_kl_loss=True)
+        args.load, args.ref_load = (str(theirs), str(path)) if number % 2 else (None, str(theirs))
+        args.megatron = dict(layout)
+        backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(number))
+        for tag in ("actor", "ref"):
+            with backend.bank.using(tag):
+                named = dict(backend.weights.gather())
+            assert set(named) == set(source.shapes())
+            for name, tensor in named.items():
+                assert torch.equal(tensor.cpu(), source.get(name)), (layout, tag, name)
+        leave_groups()

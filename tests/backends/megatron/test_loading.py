@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from launch import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import save_family
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "weights"))
+from megatron_lm_folders import stacked, their_names, write
 
 pytestmark = pytest.mark.megatron
 
@@ -55,3 +59,21 @@ def test_what_one_rank_finds_damaged_ends_all(tmp_path: Path) -> None:
     errors = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(4)]
     assert all(name in error and "NaN" in error and error.startswith("ModelError") for error in errors), errors
     assert sum("could not read the checkpoint" in error for error in errors) == 3, errors
+
+
+THEIRS: dict[str, tuple[bool, list[dict[str, Any]]]] = {
+    "qwen3": (True, [{TP: 2}, {PP: 2}]),
+    "qwen3_moe": (False, [{TP: 2, EP: 2, ETP: 1}, {EP: 2}]),
+    "glm4": (True, [{TP: 2}]),
+    # MODEL_ARGS of the public recipes give head sizes that mean nothing for latent attention
+    "deepseek_v3": (False, [{TP: 2, EP: 2, ETP: 1, "kv_channels": 128}, {"kv_channels": 64}]),
+}
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_a_checkpoint_of_megatron_lm_is_loaded_in_other_layouts(family: str, tmp_path: Path) -> None:
+    path = save_family(family, tmp_path / "model")
+    in_one, layouts = THEIRS[family]
+    tensors = their_names(path)
+    theirs = write(tmp_path / "theirs", stacked(tensors) if in_one else tensors)
+    run_ranks("loading_ranks:load_megatron_lm", 2, path, theirs, layouts, 2, seconds=300)
