@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,7 +65,7 @@ def _find(options: argparse.Namespace) -> Found:
 
 
 def main() -> None:
-    from slime.weights.hf_folder import copy_companions, copy_config, without_mtp_layers, write_tensors
+    from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True)
@@ -80,18 +81,16 @@ def main() -> None:
         weights = _find(options)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
-    origin, named = weights.origin, weights.named
+    origin, named, mtp = weights.origin, weights.named, MtpLayers(weights.origin)
     try:
-        write_tensors(named, options.output_dir, writer=True)
+        write_tensors(chain(named, mtp.tensors()), options.output_dir, writer=True)
     except (KeyError, ValueError) as error:
         parser.error(str(error.args[0]))
     copy_companions(origin, options.output_dir)
-    changes, notice = without_mtp_layers(origin)
-    if options.vocab_size:
-        changes["vocab_size"] = options.vocab_size
-    copy_config(origin, options.output_dir, **changes)
-    if notice:
-        print(notice, file=sys.stderr)
+    changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}
+    copy_config(origin, options.output_dir, mtp, **changes)
+    if mtp.notice:
+        print(mtp.notice, file=sys.stderr)
     print(f"{options.output_dir}: {weights.family} from {weights.folder}")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 _NO_BUFFER = "slime has no buffer server; implement the exchange in --rollout-function-path or --data-source-path"
-_NO_MTP = "slime does not train multi-token prediction layers; leave the flag out"
+_NO_MTP = "multi-token prediction layers are not trained; --save-hf contains those of --hf-checkpoint unchanged"
 _NO_SERVER = "slime has no Megatron server; the teacher runs in SGLang or in the trainer (--opd-type)"
 _NO_DSA = "slime does not support DSA models yet"
 _NO_DEEPGEMM = "slime has no DeepGEMM kernels"
@@ -71,9 +71,9 @@ class UnsupportedConfig:
     )
     ci_save_grad_norm: str | None = refused(None, "File to which --ci-test writes gradient norms", _NO_CI)
     ci_load_grad_norm: str | None = refused(None, "File with which --ci-test compares gradient norms", _NO_CI)
-    mtp_num_layers: int | None = refused(None, "Number of multi-token prediction layers", _NO_MTP)
-    mtp_loss_scaling_factor: float = refused(0.2, "Coefficient of the multi-token prediction loss", _NO_MTP)
-    enable_mtp_training: bool = refused(False, "Train the multi-token prediction layers", _NO_MTP)
+    mtp_num_layers: int | None = ignored(None, "Number of multi-token prediction layers", _NO_MTP)
+    mtp_loss_scaling_factor: float = ignored(0.2, "Coefficient of the multi-token prediction loss", _NO_MTP)
+    enable_mtp_training: bool = ignored(False, "Train the multi-token prediction layers", _NO_MTP)
     megatron_deepgemm_forward_layers: list[int] | None = refused(None, "Layers that run in FP8 DeepGEMM", _NO_DEEPGEMM)
     megatron_deepgemm_forward_modules: list[str] | None = refused(
         None, "Modules that run in FP8 DeepGEMM", _NO_DEEPGEMM

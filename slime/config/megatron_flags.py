@@ -50,6 +50,7 @@ WITHOUT_EFFECT = frozenset(
     bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion no_save_rng
     ckpt_fully_parallel_load ckpt_fully_parallel_save override_opt_param_scheduler align_param_gather
     use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad pin_cpu_grads pin_cpu_params
+    mtp_num_layers mtp_loss_scaling_factor mtp_standalone
     overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload""".split()  # noqa: SIM905
 )
 """Flags that choose between equivalent kernels, or that concern what slime decides itself. The results do not depend on
@@ -77,7 +78,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size"), _NO_TE),
     **dict.fromkeys(("squared_relu", "quick_geglu", "use_gated_attention", "attention_output_gate"), _NO_MAP),
     **dict.fromkeys(("experimental_attention_variant", "apply_layernorm_1p", "moe_shared_expert_gate"), _NO_MAP),
-    "mtp_num_layers": "multi-token prediction is not trained: leave it out",
     "use_kitchen": "it needs NVIDIA's kitchen package",
     "cpu_offloading": f"{_NO_TE}: use --recompute-granularity full or --optimizer-cpu-offload",
     "use_megatron_fsdp": "use --train-backend fsdp",

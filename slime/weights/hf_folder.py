@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -13,7 +14,7 @@ from torch import Tensor
 from slime.config.hf_config import MTP_COUNTS
 from slime.models.folder import COPIED_FILES, resolve_folder
 from slime.models.quantized import without_quantization
-from slime.models.shards import INDEX
+from slime.models.shards import INDEX, read_headers
 from slime.models.stored import StoredWeights
 
 SHARD_BYTES = 4 * 1024**3
@@ -76,20 +77,58 @@ def copy_companions(source: str | Path, path: Path) -> None:
             shutil.copy2(file, path / file.name)
 
 
-def without_mtp_layers(source: str | Path) -> tuple[dict[str, object], str | None]:
-    """Return the changes to config.json for a checkpoint without layers for multi-token prediction, and a notice.
+class MtpLayers:
+    """The layers for multi-token prediction of a checkpoint. slime does not train them; an export contains them
+    unchanged.
 
-    Returns:
-        Changes for :func:`copy_config`, and a notice for the user. They are empty and None if ``source`` has no such
-        layers.
+    Attributes:
+        count: The number of layers that config.json gives.
+        names: The names of their tensors; empty if the files of the checkpoint lack them.
     """
-    changes, count = zero_mtp_counts(json.loads((Path(source) / "config.json").read_text()))
-    if not count:
-        return {}, None
-    return changes, (
-        f"the {count} layer(s) for multi-token prediction of {source} are not trained and not written. The new "
-        "config.json has none, so engines cannot use them as a draft model"
-    )
+
+    def __init__(self, source: str | Path | None) -> None:
+        """
+        Args:
+            source: The folder of the checkpoint from which a model was made; None if it is not on this machine.
+        """
+        self.source, self.count, self.names = source, 0, list[str]()
+        if source is None:
+            return
+        config = json.loads((Path(source) / "config.json").read_text())
+        self.count = zero_mtp_counts(config)[1]
+        if self.count and read_headers(Path(source)):
+            self._stored = StoredWeights(Path(source))
+            layers = int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", 0))
+            self.names = [name for name in self._stored.shapes() if _is_of_mtp(name, layers)]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors as they are in the files; quantized ones are dequantized."""
+        for name in self.names:
+            yield name, self._stored.get(name)
+
+    def config_changes(self, config: Mapping[str, object]) -> dict[str, object]:
+        """Return the changes to a config.json for an export: none if it contains the layers, otherwise zero counts."""
+        return {} if self.names else zero_mtp_counts(config)[0]
+
+    @property
+    def notice(self) -> str | None:
+        """What a user should know about an export; None if the model has no such layers."""
+        if not self.count:
+            return None
+        if self.names:
+            return f"its {self.count} layer(s) for multi-token prediction are those of {self.source}, not trained"
+        return (
+            f"the {self.count} layer(s) for multi-token prediction that config.json of {self.source} counts are not in "
+            "its files, so they are not written. The new config.json has none"
+        )
+
+
+def _is_of_mtp(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to a layer after the last decoder layer, or to a module for multi-token prediction."""
+    if re.search(r"(?:^|\.)mtp(?:_layers)?\.", name):
+        return True
+    numbered = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)  # not those of a vision tower
+    return numbered is not None and int(numbered[1]) >= layers > 0
 
 
 def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], int]:
@@ -110,9 +149,14 @@ def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], in
     return changes, count
 
 
-def copy_config(source: str | Path, path: Path, **changes: object) -> None:
-    """Copy config.json and generation_config.json, without ``quantization_config`` and with ``changes``."""
+def copy_config(source: str | Path, path: Path, mtp: MtpLayers | None = None, **changes: object) -> None:
+    """Copy config.json and generation_config.json, without ``quantization_config`` and with ``changes``.
+
+    Args:
+        mtp: The layers for multi-token prediction that are written too; None if every tensor of ``source`` is.
+    """
     config = without_quantization(json.loads((Path(source) / "config.json").read_text()))
+    config.update(mtp.config_changes(config) if mtp is not None else {})
     (path / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n")
     if (Path(source) / "generation_config.json").is_file():
         shutil.copy2(Path(source) / "generation_config.json", path / "generation_config.json")

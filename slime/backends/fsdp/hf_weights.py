@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,12 +20,7 @@ from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.models.folder import local_folder
 from slime.models.loading import ModelError
-from slime.weights.hf_folder import (
-    copy_companions,
-    without_mtp_layers,
-    write_tensors,
-    zero_mtp_counts,
-)
+from slime.weights.hf_folder import MtpLayers, copy_companions, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -146,22 +142,24 @@ def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, s
     Args:
         source: The folder or hub id of the original model. Its tokenizer and processor files are copied.
     """
-    write_tensors(iter_hf_weights(model, dtype), path, writer)
+    # For a hub id these are the downloaded files, so that a save does not need the network.
+    folder = local_folder(source) if writer else None
+    mtp = MtpLayers(folder)
+    write_tensors(chain(iter_hf_weights(model, dtype), mtp.tensors()), path, writer)
     if writer:
-        _write_config(model, path, dtype)
-        folder = local_folder(source)  # for a hub id the downloaded files, so that a save does not need the network
+        _write_config(model, path, dtype, mtp)
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
             return
         copy_companions(folder, path)
-        if notice := without_mtp_layers(folder)[1]:
-            logger.warning("%s: %s", path, notice)
+        if mtp.notice:
+            logger.warning("%s: %s", path, mtp.notice)
 
 
-def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
+def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, mtp: MtpLayers) -> None:
     model.config.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
-    config.update(zero_mtp_counts(config)[0])  # transformers does not build such layers, but keeps their count
+    config.update(mtp.config_changes(config))  # transformers does not build such layers, but keeps their count
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
-from slime.weights.hf_folder import copy_companions, copy_config, without_mtp_layers, write_tensors
+from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +214,14 @@ class MegatronBackend(SharedBackend):
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face folder of the current weights (``--save-hf``)."""
         path, writer = Path(path), self.rank == 0
-        write_tensors(self.named_weights(), path, writer)
-        if writer:
-            source = resolve_folder(self.args.hf_checkpoint)
+        source = resolve_folder(self.args.hf_checkpoint) if writer else None
+        mtp = MtpLayers(source)
+        write_tensors(chain(self.named_weights(), mtp.tensors()), path, writer)
+        if source is not None:
             copy_companions(source, path)
-            changes, notice = without_mtp_layers(source)
-            copy_config(source, path, **changes)
-            if notice:
-                logger.warning("%s: %s", path, notice)
+            copy_config(source, path, mtp)
+            if mtp.notice:
+                logger.warning("%s: %s", path, mtp.notice)
         self.barrier()
 
     def finish_update(self) -> None:
