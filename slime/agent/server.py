@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 import orjson
@@ -40,16 +40,21 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Agen
 
 
 class AgentServer:
-    """The HTTP server of all sessions."""
+    """The HTTP server of all sessions.
 
-    def __init__(self, host: str) -> None:
+    Args:
+        dialects: The APIs that it speaks, by the path after ``/v1/``.
+    """
+
+    def __init__(self, host: str, dialects: Mapping[str, Dialect] = _DIALECTS) -> None:
         self.host, self.port = host, 0
         self.sessions: dict[str, Session] = {}
-        app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
+        self.app = app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
         for prefix in ("", "/s/{session}"):
-            for path, dialect in _DIALECTS.items():
+            for path, dialect in dialects.items():
                 app.router.add_post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer))
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count))
+            if Messages in dialects.values():
+                app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count))
             app.router.add_get(f"{prefix}/v1/models", self._handler(Chat, self._models))
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
@@ -109,6 +114,10 @@ class AgentServer:
     def _session(self, request: web.Request) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         name = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
+        return self.session_named(name)
+
+    def session_named(self, name: str) -> Session:
+        """Return an open session; raise an :class:`ApiError` if there is none with this id."""
         session = self.sessions.get(name)
         if session is None:
             raise ApiError(401, "unknown session: it has ended, or the URL or API key is wrong", "invalid_api_key")
