@@ -103,9 +103,8 @@ class BaseAdapter:
         for name, value in (("fork_threshold_tokens", fork_threshold_tokens), ("debug_callback", debug_callback)):
             if value is not None:
                 note(f"{name} of an adapter", "has no effect")
-        self.args = _args(args, str(getattr(tokenizer, "name_or_path", "")), sglang_url)
-        self.args.agent_tool_parser = tool_parser or "auto"
-        self.args.agent_reasoning_parser = reasoning_parser or "none"
+        parsers = {"agent_tool_parser": tool_parser or "auto", "agent_reasoning_parser": reasoning_parser or "none"}
+        self.args = _args(args, str(getattr(tokenizer, "name_or_path", "")), sglang_url).with_values(**parsers)
         self.max_turns, self.tokenizer = max_turns_per_sid, tokenizer
         self._server = _Server(host, self.dialects)
 
@@ -127,13 +126,14 @@ class BaseAdapter:
         """
         if sid in self._server.sessions:
             raise ValueError(f"session {sid!r} is open already: finish or drop it first")
-        args = copy.copy(self.args)
-        args.rollout_max_context_len = max_context_tokens or args.rollout_max_context_len
         given = dict(sampling_defaults or {})
-        params = cast("SamplingParams", {**GenerateState(args).sampling_params, **given})
-        if isinstance(length := given.get("max_new_tokens"), int):
-            args.rollout_max_response_len = length
-        GenerateState(args).__dict__["tokenizer"] = self.tokenizer
+        args = self.args.with_values(
+            rollout_max_context_len=max_context_tokens or self.args.rollout_max_context_len,
+            rollout_max_response_len=given.get("max_new_tokens") or self.args.rollout_max_response_len,
+        )
+        state = GenerateState(args)
+        state.__dict__["tokenizer"] = self.tokenizer
+        params = cast("SamplingParams", {**state.sampling_params, **given})
         self._server.sessions[sid] = _Session(sid, args, params, self.max_turns)
         return sid
 
@@ -212,13 +212,12 @@ def _args(given: Args | None, model: str, sglang_url: str) -> Args:
     address = urlsplit(sglang_url if "://" in sglang_url else f"http://{sglang_url}")
     if not address.hostname or not address.port:
         raise ValueError(f"sglang_url {sglang_url!r} does not have the form http://host:port")
-    args = copy.copy(given) if given is not None else Args()
-    if given is None:
-        args.hf_checkpoint, args.rollout_backend = model, "sglang"
+    args = given
+    if args is None:
+        args = Args().with_values(hf_checkpoint=model, rollout_backend="sglang")
         if problems := resolve_defaults(args):
             raise ValueError("; ".join(problems))
-    args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port
-    return args
+    return args.with_values(sglang_router_ip=address.hostname, sglang_router_port=address.port)
 
 
 __all__ = ["AnthropicAdapter", "BaseAdapter", "OpenAIAdapter"]
