@@ -120,3 +120,32 @@ def load_megatron_lm(
             for name, tensor in named.items():
                 assert torch.equal(tensor.cpu(), source.get(name)), (layout, tag, name)
         leave_groups()
+
+
+def save_by_megatron_core(rank: int, ports: Any, tensors: Any, folder: Path, world: int) -> None:
+    """Let megatron-core write a checkpoint: stacked layers, of which each rank has some, and an object of bytes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import re
+
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    address = f"tcp://127.0.0.1:{ports.get(0)}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    layers = 1 + max(int(found[1]) for name in tensors if (found := re.match(r"decoder\.layers\.(\d+)\.", name)))
+    state: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if found is None:
+            state[name] = ShardedTensor.from_rank_offsets(name, tensor, replica_id=rank)
+        elif int(found[1]) % world == rank:
+            key, layer = f"decoder.layers.{found[2]}", int(found[1])
+            state[name] = ShardedTensor.from_rank_offsets(key, tensor, (0, layer, layers), prepend_axis_num=1)
+    state["extra"] = ShardedObject("decoder.layers.mlp.linear_fc1._extra_state", b"fp8", (1,), (0,), replica_id=rank)
+    if rank == 0:
+        (folder / "iter_0000003").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(folder / "iter_0000003"))
+    torch.distributed.destroy_process_group()

@@ -12,6 +12,9 @@ from launch import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import save_family
 
+from slime.weights.hf_folder import HfFolder
+from slime.weights.megatron_lm import open_megatron_lm
+
 sys.path.append(str(Path(__file__).resolve().parents[2] / "weights"))
 from megatron_lm_folders import stacked, their_names, write
 
@@ -77,3 +80,12 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_in_other_layouts(family: str, tmp
     tensors = their_names(path)
     theirs = write(tmp_path / "theirs", stacked(tensors) if in_one else tensors)
     run_ranks("loading_ranks:load_megatron_lm", 2, path, theirs, layouts, 2, seconds=300)
+
+
+def test_what_megatron_core_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
+    path = save_family("glm4", tmp_path / "model")
+    run_ranks("loading_ranks:save_by_megatron_core", 2, their_names(path), tmp_path / "theirs", 2, seconds=200)
+    weights, source = open_megatron_lm(str(tmp_path / "theirs"), str(path)), HfFolder(path)
+    assert weights is not None and set(weights.shapes()) == set(source.shapes())
+    for name, tensor in weights.named():
+        assert torch.equal(tensor, source.get(name)), name
