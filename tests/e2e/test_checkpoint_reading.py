@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path += [str(Path(__file__).resolve().parents[1] / room) for room in ("models", "weights")]
+from megatron_lm_folders import stacked, their_names, write
 from tiny_checkpoints import FP8_CONFIG, to_block_fp8
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -61,3 +62,26 @@ def test_trainer_and_engine_read_the_same_weights_from_a_quantized_checkpoint(ru
     exported = load_file(export / "0" / "model.safetensors")
     assert all(t.dtype in (torch.float32, torch.bfloat16) for t in exported.values())
     assert "quantization_config" not in json.loads((export / "0" / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_of_megatron_lm(runner, flags, tiny_model) -> None:
+    """Engines get them with the first sync; with a learning rate of 0 the export has them unchanged. The snapshot
+    goes to a folder of its own."""
+    tensors = load_file(tiny_model / "model.safetensors")
+    other = {name: tensor * 0.9 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    trained = copy_with(tiny_model, runner.tmp / "trained", other)
+    theirs = write(runner.tmp / "theirs", stacked(their_names(trained, padded=512)))
+    before = sorted(path.name for path in theirs.rglob("*"))
+    export, save = runner.tmp / "export", runner.tmp / "save"
+    words = ["--load", theirs, "--ref-load", theirs, "--use-kl-loss", "--lr", 0, "--num-rollout", 1]
+    result = runner.run(*flags, *words, "--save", save, "--save-interval", 1, "--save-hf", export / "{rollout_id}")
+    assert result.code == 0, result.output
+    assert "only the weights are read from this checkpoint of Megatron-LM" in result.output
+    (row,) = result.metrics()
+    assert row["train/train_rollout_logprob_abs_diff"] < 1e-4 and row["train/kl_loss"] == pytest.approx(0, abs=1e-6)
+    exported = load_file(export / "0" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, other[name].to(tensor.dtype)), name
+    assert (save / "iter_0000000" / "manifest.json").is_file()
+    assert sorted(path.name for path in theirs.rglob("*")) == before

@@ -23,14 +23,18 @@ PADDED = 96
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def their_names(folder: Path, experts: Experts = "grouped") -> dict[str, Tensor]:
-    """Return the parameters of a model with the names of Megatron-LM and the number of the layer in the name."""
+def their_names(folder: Path, experts: Experts = "grouped", padded: int = PADDED) -> dict[str, Tensor]:
+    """Return the parameters of a model with the names of Megatron-LM and the number of the layer in the name.
+
+    Args:
+        padded: The number of rows of the embeddings.
+    """
     config = load_hf_config(folder).get_text_config()
     family, source = family_of(config), HfFolder(folder)
     settings = {**family.settings(config.to_dict()), "padded_vocab_size": None}
     latent = bool(settings.get("multi_latent_attention"))
     out: dict[str, Tensor] = {}
-    for entry in family.entries({**settings, "padded_vocab_size": PADDED}):
+    for entry in family.entries({**settings, "padded_vocab_size": padded}):
         found = _LAYER.fullmatch(entry.megatron)
         prefix, rest = (f"decoder.layers.{found[1]}.", found[2]) if found else ("", entry.megatron)
         if entry.experts:
@@ -45,7 +49,7 @@ def their_names(folder: Path, experts: Experts = "grouped") -> dict[str, Tensor]
         tensor = full.flatten(0, 1) if full.dim() == 3 else full
         if "word_embeddings" in rest or rest == "output_layer.weight":
             count = int(settings["vocab_size"])
-            tensor = torch.cat([tensor[:count], torch.full((PADDED - count, tensor.shape[1]), 7.0)])
+            tensor = torch.cat([tensor[:count], torch.full((padded - count, tensor.shape[1]), 7.0)])
         is_moe = bool(settings.get("num_experts")) and f"{prefix}mlp.linear_fc1.weight" not in _dense(family, settings)
         out[prefix + _renamed(rest, latent, is_moe)] = tensor
     return out
