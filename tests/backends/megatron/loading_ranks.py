@@ -149,3 +149,16 @@ def save_by_megatron_core(rank: int, ports: Any, tensors: Any, folder: Path, wor
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(folder / "iter_0000003"))
     torch.distributed.destroy_process_group()
+
+
+def export(rank: int, ports: Any, path: Path, output: Path, world: int) -> None:
+    """Write a Hugging Face folder of untrained weights."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from fsdp_helpers import make_args
+
+    from slime.backends.create import create_backend
+
+    args = make_args(path, train_backend="megatron", world_size=world, train_dtype="float32")
+    args.megatron = {"tensor_model_parallel_size": 2}
+    backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(0))
+    backend.save_hf(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,16 @@ def test_what_megatron_core_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
     assert weights is not None and set(weights.shapes()) == set(source.shapes())
     for name, tensor in weights.named():
         assert torch.equal(tensor, source.get(name)), name
+
+
+def test_an_export_contains_the_layers_for_multi_token_prediction(tmp_path: Path) -> None:
+    path = save_family("glm4_moe", tmp_path / "model")
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    tensors = {**load_file(file), name: torch.randn(32, 64)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    run_ranks("loading_ranks:export", 2, path, tmp_path / "out", 2, seconds=200)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(exported) == set(tensors) and all(torch.equal(exported[each], x) for each, x in tensors.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
