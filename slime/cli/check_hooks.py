@@ -11,6 +11,7 @@ from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, complaint_of
 from slime.config.agent import AGENT_GENERATE
 from slime.config.args import FLAGS, Args
+from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
 
@@ -58,6 +59,9 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     return 1 if failed else 0
 
 
+_OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE)
+
+
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
     from slime.cli.hook_probes import PROBES
@@ -66,7 +70,7 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     for name in sorted((name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat")), key=lambda n: order.get(n, 99)):  # fmt: skip  # noqa: E501
         value, flag = getattr(args, name), FLAGS[name]
         paths = list(value or []) if flag.kind == "repeat" else [value]
-        same = (name in _EXCLUDED and value == args.rollout_function_path) or value == AGENT_GENERATE
+        same = (name in _EXCLUDED and value == args.rollout_function_path) or value in _OWN
         for path in paths:
             if path and path != flag.default and not same:
                 yield flag.option, name, path

@@ -40,7 +40,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 def all_checks() -> tuple[ExtraCheck, ...]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
     return (
-        _check_rows_and_rewards, check_schedules, check_family, _check_checkpoints,
+        _check_rows_and_rewards, _check_environment, check_schedules, check_family, _check_checkpoints,
         _check_snapshots, _check_save_folder, _check_server_options,
     )  # fmt: skip
 
@@ -51,6 +51,25 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
     from slime.rollout.rm_hub.checks import check_rewards
 
     return [*check_data(args, check_label), *check_rewards(args)]
+
+
+def _check_environment(args: Args) -> list[str]:
+    """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
+    if args.environment is None:
+        return []
+    from slime.config.hf_config import read_chat_template
+    from slime.environments.base import EnvironmentProblem
+    from slime.environments.registry import own_seed
+    from slime.environments.source import task_sample
+
+    try:
+        first = task_sample(own_seed(args.environment, args.rollout_seed), 0)
+    except EnvironmentProblem as error:
+        return [f"--environment {args.environment}: {error}"]
+    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
+    if template == "" and not isinstance(first.prompt, str):
+        return [f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which --environment needs"]
+    return []
 
 
 def check_schedules(args: Args) -> list[str]:

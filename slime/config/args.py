@@ -16,6 +16,7 @@ from slime.config.cluster import ClusterConfig
 from slime.config.corrections import DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
+from slime.config.environment import EnvironmentConfig
 from slime.config.flag import Flag, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
@@ -65,6 +66,7 @@ class Args(
     EvalConfig,
     RewardConfig,
     AgentConfig,
+    EnvironmentConfig,
     EngineConfig,
     AsyncConfig,
     WeightSyncConfig,

@@ -15,6 +15,7 @@ from slime.config import (
     corrections,
     data,
     engine,
+    environment,
     hooks,
     lora,
     megatron_flags,
@@ -43,6 +44,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     lora.derive_lora(args)
     lora.derive_sync(args)
     observability.derive_debug_modes(args)
+    problems += environment.derive_environment(args)
     problems += agent.derive_agent(args)
     data.derive_data(args)
     problems += batch.derive_batch(args)

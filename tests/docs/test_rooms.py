@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": LOW | {"weights", "observability", "checkpoint"},
     "rollout": {"config", "data", "engines", "observability", "utils"},
     "agent": {"config", "data", "engines", "rollout", "observability"},
+    "environments": {"config", "data", "engines", "rollout", "agent", "observability"},
     "utils": {"config", "data", "engines", "algorithms", "observability"},
     "ray": {"rollout"},  # import paths of older plug-ins
-    "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "observability"},
+    "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "environments", "observability"},
     "api": LOW | {"cluster", "observability"},
     "cli": LOW
     | {
@@ -154,6 +155,11 @@ STRINGS: dict[tuple[str, str], str] = {
         "slime.rollout.fully_async_rollout",
     ): "a value of --rollout-function-path with other checks",
     ("slime.config.agent", "slime.agent.rollout"): "--custom-generate-function-path, where an agent is given",
+    ("slime.config.environment", "slime.environments.source"): "--data-source-path, where --environment is given",
+    (
+        "slime.config.environment",
+        "slime.environments.rollout",
+    ): "--custom-generate-function-path, where --environment is given",
     (
         "slime.config.observability",
         "slime.rollout.forge_load",

@@ -1,0 +1,58 @@
+"""Flags of environments, which bring prompts, rewards and turns with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.config.flag import flag
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+ENVIRONMENT_SOURCE = "slime.environments.source.EnvironmentSource"
+ENVIRONMENT_GENERATE = "slime.environments.rollout.generate"
+
+
+@dataclass
+class EnvironmentConfig:
+    _title = "environments"
+
+    environment: str | None = flag(
+        None,
+        metavar="NAME:WHAT?KEY=VALUE",
+        help="Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID, or "
+        "file.py:Class of your own, with options after a question mark, such as reasoning_gym:chain_sum?max_terms=3",
+    )
+    environment_timeout: float = flag(
+        60.0,
+        above=0,
+        help="Deadline in seconds for the beginning and for each step of an episode of --environment; a sample that "
+        "waits longer is left out",
+    )
+
+
+_EXCLUDED = {
+    "prompt_data": "it brings its own prompts",
+    "data_source_path": "it is a data source of its own",
+    "custom_generate_function_path": "it speaks with the model itself",
+    "agent_function_path": "it speaks with the model itself",
+    "agent_command": "it speaks with the model itself",
+    "rm_type": "it scores its tasks itself; --custom-rm-path can score them instead",
+}
+
+
+def derive_environment(args: Args) -> list[str]:
+    """Select the data source and the generate function of ``--environment``."""
+    if args.environment is None:
+        return []
+    option = {name: f"--{name.replace('_', '-')}" for name in _EXCLUDED}
+    problems = [
+        f"--environment {args.environment} and {option[name]} exclude each other: {why}"
+        for name, why in _EXCLUDED.items()
+        if name in args.explicit and getattr(args, name) is not None
+    ]
+    if not problems:
+        args.data_source_path = ENVIRONMENT_SOURCE
+        args.custom_generate_function_path = ENVIRONMENT_GENERATE
+    return problems

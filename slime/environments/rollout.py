@@ -1,0 +1,139 @@
+"""The generate function of ``--environment``: the model and the environment speak in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from slime.data.sample import Sample
+from slime.environments.base import Episode, Step, StepFailed, StepLimits
+from slime.environments.registry import environment
+from slime.environments.source import NUMBER, SPEC
+from slime.observability.trace_utils import trace_span
+from slime.rollout.generate import generate as generate_text
+from slime.rollout.multi_turn import Conversation, ModelTurn
+from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.text import after_thinking
+from slime.types import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+_CLOSE_SECONDS = 10.0
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
+    """Generate one episode of the task that the sample's metadata names; a sample without a task gets one response.
+
+    The reward is the sum over the steps, unless ``--custom-rm-path`` is given, which then scores the sample. The sum is
+    in ``metadata["environment_return"]`` in any case. A sample whose environment gave no result is left out and
+    counted, see :func:`slime.rollout.rm_hub.outcome.mark_unscored`.
+    """
+    if SPEC not in sample.metadata:
+        return await generate_text(args, sample, sampling_params)
+    limits = StepLimits(args.environment_timeout, args.reward_workers)
+    try:
+        episode = await _start(sample, limits)
+    except StepFailed as failed:
+        return _give_up(args, sample, failed)
+    try:
+        total = await _converse(Conversation(args, sample, sampling_params, evaluation), episode, limits)
+    except StepFailed as failed:
+        mark_unscored(sample, failed.status, str(failed))
+        return sample
+    finally:
+        await _close(episode)
+    if sample.status is not Sample.Status.ABORTED and not sample.reward_timed_out:
+        sample.metadata["environment_return"] = total
+        sample.reward = None if args.custom_rm_path else total
+    return sample
+
+
+async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) -> float:
+    """Speak until the episode ends or the model has no room left, and return the sum of the rewards."""
+    total = 0.0
+    for turn in talk.turns:
+        if turn["answered"]:  # an aborted sample continues: bring the new episode to where the old one was
+            total += (await _step(talk.sample, episode, said(talk, turn), limits)).reward
+    while await talk.turn() is not None:
+        step = await _step(talk.sample, episode, said(talk, talk.turns[-1]), limits)
+        total += step.reward
+        if step.done:
+            # The environment ended the episode, so nothing is missing even if the last token used up the room.
+            if talk.sample.status is not Sample.Status.TRUNCATED:
+                talk.sample.status = Sample.Status.COMPLETED
+            break
+        if not talk.reply(step.messages):
+            break
+    return total
+
+
+def said(talk: Conversation, turn: ModelTurn) -> str:
+    """Return what the model said in a turn, without its reasoning and the special tokens at its end."""
+    tokens, tokenizer = talk.sample.tokens, talk.state.tokenizer
+    begin = len(tokens) - talk.sample.response_length
+    ids = list(tokens[begin + turn["start"] : None if turn["end"] is None else begin + turn["end"]])
+    special = set(tokenizer.all_special_ids)
+    while ids and ids[-1] in special:
+        ids.pop()
+    return after_thinking(tokenizer.decode(ids))
+
+
+async def _start(sample: Sample, limits: StepLimits) -> Episode:
+    made = environment(sample.metadata[SPEC])
+    try:
+        async with asyncio.timeout(limits.seconds):
+            return await made.start(int(sample.metadata[NUMBER]), limits)
+    except StepFailed:
+        raise
+    except TimeoutError as error:
+        raise StepFailed("timeout", _late("no episode began", limits)) from error
+    except Exception as error:  # Environments are programs of others, and one sample must not end the run.
+        raise StepFailed("error", f"an episode cannot begin: {type(error).__name__}: {error}"[:2000]) from error
+
+
+async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits) -> Step:
+    began = asyncio.get_running_loop().time()
+    try:
+        with trace_span(sample, "environment"):
+            step = await episode.step(text)
+    except StepFailed:
+        raise
+    except TimeoutError as error:
+        raise StepFailed("timeout", _late("no answer", limits)) from error
+    except Exception as error:  # As above.
+        raise StepFailed("error", f"{type(error).__name__}: {error}"[:2000]) from error
+    finally:
+        sample.non_generation_time += asyncio.get_running_loop().time() - began
+    if not math.isfinite(step.reward):
+        raise StepFailed("error", f"the environment gave the reward {step.reward}")
+    return step
+
+
+def _late(what: str, limits: StepLimits) -> str:
+    return f"{what} in {limits.seconds:g} s (--environment-timeout)"
+
+
+def _give_up(args: Args, sample: Sample, failed: StepFailed) -> Sample:
+    """Leave out a sample whose episode could not begin: its prompt and one token that is not trained."""
+    from slime.rollout.prompts import prompt_ids
+    from slime.rollout.state import GenerateState
+
+    state = GenerateState(args)
+    sample.reset_response()
+    end = state.tokenizer.eos_token_id
+    assert end is not None, "a model that answers in turns ends them with a token"
+    sample.tokens = prompt_ids(state, sample)
+    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
+    sample.status = Sample.Status.FAILED
+    mark_unscored(sample, failed.status, str(failed))
+    return sample
+
+
+async def _close(episode: Episode) -> None:
+    try:
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await episode.close()
+    except Exception:  # The episode has ended, and its result does not depend on this.
+        return
