@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 SCORED_ROWS = 8
 """So many labels are scored as if the model had answered them."""
 _SHOWN_CHARACTERS = 4000
-_OWN_FORMS = ("random", "remote_rm", "ifbench")
+_OWN_FORMS = ("random", "remote_rm", "ifbench", "code")
 """Reward types for which the label is no answer."""
 
 

@@ -205,7 +205,7 @@ def check_eval_files(args: Args) -> list[str]:
     return problems
 
 
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
+RM_TYPES = ("code", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
 
 
 SFT_LIKE = ("sft_loss", "custom_loss")
@@ -217,8 +217,8 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        help="Built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also "
-        "with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
+        help="Built-in reward: code, deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each "
+        "also with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
         "other flag provides rewards",
     )
     math_answer: str = flag(
@@ -238,6 +238,18 @@ class RewardConfig:
     eval_reward_key: str | None = flag(None, help="Key of the evaluation reward if rewards are dicts (--reward-key)")
     custom_reward_post_process_path: str | None = hook_flag(
         "Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"
+    )
+    code_timeout: float = flag(
+        10.0, above=0, help="Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"
+    )
+    code_memory_mb: int = flag(
+        1024, low=64, help="Address space in MiB of a program (--rm-type code); one that needs more is wrong"
+    )
+    code_isolation: str = flag(
+        "full",
+        choices=("full", "process"),
+        help="Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see "
+        "slime/rollout/sandbox.py",
     )
     reward_timeout: float = flag(
         30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"

@@ -115,6 +115,8 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
     metrics["truncated_ratio"] = fmean(float(sample.status is Sample.Status.TRUNCATED) for sample in samples)
     metrics["repetition_frac"] = fmean(float(has_repetition(sample.response)) for sample in samples)
+    outcomes = Counter(str(s.metadata["code_outcome"]) for s in samples if "code_outcome" in s.metadata)
+    metrics.update({f"code/{outcome}_count": float(count) for outcome, count in sorted(outcomes.items())})
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompt_tokens:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)

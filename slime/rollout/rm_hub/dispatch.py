@@ -19,7 +19,7 @@ from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
 from slime.rollout.hooks import parameters
-from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
+from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
@@ -27,7 +27,7 @@ from slime.rollout.rm_hub.text import after_thinking, last_boxed
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-_MODULES = (dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
+_MODULES = (code, dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
 
 
 def _built_in(name: str) -> Callable[[Args, Sample], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from slime.rollout.rm_hub import gpqa, ifbench
+from slime.rollout.rm_hub import code, gpqa, ifbench
 from slime.rollout.rm_hub.last_number import number_label
 from slime.rollout.rm_hub.math import gold_answer
 from slime.rollout.rm_hub.text import normalize_math
@@ -75,6 +75,7 @@ def _gpqa(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 _CHECKS: dict[str, Check] = {
+    "code": code.unreadable,
     "math": _math,
     "deepscaler": _math,
     "dapo": _dapo,

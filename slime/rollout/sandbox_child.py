@@ -1,4 +1,4 @@
-"""The process in which sandboxed code runs. :mod:`slime.agent.sandbox` starts this file as a program.
+"""The process in which sandboxed code runs. :mod:`slime.rollout.sandbox` starts this file as a program.
 
 Standard input is one JSON object with the code and its limits. One byte is written to the file descriptor in the
 argument when all limits are active and the code is about to start. This file uses only the standard library, and there
@@ -81,7 +81,7 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 
 class Order(TypedDict):
-    """The code and its limits, as :mod:`slime.agent.sandbox` sends them.
+    """The code and its limits, as :mod:`slime.rollout.sandbox` sends them.
 
     This process adds two fields: ``ready``, the file descriptor that gets a byte when the code starts, and ``user``,
     the user and group id of the code if this process is root.

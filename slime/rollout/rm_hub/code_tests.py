@@ -1,0 +1,251 @@
+"""The formats of labels of ``--rm-type code``, and the programs that test a response. See :mod:`.code`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SPACE = (
+    "from typing import *\nfrom collections import *\nfrom functools import *\nfrom itertools import *\n"
+    "from heapq import *\nfrom bisect import *\nimport collections, functools, heapq, itertools, math, re, string\n"
+)
+"""What a function of a response can use without importing it, as on the sites that the code sets come from."""
+_HARNESS = """\
+import io, json, resource, sys
+_order = json.loads({order!r})
+resource.setrlimit(resource.RLIMIT_CPU, (_order["cpu"], _order["cpu"] + 1))
+"""
+_ASSERTS = """\
+_names = {"__name__": "solution"}
+for _part in _order["parts"]:
+    exec(compile(_part, "<code>", "exec"), _names)
+print("\\n" + _order["done"])
+"""
+_STDIN = """\
+sys.stdin = io.TextIOWrapper(io.BytesIO(_order["input"].encode()), encoding="utf-8")
+sys.argv = ["main.py"]
+exec(compile(_order["code"], "<code>", "exec"), {"__name__": "__main__"})
+"""
+_CALL = """\
+_names = {"__name__": "solution"}
+for _part in _order["parts"]:
+    exec(compile(_part, "<code>", "exec"), _names)
+_name = _order["function"]
+_function = _names[_name] if _name in _names else getattr(_names["Solution"](), _name)
+_result = json.dumps(_function(*_order["arguments"]), default=list)
+print("\\n" + _order["done"] + _result)
+"""
+
+
+class BadTests(ValueError):
+    """A label holds no tests in a known format; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input and its output: texts for a program, or arguments and a result for a function."""
+
+    given: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """The tests of one row.
+
+    Attributes:
+        asserts: code that raises if the answer is wrong.
+        cases: inputs and outputs.
+        function: name of the function that ``cases`` call; empty for programs that read the standard input.
+        prefix: code that is put before an answer that does not define ``entry``.
+        entry: name of the function that ``asserts`` check.
+    """
+
+    asserts: str = ""
+    cases: tuple[Case, ...] = ()
+    function: str = ""
+    prefix: str = ""
+    entry: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A program for the sandbox, and the test of what it prints."""
+
+    program: str
+    done: str = (
+        ""  # what the program prints when it has come to its end; empty: everything that it prints is the answer
+    )
+    case: Case | None = None
+
+    def passed(self, stdout: str) -> bool:
+        """Whether the output of a program that ended without an error is right."""
+        if not self.done:
+            assert self.case is not None
+            return same_output(stdout, str(self.case.expected))
+        _, found, result = stdout.rpartition(f"\n{self.done}")
+        if not found or self.case is None:
+            return bool(found)
+        try:
+            return _same_result(json.loads(result), self.case.expected)
+        except ValueError:
+            return False
+
+
+def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
+    """Yield the programs that test ``code``, each with its own processor time in seconds."""
+    if tests.entry and f"def {tests.entry}" not in code:
+        code = f"{tests.prefix}\n{code}"
+    # A program cannot contain a hash of itself, so it cannot print this before its tests have ended.
+    done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
+    order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "parts": [_SPACE, code]}
+    if tests.asserts:
+        yield Trial(_program(_ASSERTS, {**order, "parts": [_SPACE, code, tests.asserts]}), done)
+    for case in tests.cases:
+        if tests.function:
+            more = {"function": tests.function, "arguments": case.given}
+            yield Trial(_program(_CALL, {**order, **more}), done, case)
+        else:
+            yield Trial(_program(_STDIN, {"cpu": cpu_seconds, "code": code, "input": case.given}), "", case)
+
+
+def _program(body: str, order: Mapping[str, Any]) -> str:
+    return _HARNESS.format(order=json.dumps(order)) + body
+
+
+def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
+    """Read the tests of a row.
+
+    These formats are known, each also as JSON text:
+
+    * asserts as a text or a list of texts (MBPP);
+    * ``{"test": code, "entry_point": name}``, where the code defines ``check(candidate)`` (HumanEval), also with
+      ``prompt``, the beginning of the answer, and ``test_setup_code``;
+    * ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` if a function is called (APPS, TACO);
+    * a list of ``{"input": ..., "output": ..., "testtype": "stdin" or "functional"}`` (LiveCodeBench). The name of the
+      function is ``func_name`` or ``fn_name`` of the metadata.
+
+    Raises:
+        BadTests: the label has another format.
+    """
+    value = _decoded(label)
+    if isinstance(value, str) and value.strip():
+        return CodeTests(asserts=_compiled(value))
+    if isinstance(value, list) and value and all(isinstance(entry, str) for entry in value):
+        return CodeTests(asserts=_compiled("\n".join(value)))
+    if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+        return _listed_cases(value, metadata)
+    if isinstance(value, Mapping) and "test" in value:
+        return _human_eval(value)
+    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
+        return _in_and_out(value)
+    shown = f"{str(value)[:80]!r}" if value is not None else "missing"
+    raise BadTests(
+        f"the label is {shown}; it needs asserts (a text or a list), an object with test and entry_point, an object "
+        "with inputs and outputs, or a list of objects with input and output"
+    )
+
+
+def _decoded(label: object) -> Any:
+    if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(label)
+        except ValueError as error:
+            raise BadTests(f"the label looks like JSON, but is not: {error}") from error
+    return label
+
+
+def _compiled(code: str) -> str:
+    try:
+        compile(code, "<tests>", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise BadTests(f"the tests are not Python: {error}") from error
+    if "assert" not in code and "check" not in code and "raise" not in code:
+        raise BadTests(f"the tests contain no assert: {code[:80]!r}")
+    return code
+
+
+def _human_eval(label: Mapping[str, Any]) -> CodeTests:
+    entry = label.get("entry_point") or ""
+    code = f"{label.get('test_setup_code') or ''}\n{label['test']}\n"
+    if "def check(" in code:
+        if not entry:
+            raise BadTests("the tests define check(candidate), but the label has no entry_point")
+        code += f"\ncheck({entry})\n"
+    return CodeTests(asserts=_compiled(code), prefix=str(label.get("prompt") or ""), entry=str(entry))
+
+
+def _in_and_out(label: Mapping[str, Any]) -> CodeTests:
+    inputs, outputs = label["inputs"], label["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise BadTests("inputs and outputs must be lists of the same length with at least one entry")
+    name = str(label.get("fn_name") or "")
+    if name:
+        if not all(isinstance(given, list) for given in inputs):
+            raise BadTests(f"fn_name is {name}, so each entry of inputs must be a list of arguments")
+        return CodeTests(cases=tuple(map(Case, inputs, outputs)), function=name)
+    return CodeTests(cases=tuple(Case(_joined(i), _joined(o)) for i, o in zip(inputs, outputs, strict=True)))
+
+
+def _listed_cases(label: Sequence[Mapping[str, Any]], metadata: Mapping[str, object]) -> CodeTests:
+    if not all("input" in case and "output" in case for case in label):
+        raise BadTests("each case needs input and output")
+    if all(case.get("testtype") != "functional" for case in label):
+        return CodeTests(cases=tuple(Case(_joined(case["input"]), _joined(case["output"])) for case in label))
+    name = str(metadata.get("func_name") or metadata.get("fn_name") or "")
+    if not name:
+        raise BadTests("functional cases need the name of the function: func_name in the row's metadata")
+    try:
+        cases = tuple(
+            Case([json.loads(line) for line in case["input"].splitlines() if line.strip()], json.loads(case["output"]))
+            for case in label
+        )
+    except (ValueError, AttributeError, TypeError) as error:
+        raise BadTests(
+            f"input of a functional case is one JSON value a line, output one JSON value: {error}"
+        ) from error
+    return CodeTests(cases=cases, function=name)
+
+
+def _joined(value: object) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Whether two outputs have the same words in the same lines. Empty lines at the end and spaces do not count, and
+    numbers with a decimal point may differ by a millionth."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if not any(mark in f"{found}{expected}" for mark in ".eE"):
+        return False
+    try:
+        return math.isclose(float(found), float(expected), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+def _same_result(found: Any, expected: Any) -> bool:
+    """Whether a function returned what was expected. APPS wraps some results in a list of one entry."""
+    if isinstance(expected, list) and len(expected) == 1 and _same_value(found, expected[0]):
+        return True
+    return _same_value(found, expected)
+
+
+def _same_value(found: Any, expected: Any) -> bool:
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_same_value, found, expected))
+    if isinstance(found, float) or isinstance(expected, float):
+        numbers = isinstance(found, int | float) and isinstance(expected, int | float)
+        return numbers and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(found == expected)
