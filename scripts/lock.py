@@ -84,7 +84,7 @@ def lock_extra(extra: str, megabytes: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=LOCK)
-    parser.add_argument("--megabytes", type=int, default=345, help="download size to announce, without torch")
+    parser.add_argument("--megabytes", type=int, default=365, help="download size to announce, without torch")
     parser.add_argument("--extra", choices=sorted(ALONE), help="write the lock of this extra instead")
     args = parser.parse_args()
     if args.extra:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.files import file_of, first_row, read_yaml
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
+from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, context_notice, is_fully_async
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class DataConfig:
     _title = "data"
 
     prompt_data: str | None = path_flag(
-        "File of training prompts in JSONL, Parquet or JSON; path@[a:b] selects a slice of its rows"
+        "File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train; "
+        "path@[a:b] selects a slice of its rows"
     )
     input_key: str = flag("prompt", help="Column of the prompt, which is a text or a list of messages")
     label_key: str | None = flag(
@@ -98,7 +100,7 @@ def check_data_files(args: Args) -> list[str]:
         if needs_data and not custom_source:
             return ["--prompt-data is missing: pass a JSONL or Parquet file, or your own --data-source-path"]
         return []
-    if file_of(args.prompt_data).is_file() or custom_source:
+    if file_of(args.prompt_data).is_file() or custom_source or data_name(args.prompt_data) is not None:
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
 
@@ -114,7 +116,10 @@ class EvalConfig:
 
     eval_interval: int | None = flag(None, low=1, help="Number of rollouts between evaluations. Default: no evaluation")
     eval_prompt_data: list[str] | None = flag(
-        None, kind="pairs", metavar="NAME PATH", help="Evaluation data sets as pairs of name and file; may be repeated"
+        None,
+        kind="pairs",
+        metavar="NAME PATH",
+        help="Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated",
     )
     eval_config: str | None = path_flag("YAML file of evaluation data sets with their own settings")
     eval_function_path: str = flag(
@@ -194,7 +199,9 @@ def derive_evaluation(args: Args) -> None:
 def check_eval_files(args: Args) -> list[str]:
     pairs, problems = eval_pairs(args.eval_prompt_data or [])
     problems += [
-        f"--eval-prompt-data {name} {path}: no such file" for name, path in pairs if not file_of(path).is_file()
+        f"--eval-prompt-data {name} {path}: no such file"
+        for name, path in pairs
+        if not file_of(path).is_file() and data_name(path) is None
     ]
     names = [name for name, _ in pairs]
     doubled = sorted({name for name in names if names.count(name) > 1})

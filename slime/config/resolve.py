@@ -19,6 +19,7 @@ from slime.config import (
     hooks,
     lora,
     megatron_flags,
+    named_data,
     observability,
     passthrough,
     rollout,
@@ -46,6 +47,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     observability.derive_debug_modes(args)
     problems += environment.derive_environment(args)
     problems += agent.derive_agent(args)
+    problems += named_data.derive_named_data(args)
     data.derive_data(args)
     problems += batch.derive_batch(args)
     algorithm.derive_algorithm(args)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from slime.config.data import eval_pairs
 from slime.config.files import load_yaml
+from slime.config.named_data import NamedDataError, data_name, named_path
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
 
@@ -100,7 +101,8 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     name "aime").
 
     Raises:
-        ValueError: a key of ``eval.defaults`` is unknown, or the file or list is malformed.
+        ValueError: a key of ``eval.defaults`` is unknown, the file or list is malformed, or a data set cannot be loaded
+            by its name.
         TypeError: a key of a data set is unknown, or a value has the wrong type.
         FileNotFoundError: the file of ``--eval-config`` does not exist.
     """
@@ -116,7 +118,22 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     if twice:
         raise ValueError(f"evaluation data sets need different names; used more than once: {', '.join(twice)}")
     run = EvalDatasetConfig.from_args(args)
-    return [_resolve(run, defaults, entry) for entry in entries]
+    return [_with_file(_resolve(run, defaults, entry)) for entry in entries]
+
+
+def _with_file(config: EvalDatasetConfig) -> EvalDatasetConfig:
+    """Replace the name of a data set by the file with its rows.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    name = data_name(config.path)
+    if name is None:
+        return config
+    try:
+        return replace(config, path=named_path(name))
+    except NamedDataError as error:
+        raise ValueError(f"evaluation set {config.name}, {config.path}: {error}") from error
 
 
 def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) -> EvalDatasetConfig:

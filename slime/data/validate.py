@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from slime.config.data import DEFAULT_DATA_SOURCE
+from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, is_fully_async
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.prompts import Report, RowKeys, parse_rows
@@ -33,11 +34,11 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     found: list[str] = []
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     if _reads_prompts(args):
-        if args.prompt_data:
+        if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
             rm_type = _reward_type(EvalDatasetConfig.from_args(args), args.loss_type, own_rollout)
             found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit)
-        else:
+        elif not args.prompt_data:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
     try:
         datasets = resolve_eval_datasets(args)

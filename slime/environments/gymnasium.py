@@ -62,16 +62,14 @@ class Gymnasium(Environment):
 
     def __init__(self, create: Callable[[], Any], tasks: int, seed: int, system: str, tag: str) -> None:
         self._create, self._count, self._seed, self._system, self._tag = create, tasks, seed, system, tag
-        self._first: Any = None
-        self._lock = threading.Lock()  # of the environment that shows the first observations
+        self._first = create()  # shows the first observations
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._count
 
     def task(self, number: int) -> Task:
         with self._lock:
-            if self._first is None:
-                self._first = self._create()
             observation, _ = self._first.reset(seed=self.reset_seed(number))
         prompt: list[Message] = [{"role": "user", "content": _text(observation)}]
         if self._system:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import quote, unquote
@@ -99,9 +99,12 @@ def environment(text: str) -> Environment:
         EnvironmentProblem: the name or an option is unknown, or a package is missing.
     """
     spec = Spec.parse(text)
-    make = _own(spec.name) if spec.name not in ADAPTERS else _adapter(spec.name)
     try:
-        made = make(spec.what, **spec.options) if spec.name in ADAPTERS else make(**spec.options)
+        made: object
+        if spec.name in ADAPTERS:
+            made = _adapter(spec.name)(spec.what, **spec.options)
+        else:
+            made = _own(spec.name)(**spec.options)
     except EnvironmentProblem:
         raise
     except Exception as error:  # Packages and users' classes raise what they like for options that they do not accept.
@@ -121,12 +124,12 @@ def _adapter(name: str) -> Make:
     return make
 
 
-def _own(name: str) -> Make:
+def _own(name: str) -> Callable[..., object]:
     if "." not in name:
         known = ", ".join(ADAPTERS)
         raise EnvironmentProblem(f"there is no environment {name!r}: known are {known}, and file.py:Class of your own")
     try:
-        found: Make = load_function(name)
+        found: Callable[..., object] = load_function(name)
     except HookError as error:
         raise EnvironmentProblem(str(error)) from error
     except Exception as error:  # The user's file can raise anything.

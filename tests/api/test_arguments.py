@@ -165,3 +165,11 @@ def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path)
 def test_a_dry_run_prints_its_report(base: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     slime.dry_run(**base, reward=lambda response, label: float(response == label), rollout_batch_size=1)
     assert "the same for the first 2 prompts: 1.0, 1.0" in capsys.readouterr().out
+
+
+def test_a_real_data_frame_is_rows(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="pip install pandas")
+    frame = pandas.DataFrame({"prompt": ["x", "y"], "label": [3, 4]})
+    path = Path(arguments._file_of(frame, tmp_path / "data.jsonl"))
+    expected = [{"prompt": "x", "label": 3}, {"prompt": "y", "label": 4}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == expected

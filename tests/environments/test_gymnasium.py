@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +101,22 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'slime\[gymnasium\]'"):
         environment("gymnasium:Guess-v0?seed=98765")
+
+
+async def test_the_example_of_the_guide_is_an_environment(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "en" / "environments.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    for block in blocks:
+        name = block.split('"""')[1].partition(":")[0]
+        (tmp_path / name).write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    sample, _ = await play("gymnasium:higher_lower:HigherLower-v0", ["0"] * 4)
+    assert (
+        sample.reward == 0.0
+        and sample.status is Sample.Status.COMPLETED
+        and sample.response.count("It is higher.") == 3
+    )
+    sample, _ = await play(f"{tmp_path}/echo.py:Echo?count=3", ["no", "word2"], number=2)
+    assert sample.reward == 1.0
