@@ -11,6 +11,7 @@ from make_args import make_args
 from slime.checkpoint import snapshot
 from slime.cluster.checks import (
     _check_checkpoints,
+    _check_environment,
     _check_save_folder,
     _check_snapshots,
     check_schedules,
@@ -144,3 +145,21 @@ def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_leng
     assert check_schedules(args) == []
     args.num_rollout = 100
     assert check_schedules(args) == []
+
+
+def test_an_environment_that_cannot_be_created_or_needs_a_template_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text(
+        "from slime.environments.base import Environment, Task\n"
+        "class One(Environment):\n"
+        "    def __len__(self):\n        return 1\n"
+        "    def task(self, number):\n        return Task([{'role': 'user', 'content': 'x'}])\n"
+        "    async def start(self, number, limits):\n        raise AssertionError\n"
+    )
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    args = make_args(environment=f"{file}:One")
+    assert _check_environment(args) == []
+    args.hf_checkpoint = str(tmp_path)
+    assert "has no chat template, which --environment needs" in _check_environment(args)[0]
+    args.environment = "reasoning_gim:chain_sum"
+    assert "there is no environment 'reasoning_gim'" in _check_environment(args)[0]
