@@ -11,7 +11,7 @@ from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, complaint_of
 from slime.config.agent import AGENT_GENERATE
 from slime.config.args import FLAGS, Args
-from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
+from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE
 from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
 
@@ -59,7 +59,7 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     return 1 if failed else 0
 
 
-_OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE)
+_OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE)
 
 
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:

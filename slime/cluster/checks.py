@@ -55,6 +55,8 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
 
 def _check_environment(args: Args) -> list[str]:
     """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
+    if args.mcp_server:
+        return _check_mcp()
     if args.environment is None:
         return []
     from slime.config.hf_config import read_chat_template
@@ -69,6 +71,17 @@ def _check_environment(args: Args) -> list[str]:
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
     if template == "" and not isinstance(first.prompt, str):
         return [f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which --environment needs"]
+    return []
+
+
+def _check_mcp() -> list[str]:
+    from slime.environments.base import EnvironmentProblem
+    from slime.environments.mcp import check_package
+
+    try:
+        check_package()
+    except EnvironmentProblem as error:
+        return [f"--mcp-server: {error}"]
     return []
 
 

@@ -212,7 +212,7 @@ def check_eval_files(args: Args) -> list[str]:
     return problems
 
 
-RM_TYPES = ("code", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "code", "last_number", "random", "remote_rm")
 
 
 SFT_LIKE = ("sft_loss", "custom_loss")
@@ -224,7 +224,7 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        help="Built-in reward: code, deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each "
+        help="Built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, code, last_number, random or remote_rm, each "
         "also with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
         "other flag provides rewards",
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_SOURCE = "slime.environments.source.EnvironmentSource"
 ENVIRONMENT_GENERATE = "slime.environments.rollout.generate"
+MCP_GENERATE = "slime.environments.mcp.generate"
 
 
 @dataclass
@@ -28,7 +29,12 @@ class EnvironmentConfig:
         60.0,
         above=0,
         help="Deadline in seconds for the beginning and for each step of an episode of --environment; a sample that "
-        "waits longer is left out",
+        "waits longer is left out. Also for each call of a tool of --mcp-server",
+    )
+    mcp_server: list[str] | None = flag(
+        None,
+        help="MCP servers whose tools the model may call, each as a command in quotes, which is started for each "
+        "sample, or as an http URL",
     )
 
 
@@ -44,6 +50,8 @@ _EXCLUDED = {
 
 def derive_environment(args: Args) -> list[str]:
     """Select the data source and the generate function of ``--environment``."""
+    if args.mcp_server:
+        return _derive_mcp(args)
     if args.environment is None:
         return []
     option = {name: f"--{name.replace('_', '-')}" for name in _EXCLUDED}
@@ -55,4 +63,21 @@ def derive_environment(args: Args) -> list[str]:
     if not problems:
         args.data_source_path = ENVIRONMENT_SOURCE
         args.custom_generate_function_path = ENVIRONMENT_GENERATE
+    return problems
+
+
+def _derive_mcp(args: Args) -> list[str]:
+    """Select the generate function of ``--mcp-server``."""
+    others = ("environment", "custom_generate_function_path", "agent_function_path", "agent_command")
+    problems = [
+        f"--mcp-server and --{name.replace('_', '-')} exclude each other: both speak with the model"
+        for name in others
+        if getattr(args, name) is not None
+    ]
+    if args.apply_chat_template:
+        problems.append(
+            "--mcp-server writes its tools into the chat template when a sample begins: leave out --apply-chat-template"
+        )
+    if not problems:
+        args.custom_generate_function_path = MCP_GENERATE
     return problems

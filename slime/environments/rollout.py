@@ -36,7 +36,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
     try:
         episode = await _start(sample, limits)
     except StepFailed as failed:
-        return _give_up(args, sample, failed)
+        return give_up(args, sample, failed)
     try:
         total = await _converse(Conversation(args, sample, sampling_params, evaluation), episode, limits)
     except StepFailed as failed:
@@ -115,7 +115,7 @@ def _late(what: str, limits: StepLimits) -> str:
     return f"{what} in {limits.seconds:g} s (--environment-timeout)"
 
 
-def _give_up(args: Args, sample: Sample, failed: StepFailed) -> Sample:
+def give_up(args: Args, sample: Sample, failed: StepFailed) -> Sample:
     """Leave out a sample whose episode could not begin: its prompt and one token that is not trained."""
     from slime.rollout.prompts import prompt_ids
     from slime.rollout.state import GenerateState

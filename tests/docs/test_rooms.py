@@ -160,6 +160,7 @@ STRINGS: dict[tuple[str, str], str] = {
         "slime.config.environment",
         "slime.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
+    ("slime.config.environment", "slime.environments.mcp"): "the same, where --mcp-server is given",
     (
         "slime.config.observability",
         "slime.rollout.forge_load",

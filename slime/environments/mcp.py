@@ -1,0 +1,174 @@
+"""The generate function of ``--mcp-server``: tools of MCP servers, which the model calls in several turns.
+
+Each sample has connections of its own, so a server that is a command is a process of its own for each sample. The
+schemas of the tools go into the chat template; a template without tools gets them in words. Calls are parsed as the
+agents' endpoint parses them (``--agent-tool-parser``). Errors of a tool are messages for the model; a server that
+cannot be reached leaves its sample without a reward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from slime.agent.messages import RAW_ARGUMENTS, CalledFunction, Tool
+from slime.agent.tool_parsers import tool_parser, tools_in_words
+from slime.config.agent import choose_parser
+from slime.config.hf_config import read_config
+from slime.data.sample import Message, Sample
+from slime.environments.base import StepFailed
+from slime.environments.registry import missing_package
+from slime.environments.rollout import give_up, said
+from slime.rollout.multi_turn import Conversation
+from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
+    """Generate one conversation in which the model may call the tools of ``--mcp-server``.
+
+    It ends with the first turn without a call. ``--rm-type`` or ``--custom-rm-path`` scores it.
+    """
+    stack = AsyncExitStack()
+    try:
+        servers = await Servers.connect(stack, args.mcp_server or [], args.environment_timeout)
+        return await _converse(args, sample, servers, sampling_params, evaluation)
+    except StepFailed as failed:
+        return give_up(args, sample, failed)
+    finally:
+        # Not as a context of the code above: the tasks of a client would wrap an error of an engine in a group.
+        with contextlib.suppress(Exception):  # The conversation does not depend on how a server ends.
+            await stack.aclose()
+
+
+async def _converse(
+    args: Args, sample: Sample, servers: Servers, sampling_params: SamplingParams, evaluation: bool
+) -> Sample:
+    _show_tools(args, sample, servers.schemas)
+    talk = Conversation(args, sample, sampling_params, evaluation)
+    parser = tool_parser(_parser_name(args), servers.schemas)
+    while await talk.turn() is not None:
+        _, calls = parser.parse(said(talk, talk.turns[-1]))
+        if not calls:
+            break
+        results = await talk.tools([servers.call(entry["function"]) for entry in calls], args.environment_timeout)
+        if servers.lost is not None:
+            mark_unscored(sample, "error", servers.lost)
+            break
+        names = [entry["function"]["name"] for entry in calls]
+        messages = [{"role": "tool", "name": n, "content": r} for n, r in zip(names, results, strict=True)]
+        if not talk.reply(messages):
+            break
+    return sample
+
+
+class Servers:
+    """The tools of connected servers. Two servers must not have a tool of the same name.
+
+    Attributes:
+        schemas: the tools in the form of chat templates.
+        lost: why a server could not answer; None as long as all do.
+    """
+
+    def __init__(self) -> None:
+        self.schemas: list[Tool] = []
+        self.lost: str | None = None
+        self._clients: dict[str, Any] = {}
+
+    @classmethod
+    async def connect(cls, stack: AsyncExitStack, addresses: Sequence[str], seconds: float) -> Servers:
+        """Connect to the servers, until ``stack`` is closed.
+
+        Raises:
+            StepFailed: a server cannot be started or reached, or two have a tool of the same name.
+        """
+        from mcp import Client, StdioServerParameters
+
+        found = cls()
+        for address in addresses:
+            words = shlex.split(address)
+            target: Any = address
+            if not address.startswith(("http://", "https://")):
+                target = StdioServerParameters(command=words[0], args=words[1:])
+            try:
+                client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
+                listed = (await client.list_tools()).tools
+            except Exception as error:  # The package, anyio and the HTTP client raise different errors.
+                raise StepFailed("error", f"--mcp-server {address}: {type(error).__name__}: {error}"[:2000]) from error
+            for tool in listed:
+                found.add(tool, client, address)
+        return found
+
+    def add(self, tool: Any, client: Any, address: str) -> None:
+        """Add a tool of a client."""
+        if tool.name in self._clients:
+            raise StepFailed("error", f"--mcp-server {address}: another server has a tool {tool.name} too")
+        self._clients[tool.name] = client
+        self.schemas.append({
+            "type": "function",
+            "function": {
+                "name": tool.name, "description": tool.description or "", "parameters": tool.input_schema,
+            },
+        })  # fmt: skip
+
+    async def call(self, function: CalledFunction) -> str:
+        """Call a tool; errors of the call are texts for the model."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        name, arguments = function["name"], function["arguments"]
+        if name not in self._clients:
+            return f"error: there is no tool {name!r}; there are {', '.join(self._clients)}"
+        if RAW_ARGUMENTS in arguments:
+            return "error: the arguments are not a JSON object"
+        try:
+            result = await self._clients[name].call_tool(name, arguments)
+        except MCPError as error:
+            if error.error.code != CONNECTION_CLOSED:
+                return f"error: {error}"
+            self.lost = f"the MCP server of the tool {name} has ended: {error}"[:2000]
+            return "error: no answer"
+        except Exception as error:  # The connection is lost.
+            self.lost = f"the MCP server of the tool {name}: {type(error).__name__}: {error}"[:2000]
+            return "error: no answer"
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts)
+        return f"error: {text}" if result.is_error else text
+
+
+def check_package() -> None:
+    """Raise :class:`~slime.environments.base.EnvironmentProblem` if the package is missing or too old."""
+    try:
+        from mcp import Client, StdioServerParameters  # noqa: F401
+    except ImportError as error:
+        raise missing_package("mcp", error) from error
+
+
+def _show_tools(args: Args, sample: Sample, schemas: list[Tool]) -> None:
+    """Put the tools into the prompt, unless the sample continues and has them there."""
+    if sample.tokens:
+        return
+    prompt: list[Message] = sample.prompt if isinstance(sample.prompt, list) else []
+    if not prompt:
+        prompt = [{"role": "user", "content": sample.prompt}]
+    if "tools" in str(GenerateState(args).tokenizer.chat_template):
+        sample.metadata = {**sample.metadata, "tools": schemas}
+    else:
+        words = tools_in_words(schemas)
+        if prompt[0].get("role") == "system":
+            words, prompt = f"{prompt[0]['content']}\n\n{words}", prompt[1:]
+        prompt = [{"role": "system", "content": words}, *prompt]
+    sample.prompt = prompt
+
+
+def _parser_name(args: Args) -> str:
+    template = str(GenerateState(args).tokenizer.chat_template or "")
+    model_type = (read_config(args.hf_checkpoint) or {}).get("model_type") if args.hf_checkpoint else None
+    return choose_parser(args.agent_tool_parser, template, model_type)

@@ -1,0 +1,127 @@
+"""``--mcp-server`` with the real package and a real server, over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_args import make_args
+from scripted_engine import Script
+
+from slime.cluster.checks import _check_environment
+from slime.config.environment import MCP_GENERATE
+from slime.data.sample import Sample
+from slime.engines.http import HttpError
+from slime.environments.mcp import generate
+
+pytest.importorskip("mcp_types", reason="pip install 'slime[mcp]'")
+pytestmark = [pytest.mark.real]
+SERVER = Path(__file__).with_name("mcp_tools.py")
+COMMAND = f"{sys.executable} {SERVER}"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call><eos>"
+
+
+async def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, server: str, says: list[str], **flags: Any) -> Any:
+    script = Script(monkeypatch, folder, mcp_server=[server], **flags)
+    script.says = says
+    sample = Sample(prompt=[{"role": "user", "content": "Go."}], index=0, group_index=0)
+    return await generate(script.args, sample, script.params), script
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
+    try:
+        for _ in range(600):
+            with socket.socket() as attempt:
+                if attempt.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, "the server ended"
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+async def test_calls_reach_a_command_and_errors_reach_the_model(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
+    says = [call("add", a=2, b=40), call("fail"), call("nothing"), call("add", a="x", b=1), "It is 42.<eos>"]
+    spoken = "".join(says)
+    sample, script = await talk(monkeypatch, bytes_dir, COMMAND, says)
+    assert '"name": "add"' in script.asked[0] and "Add two numbers." in script.asked[0]
+    assert script.asked[1].endswith("<tool>42<eos><assistant>")
+    assert "error: " in script.asked[2].rpartition("<tool>")[2] and "Error executing tool fail" in script.asked[2]
+    assert script.asked[3].endswith(
+        "<tool>error: there is no tool 'nothing'; there are add, count, fail, die<eos><assistant>"
+    )
+    assert "error: " in script.asked[4].rpartition("<tool>")[2], "arguments of the wrong type"
+    assert sample.status is Sample.Status.COMPLETED and sample.reward is None and not sample.reward_timed_out
+    assert script.trained(sample) == spoken, "results of tools have no loss"
+
+
+async def test_each_sample_has_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+    for _ in range(2):
+        _, script = await talk(monkeypatch, bytes_dir, COMMAND, [call("count"), call("count"), "Done.<eos>"])
+        assert "<tool>call 1<" in script.asked[1] and "<tool>call 2<" in script.asked[2]
+
+
+async def test_calls_reach_a_server_over_http(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, url: str) -> None:
+    _, script = await talk(monkeypatch, bytes_dir, url, [call("add", a=1, b=1), "2<eos>"])
+    assert script.asked[1].endswith("<tool>2<eos><assistant>")
+
+
+@pytest.mark.parametrize("server", ["/nowhere/to/be/found", "http://127.0.0.1:9/mcp"])
+async def test_a_server_that_cannot_be_reached_costs_its_sample_only(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, server: str
+) -> None:
+    sample, _ = await talk(monkeypatch, bytes_dir, server, [])
+    assert sample.remove_sample and f"--mcp-server {server}" in sample.metadata["reward_failure"]
+
+
+async def test_a_server_that_dies_costs_its_sample_only(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+    sample, _ = await talk(monkeypatch, bytes_dir, COMMAND, [call("die"), "x<eos>"], environment_timeout=20.0)
+    assert sample.remove_sample and "the MCP server of the tool die" in sample.metadata["reward_failure"]
+
+
+def test_the_flag_selects_the_generate_function() -> None:
+    args = make_args(mcp_server=["python tools.py"], rm_type="f1")
+    assert args.custom_generate_function_path == MCP_GENERATE and _check_environment(args) == []
+    for more in (
+        {"environment": "reasoning_gym:x"},
+        {"custom_generate_function_path": "a.b"},
+        {"apply_chat_template": True},
+    ):
+        with pytest.raises(ValueError, match="--mcp-server"):
+            make_args(mcp_server=["x"], **more)  # type: ignore[arg-type]
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    assert "pip install 'slime[mcp]'" in _check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
+
+
+async def test_an_error_of_an_engine_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+    script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
+
+    async def refuse(*_: object) -> None:
+        raise HttpError("the prompt is longer than the model's context", 400)
+
+    monkeypatch.setattr("slime.rollout.generate.ask_engine", refuse)
+    sample = Sample(prompt="Go.", index=0, group_index=0)
+    with pytest.raises(HttpError):
+        await generate(script.args, sample, script.params)
