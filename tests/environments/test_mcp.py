@@ -119,7 +119,7 @@ async def test_an_error_of_an_engine_is_raised_as_it_is(monkeypatch: pytest.Monk
     script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
 
     async def refuse(*_: object) -> None:
-        raise HttpError("the prompt is longer than the model's context", 400)
+        raise HttpError("refused", 422)
 
     monkeypatch.setattr("slime.rollout.generate.ask_engine", refuse)
     sample = Sample(prompt="Go.", index=0, group_index=0)
