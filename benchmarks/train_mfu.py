@@ -44,7 +44,9 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument("--no-compile", action="store_true", help="layers as transformers runs them")
+    parser.add_argument("--profile", action="store_true", help="also write a table of one step by kernel")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--name", help="of the files in it")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
     own = sys.argv[1:]
@@ -247,6 +249,9 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     step_seconds = [timed(step, device) for _ in range(options.steps)]
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     score_seconds = [timed(score, device) for _ in range(options.steps)]
+    rate_after = matmul_rate(device)
+    if options.profile:
+        write_profile(options, {"step": step, "log-prob pass": score}, world)
     seconds, scoring = statistics.median(step_seconds), statistics.median(score_seconds)
     flops = forward_flops(config, batch) * data_parallel / world
     tokens = options.tokens * options.micro_batches * data_parallel / world
@@ -262,7 +267,9 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "micro_batches": options.micro_batches,
         "recompute": options.recompute,
         "compiled": bool(args.compile_layers),
+        "sample_tokens": options.sample_tokens,
         "matmul_tflops": round(rate / 1e12, 1),
+        "matmul_tflops_after": round(rate_after / 1e12, 1),
         "train_mfu": round(3 * flops / seconds / rate, 4),
         "log_probs_mfu": round(flops / scoring / rate, 4),
         "train_seconds": [round(s, 4) for s in step_seconds],
@@ -278,6 +285,20 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()
     return result
+
+
+def file_name(options: argparse.Namespace, world: int) -> str:
+    return options.name or f"train_mfu_{options.backend}_{options.shape}_{world}gpu"
+
+
+def write_profile(options: argparse.Namespace, works: dict[str, Any], world: int) -> None:
+    """Write the kernels of each of ``works``, as rank 0 sees them."""
+    from kernel_table import kernel_table
+
+    tables = [f"== {name}: {options.backend} {options.shape}\n{kernel_table(work)}" for name, work in works.items()]
+    if int(os.environ.get("RANK", 0)) == 0 and options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / f"{file_name(options, world)}_kernels.txt").write_text("\n".join(tables))
 
 
 def _free_port() -> int:
@@ -309,8 +330,7 @@ def main() -> None:
         line = json.dumps(result)
         if options.output:
             options.output.mkdir(parents=True, exist_ok=True)
-            name = f"train_mfu_{options.backend}_{options.shape}_{result['gpus']}gpu.json"
-            (options.output / name).write_text(line + "\n")
+            (options.output / f"{file_name(options, result['gpus'])}.json").write_text(line + "\n")
         print(line, flush=True)
     _leave()
 

@@ -6,14 +6,16 @@ With z = logits / temperature, p = softmax(z) and target t:
     entropy  = logsumexp(z) − Σ_j p_j z_j      d entropy / dz_j  = −p_j (z_j − Σ_k p_k z_k)
 
 Softmax and sums are computed in float32, whatever the model's dtype is. Forward keeps the logits of the last chunk
-only, and backward recomputes the others, so at most one chunk of logits is in memory at any time.
+only, and backward recomputes the others, so at most one chunk of logits is in memory at any time. On an accelerator a
+chunk that is trained is large enough for most micro-batches, so that nothing is recomputed.
 
 Without an entropy gradient, backward never forms dz: with c = grad / temperature
 
     d hidden = c · (W[t] − p W)        d W[t] += c · hidden,   d W −= pᵀ (c · hidden)
 
 On the CPU, a chunk is processed in blocks of rows that fit the cache. On an accelerator, torch.compile fuses the passes
-over a chunk (``fused``): its logits stay in the model's dtype, are read once or twice, and are never written again.
+over a chunk (``fused``): its logits stay in the model's dtype, are read once or twice, and are overwritten by
+their gradient.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from slime.models.cpu_linear import matmul_nt
 
 CHUNK_BYTES = 256 * 1024 * 1024
 FUSED_CHUNK_BYTES = 1024 * 1024 * 1024
+KEPT_BYTES = 4 * FUSED_CHUNK_BYTES
 CACHE_BYTES = 4 * 1024 * 1024
 TILE_ROWS = 128
 
@@ -65,9 +68,13 @@ def default_chunk_size(vocab_size: int) -> int:
     return max(CHUNK_BYTES // (4 * vocab_size), 64)
 
 
-def fused_chunk_size(vocab_size: int, element_size: int) -> int:
-    """Rows per chunk so that its logits take about 1 GiB: whole tiles of a matrix product, large enough for it."""
-    rows = FUSED_CHUNK_BYTES // (element_size * vocab_size)
+def fused_chunk_size(vocab_size: int, element_size: int, kept: bool = False) -> int:
+    """Rows per chunk so that its logits take about 1 GiB: whole tiles of a matrix product, large enough for it.
+
+    Logits that are ``kept`` for a backward pass may take 4 GiB: each chunk after the first costs another product with
+    the output embedding, and another sum of the gradients of that embedding. A chunk has fewer than 2³¹ elements.
+    """
+    rows = (KEPT_BYTES if kept else FUSED_CHUNK_BYTES) // (element_size * vocab_size)
     return max(rows // TILE_ROWS, 1) * TILE_ROWS
 
 
@@ -90,14 +97,16 @@ def token_log_probs(
         hidden: ``[R, H]``, only the rows that score a token.
         weight: ``[V, H]``, the output embedding; bias: ``[V]`` or None.
         targets: int64 ``[R]``.
-        chunk_size: Number of rows whose logits are computed at a time; -1 for about 256 MiB of logits (fused: 1 GiB).
+        chunk_size: Number of rows whose logits are computed at a time; -1 for about 256 MiB of logits (fused: 1 GiB,
+            or 4 GiB with a gradient).
         with_entropy: Also return the entropy. With ``entropy_grad`` it has a gradient.
         fused: Compile the operations on a chunk of logits; for accelerators.
         nuclei: Restrict the softmax of the log-probs, but not that of the entropy, to these tokens.
     """
     scale, vocab = 1.0 / temperature, weight.shape[0]
     compiles = fused and nuclei is None
-    default = fused_chunk_size(vocab, weight.element_size()) if compiles else default_chunk_size(vocab)
+    kept = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    default = fused_chunk_size(vocab, weight.element_size(), kept) if compiles else default_chunk_size(vocab)
     size = chunk_size if chunk_size > 0 else default
     if nuclei is not None:
         options = _Options(scale, size, False, False, nuclei)
@@ -209,10 +218,10 @@ class _FusedTokenScores(torch.autograd.Function):
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)
             of_entropy = (grads[1][part], entropy[part]) if entropy_grad else None
-            dz = _compiled(fused_gradient)(
+            _compiled(gradient_in_place)(
                 logits, targets[part], log_sums[part], grads[0][part], inverse_temperature, of_entropy
             )
-            chunks.add_logit_gradient(part, dz)
+            chunks.add_logit_gradient(part, logits)
         return chunks.hidden, chunks.weight, chunks.bias, None, None
 
 
@@ -255,6 +264,18 @@ def fused_gradient(
     # the whole chunk once more.
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return (torch.where(hit, dz + grad[:, None], dz) * inverse_temperature).to(logits.dtype)
+
+
+def gradient_in_place(
+    logits: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    grad: Tensor,
+    inverse_temperature: float,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Overwrite the logits by :func:`fused_gradient`, which takes no memory for a second chunk."""
+    logits.copy_(fused_gradient(logits, targets, log_sums, grad, inverse_temperature, of_entropy))
 
 
 class _ChunkGradients:

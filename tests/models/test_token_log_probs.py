@@ -103,6 +103,7 @@ def test_default_chunk_is_bounded(vocab: int) -> None:
 
 def test_fused_chunks_are_whole_tiles() -> None:
     assert fused_chunk_size(151936, 2) == 3456
+    assert fused_chunk_size(151936, 2, kept=True) == 14080
     assert fused_chunk_size(10**9, 2) == 128
 
 

@@ -69,7 +69,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if lora is not None:
         _cast_frozen(scorer, DTYPES[args.train_dtype])
     if args.gradient_checkpointing:
-        _checkpoint_layers(model)
+        block = args.megatron.get("recompute_method") == "block"
+        _checkpoint_layers(model, args.megatron.get("recompute_num_layers") if block else None)
     if args.compile_layers:
         compile_layers(model)
         policy.fused = True
@@ -153,14 +154,14 @@ def _cast_frozen(scorer: Scorer, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Let backward recompute the activations of each layer.
+def _checkpoint_layers(model: PreTrainedModel, count: int | None = None) -> None:
+    """Let backward recompute the activations of each layer, or of the first ``count`` decoder layers.
 
     This needs layers in training mode, but all modules in them stay in eval mode: dropout in the update of a policy
     would make its importance ratios wrong.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
+    for module in model.modules() if count is None else decoder_layers(model)[:count]:
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # not .train(), which would also change the dropout modules of the layer
 
@@ -235,6 +236,8 @@ def shard(
         scorer.anchored = [
             p for p in scorer.parameters() if p.requires_grad and id(p) not in inside and id(p) not in embedding
         ]
+    if world_size == 1:
+        return  # nothing is summed, and with a factor FSDP would divide every gradient by it
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             # Losses are shares of one global mean, so gradients are summed over ranks and not averaged.

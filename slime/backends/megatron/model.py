@@ -21,7 +21,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.experts import ExpertLayer, GroupedExperts
 from slime.backends.megatron.modules import (
     GatedMLP,
     GatedSharedExperts,
-    GroupedExperts,
     LatentRotary,
     NormedResidual,
     Offsets,
@@ -300,4 +300,4 @@ def _mlp() -> MLPSubmodules:
 def _experts() -> ModuleSpec:
     shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp())
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
-    return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})
+    return ModuleSpec(module=ExpertLayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})

@@ -1,5 +1,5 @@
 """Modules that megatron-core provides only with Transformer Engine: norm, attention over packs, rotary embeddings,
-grouped experts, and an MLP that saves few tensors for the backward pass."""
+and an MLP that saves few tensors for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -319,74 +317,3 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) · up``, ``[..., f]``, of the halves of ``gate_up``, ``[..., 2 f]``."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-@fused_on_cuda
-def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """Return :func:`swiglu` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by its weight."""
-    gate, up = gate_up.chunk(2, -1)
-    return (F.silu(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
-
-
-class GroupedExperts(MegatronModule):
-    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``.
-
-    Tokens are sorted by expert. On CUDA each projection is one grouped product, on the CPU one product per expert. The
-    gradients are always reduced over Megatron's expert-data-parallel group, which is correct in every layout. Those of
-    Megatron's own experts are not reduced over tensor-parallel ranks if EP and ETP are 1.
-    """
-
-    def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: object
-    ) -> None:
-        super().__init__(config=config)
-        self.num_local_experts = num_local_experts
-        self.tp_group, self.ep_group = pg_collection.expt_tp, pg_collection.ep
-        self.dp_group = pg_collection.expt_dp
-        width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
-        make = {"dtype": config.params_dtype, "device": device_of(config)}
-        self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2, width, hidden, **make))
-        self.down = nn.Parameter(torch.empty(num_local_experts, hidden, width, **make))
-        for parameter in (self.gate_up, self.down):
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-
-    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs ``[N, H]`` of ``tokens``, ``[N, H]``, which are sorted by expert. ``probs``, ``[N]``, are
-        the routing weights. With expert tensor parallelism, the result is this rank's part of a sum over ranks."""
-        # The dispatcher may leave the counts on the CPU. Grouped products need them on the device of the tokens.
-        counts = tokens_per_expert.to(tokens.device, torch.int64)
-        gate_up = grouped_linear(tokens, self.gate_up.flatten(1, 2), counts)
-        down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
-        return without_keeping(down, lambda x: weighted_swiglu(x, probs), gate_up), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the parameters as parts of tensors that contain all experts of the model. EP divides these tensors
-        along the first axis, and ETP along the features."""
-        found = {}
-        axes = {"gate_up": 2, "down": 2}
-        for name, parameter in self.named_parameters():
-            first = len(sharded_offsets)
-            offsets = (
-                *sharded_offsets,
-                (first, self.ep_group.rank(), self.ep_group.size()),
-                (first + axes[name], self.tp_group.rank(), self.tp_group.size()),
-            )
-            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}", parameter, *offsets, replica_id=(0, 0, self.dp_group.rank()), prepend_axis_num=first
-            )
-        return found
-
-
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``; returns ``[N, out]``.
-    ``counts``, ``[n]``, are the numbers of rows in the groups."""
-    if not len(x):  # no tokens were routed to these experts; the product gives them a gradient of 0
-        return x @ weight[0].t()
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        offsets = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-    parts = x.split(counts.tolist())
-    return torch.cat([part @ w.t() for part, w in zip(parts, weight.unbind(0), strict=True)])
