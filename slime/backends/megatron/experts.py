@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -11,7 +9,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor, nn
 
@@ -97,21 +94,18 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([part @ w.t() for part, w in zip(parts, weight.unbind(0), strict=True)])
 
 
-class ExpertLayer(MoELayer):
-    """Megatron's layer with experts, with the dispatchers below."""
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization:
-            return  # tokens have fewer or more experts than top-k: Megatron's dispatcher sorts these
-        groups = kwargs.get("pg_collection") or get_default_pg_collection()
-        together = groups.ep.size() == groups.expt_tp.size() == 1 and not self.shared_expert_overlap
-        kind = LocalDispatcher if together else ExchangeDispatcher
-        self.token_dispatcher = kind(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
-        )
-        if self.shared_expert_overlap:
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
+def replace_dispatcher(layer: MoELayer, groups: ProcessGroupCollection) -> None:
+    """Give a layer with experts one of the dispatchers below."""
+    config = layer.config
+    if config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization:
+        return  # tokens have fewer or more experts than top-k: Megatron's dispatcher sorts these
+    together = groups.ep.size() == groups.expt_tp.size() == 1 and not layer.shared_expert_overlap
+    kind = LocalDispatcher if together else ExchangeDispatcher
+    layer.token_dispatcher = kind(
+        layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
+    )
+    if layer.shared_expert_overlap:
+        layer.token_dispatcher.set_shared_experts(layer.shared_experts)
 
 
 class LocalDispatcher(MoETokenDispatcher):

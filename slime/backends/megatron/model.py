@@ -21,7 +21,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.experts import ExpertLayer, GroupedExperts
+from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.backends.megatron.modules import (
     GatedMLP,
     GatedSharedExperts,
@@ -217,9 +218,12 @@ def build_chunk(
 
 
 def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, float] | None) -> None:
-    """Replace Megatron's rotary embeddings and its low-rank projections by those of slime."""
+    """Replace Megatron's rotary embeddings, low-rank projections and dispatchers of experts by those of slime."""
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary)
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            replace_dispatcher(layer.mlp, get_default_pg_collection())
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)
@@ -300,4 +304,4 @@ def _mlp() -> MLPSubmodules:
 def _experts() -> ModuleSpec:
     shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp())
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
-    return ModuleSpec(module=ExpertLayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})
+    return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})
