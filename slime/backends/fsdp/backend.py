@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
+from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
 from slime.backends.fsdp.lora import TrainedAdapter, lora_settings
@@ -66,6 +67,9 @@ class FsdpBackend(SharedBackend):
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
         self.scorer, builder = build_scorer(args, role, device, world_size)
         self.builder = replace(builder, context_group=self.context_group)
+        dtype = DTYPES[args.train_dtype]
+        self.cast = CastParameters(self.scorer, dtype) if world_size == 1 and dtype != torch.float32 else None
+        """What replaces FSDP's mixed precision on one rank."""
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
@@ -107,6 +111,10 @@ class FsdpBackend(SharedBackend):
             # The memory of the offloader is free while the model is on the accelerator.
             arena=self.offloader.host if self.device.type == "cuda" else None,
         )
+
+    def _in_pass_dtype(self) -> AbstractContextManager[None]:
+        """Let the model compute in ``--train-dtype`` within the context, in which its weights must not change."""
+        return nullcontext() if self.cast is None else self.cast.in_use()
 
     @contextmanager
     def _using(self, tag: ModelTag) -> Iterator[None]:
@@ -155,9 +163,10 @@ class FsdpBackend(SharedBackend):
     ) -> dict[str, list[Tensor]]:
         """Run ``forward`` on all micro-batches, and return its outputs with these names for every sample."""
         found = ResponseValues(batch, names, self.device)
-        for indices in self.aligned(self.forward_packs(batch)):
-            inputs = self._inputs(batch, indices)
-            found.put(indices, inputs.response_index, forward(inputs))
+        with self._in_pass_dtype():
+            for indices in self.aligned(self.forward_packs(batch)):
+                inputs = self._inputs(batch, indices)
+                found.put(indices, inputs.response_index, forward(inputs))
         self._reshard()
         if self.context_group is not None:
             dist.all_reduce(found.flat, group=self.context_group)
@@ -175,9 +184,10 @@ class FsdpBackend(SharedBackend):
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
         parts, micro_batches = [], self.aligned(trained)
-        for number, indices in enumerate(micro_batches, start=1):
-            self._communicate_for(last=number == len(micro_batches))
-            parts.append(self._backward(batch, indices, step))
+        with self._in_pass_dtype():
+            for number, indices in enumerate(micro_batches, start=1):
+                self._communicate_for(last=number == len(micro_batches))
+                parts.append(self._backward(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
         return self.finish_step(shares, batch, step, scheduled, trained)
@@ -219,9 +229,10 @@ class FsdpBackend(SharedBackend):
         context = 1 if self.context_group is None else self.context_group.size()
         vocab_size: int = self.builder.backbone.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
         batch = rehearsal_batch(tokens * context, vocab_size)
-        for _ in range(2):  # in the second pass, the gradients of the first are in memory
-            inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
-            (self._scores(inputs).trained.sum() * 0.0).backward()
+        with self._in_pass_dtype():
+            for _ in range(2):  # in the second pass, the gradients of the first are in memory
+                inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
+                (self._scores(inputs).trained.sum() * 0.0).backward()
         self.optimizer.zero_grad()
 
     # --- ranks in step --------------------------------------------------------------------------
