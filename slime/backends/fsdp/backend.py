@@ -27,6 +27,7 @@ from slime.backends.fsdp.model import (
     ModelFormat,
     build_scorer,
     checkpoint_names,
+    decoder_layers,
     from_first_rank,
     load_full_model,
 )
@@ -67,9 +68,13 @@ class FsdpBackend(SharedBackend):
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
         self.scorer, builder = build_scorer(args, role, device, world_size)
         self.builder = replace(builder, context_group=self.context_group)
-        dtype = DTYPES[args.train_dtype]
-        self.cast = CastParameters(self.scorer, dtype) if world_size == 1 and dtype != torch.float32 else None
+        self.cast: CastParameters | None = None
         """What replaces FSDP's mixed precision on one rank."""
+        if world_size == 1 and args.train_dtype != "float32":
+            model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
+            layers = decoder_layers(model)
+            keep = not args.fsdp_reshard_after_forward
+            self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
@@ -213,6 +218,8 @@ class FsdpBackend(SharedBackend):
             batch, indices, step, self._scores(inputs), inputs.targets, inputs.response_index
         )
         loss.backward()
+        if self.cast is not None:
+            self.cast.end_backward()
         return metrics
 
     def _scores(self, inputs: ModelInputs) -> Scores:
@@ -233,6 +240,8 @@ class FsdpBackend(SharedBackend):
             for _ in range(2):  # in the second pass, the gradients of the first are in memory
                 inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
                 (self._scores(inputs).trained.sum() * 0.0).backward()
+                if self.cast is not None:
+                    self.cast.end_backward()
         self.optimizer.zero_grad()
 
     # --- ranks in step --------------------------------------------------------------------------

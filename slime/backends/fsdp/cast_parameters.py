@@ -1,17 +1,93 @@
 """Mixed precision on one rank: float32 master weights, and copies in the dtype of the passes while a pass runs.
 
 FSDP does the same, but gathers, casts and reduces for each micro-batch, through buffers that on one rank are only
-copied to another place. Here weights are cast once for all micro-batches of a step, and each gradient is added to that
-of its master weight as soon as it is complete.
+copied to another place. Here each gradient is added to that of its master weight as soon as a layer is done, and with
+``--no-fsdp-reshard-after-forward`` weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+
+class _Group:
+    """Parameters whose copies are made, and whose gradients are collected, together."""
+
+    def __init__(self) -> None:
+        self.masters: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
+        self.filled = self.in_backward = False
+        self.trained = self.missing = 0
+        """The number of trained parameters, and of gradients that the backward pass has not made yet."""
+        self.frees = False
+        """Whether the copies are freed when all gradients are there."""
+
+    def add(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        empty = torch.empty_like(master, dtype=dtype, requires_grad=False)
+        copy = nn.Parameter(empty, requires_grad=master.requires_grad)
+        copy.untyped_storage().resize_(0)
+        if master.requires_grad:
+            copy.register_post_accumulate_grad_hook(self._arrived)
+            self.trained += 1
+            self.missing += 1
+        self.masters.append(master)
+        self.copies.append(copy)
+        return copy
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Give the copies memory and the values of the masters."""
+        if self.filled or not self.copies:
+            return
+        self.filled = True
+        for copy in self.copies:
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+        # Autograd has saved the copies for the backward pass, and must not take the same values, written once more, for
+        # a change.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.copies)):
+            torch._foreach_copy_([copy.detach() for copy in self.copies], [x.detach() for x in self.masters])
+
+    def free(self) -> None:
+        self.filled = False
+        for copy in self.copies:
+            copy.untyped_storage().resize_(0)
+
+    def start_backward(self) -> None:
+        self.fill()
+        self.in_backward = True
+
+    def _arrived(self, copy: Tensor) -> None:
+        self.missing -= 1
+        if self.missing == 0:
+            self.collect()
+            # The backward of a frozen parameter's layer may need it after the last gradient.
+            if self.frees and self.trained == len(self.copies):
+                self.free()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of the copies to those of the masters, in the dtype of the masters."""
+        done = [(x, copy.grad) for x, copy in zip(self.masters, self.copies, strict=True) if copy.grad is not None]
+        first = [(x, grad) for x, grad in done if x.grad is None]
+        if first:
+            wide = [torch.empty_like(x) for x, _ in first]
+            torch._foreach_copy_(wide, [grad for _, grad in first])  # one kernel for many casts
+        for master, grad in done:
+            if master.grad is not None:
+                master.grad.add_(grad)
+        for i, (master, _) in enumerate(first):
+            master.grad = wide[i]
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        for copy in self.copies:
+            copy.grad = None
+        self.in_backward = False
+        self.missing = self.trained
 
 
 class CastParameters:
@@ -21,68 +97,77 @@ class CastParameters:
     of the copies, and the copies take no memory.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, layers: Sequence[nn.Module], keep: bool) -> None:
         """
         Args:
             module: The module, on its final device. Its parameters must remain the same objects; their values may
                 change between passes.
             dtype: The dtype of the passes. Parameters that have it already, such as the frozen base of an adapter, are
                 left alone.
+            layers: Modules within ``module``, each with a group of its own.
+            keep: Keep the copies of the layers for the whole pass. Otherwise they have memory only during the forward
+                and the backward of their layer.
         """
-        self.masters: list[nn.Parameter] = []
-        self.copies: list[nn.Parameter] = []
-        self._places: list[tuple[nn.Module, str, int]] = []
-        """Each module and name that has a parameter, tied ones several times, with its index."""
-        found: dict[nn.Parameter, int] = {}
+        self._keep, self._active = keep, False
+        self.layers = [_Group() for _ in layers]
+        self.rest = _Group()
+        """What belongs to no layer, or to several: it has copies for the whole pass."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Each module and name that has a parameter, tied ones several times, with the parameter and its copy."""
+        inside = {owner: group for layer, group in zip(layers, self.layers, strict=True) for owner in layer.modules()}
+        groups: dict[nn.Parameter, set[_Group]] = {}
+        names: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                if parameter.dtype == dtype or not parameter.is_floating_point():
-                    continue
-                if parameter not in found:
-                    found[parameter] = len(self.masters)
-                    self.masters.append(parameter)
-                    self.copies.append(self._copy_of(parameter, dtype))
-                self._places.append((owner, name, found[parameter]))
-        self._free()
+            for name, master in owner.named_parameters(recurse=False):
+                if master.dtype != dtype and master.is_floating_point():
+                    groups.setdefault(master, set()).add(inside.get(owner, self.rest))
+                    names.append((owner, name, master))
+        copies = {x: (next(iter(found)) if len(found) == 1 else self.rest).add(x, dtype) for x, found in groups.items()}
+        self._places = [(owner, name, master, copies[master]) for owner, name, master in names]
+        for layer, group in zip(layers, self.layers, strict=True) if not keep else ():
+            group.frees = True
+            self._follow(layer, group)
 
-    def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        empty = torch.empty_like(master, dtype=dtype, requires_grad=False)
-        copy = nn.Parameter(empty, requires_grad=master.requires_grad)
-        if master.requires_grad:
-            copy.register_post_accumulate_grad_hook(lambda done: _add_gradient(master, done))
-        return copy
+    def _follow(self, layer: nn.Module, group: _Group) -> None:
+        """Fill the copies of a layer before its forward and backward, and free them afterwards."""
+
+        def before(*_: object) -> None:
+            if self._active:
+                group.fill()
+
+        def after(module: nn.Module, inputs: object, output: object) -> None:
+            if not self._active:
+                return
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(lambda grad: group.start_backward())
+            if not group.in_backward:  # otherwise activation checkpointing runs the forward within the backward
+                group.free()
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the module compute with its parameters in the dtype of the passes, and collect gradients for the master
-        weights, in their dtype."""
-        for copy in self.copies:
-            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-        with torch.no_grad():
-            if self.masters:
-                torch._foreach_copy_([copy.detach() for copy in self.copies], [x.detach() for x in self.masters])
-        self._install(self.copies)
+        """Let the module compute with its parameters in the dtype of the passes within the context."""
+        for group in [*self.layers, self.rest] if self._keep else [self.rest]:
+            group.fill()
+        for owner, name, _, copy in self._places:
+            owner._parameters[name] = copy
+        self._active = True
         try:
             yield
         finally:
-            self._install(self.masters)
-            self._free()
+            self._active = False
+            for owner, name, master, _ in self._places:
+                owner._parameters[name] = master
+            for group in [*self.layers, self.rest]:
+                group.end_backward()
+                group.free()
 
-    def _install(self, parameters: list[nn.Parameter]) -> None:
-        for owner, name, index in self._places:
-            owner._parameters[name] = parameters[index]
-
-    def _free(self) -> None:
-        for copy in self.copies:
-            copy.grad = None  # only after an error within a backward pass
-            copy.untyped_storage().resize_(0)
-
-
-@torch.no_grad()
-def _add_gradient(master: nn.Parameter, copy: Tensor) -> None:
-    assert copy.grad is not None
-    if master.grad is None:
-        master.grad = copy.grad.to(master.dtype)
-    else:
-        master.grad.add_(copy.grad)
-    copy.grad = None
+    def end_backward(self) -> None:
+        """Collect the gradients of groups of which not every parameter got one."""
+        for group in [*self.layers, self.rest]:
+            group.collect()
+            if group.frees:
+                group.free()
