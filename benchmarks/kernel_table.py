@@ -10,8 +10,8 @@ from typing import Any
 KINDS = (  # the first that matches
     ("FSDP", r"chunk_cat|split_with_sizes_copy|all_gather|reduce_scatter"),
     ("grouped products", r"[Gg]roup(ed)?.*([Gg]emm|GEMM)|GroupProblemShape"),
-    ("matrix products", r"nvjet|cutlass|gemm|cublas"),
     ("attention", r"flash|fmha|cudnn.*(sdpa|attn)"),
+    ("matrix products", r"nvjet|cutlass|gemm|cublas"),
     ("compiled", r"^triton_"),
     ("optimizer and norms", r"multi_tensor|lpnorm|FusedAdam|fused_adam"),
     ("gather, scatter, sort", r"index|gather|scatter|sort|topk|masked|scan|radix|[Ss]elect"),

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from slime.backends.create import create_backend
+from slime.backends.fsdp import model
 from slime.backends.saving import BackgroundSave
 from slime.backends.train_loop import train_on_rollout
 from slime.checkpoint import snapshot
@@ -147,10 +148,15 @@ def test_moved_copies_come_back_where_parameters_are_on_an_accelerator(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: dict[str, Any]
 ) -> None:
     """On CUDA ``DTensor.from_local`` moves a CPU tensor to the mesh's device, so what it returns is not the copy that
-    lies in CPU memory. Simulated: on the parameters' mesh it returns a copy. In bfloat16 one rank is sharded, too."""
-    flags = dict(train_dtype="bfloat16", **flag)
+    lies in CPU memory. Simulated: on the parameters' mesh it returns a copy, and one rank is sharded, too."""
+
+    def on_a_mesh(scorer: Any, hf: Any, device: torch.device, mesh: None, *args: Any) -> None:
+        shard(scorer, hf, device, model.shard_mesh(device, 1, None), *args)
+
+    shard = model.shard
+    monkeypatch.setattr(model, "shard", on_a_mesh)
     tag = "ref" if "use_kl_loss" in flag else "old_actor"
-    first, second = (make_backend(make_args(llama, **flags)) for _ in range(2))
+    first, second = (make_backend(make_args(llama, **flag)) for _ in range(2))
     meshes = [p.device_mesh for backend in (first, second) for p in map(itemgetter(1), backend.named_parameters)]
     from_local = DTensor.from_local
 
