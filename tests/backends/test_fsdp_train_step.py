@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.algorithms.reduce import Identity
 from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.fsdp.model import decoder_layers
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.shared import NonFiniteError
 from slime.backends.token_batch import TokenBatch
@@ -112,6 +113,17 @@ def test_every_layout_equals_transformers(checkpoint: Path, flags: dict[str, Any
     assert_close(mine_grads, grads)
     norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "recomputed"), [(None, [True, True]), ("block", [True, False])])
+def test_a_block_of_layers_is_recomputed(llama: Path, method: str | None, recomputed: list[bool]) -> None:
+    plain = make_backend(make_args(llama))
+    args = make_args(llama, gradient_checkpointing=True)
+    args.megatron = {} if method is None else {"recompute_method": method, "recompute_num_layers": 1}
+    backend = make_backend(args)
+    assert [layer.training for layer in decoder_layers(backend.scorer.hf)] == recomputed
+    (_, grads), (_, same) = (step(one, whole_batch(make_samples())) for one in (backend, plain))
+    assert_close(grads, same)
 
 
 def test_zero_advantage_samples_are_left_out_without_a_trace(llama: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
@@ -72,6 +73,7 @@ class FsdpBackend(SharedBackend):
         """What replaces FSDP's mixed precision on one rank."""
         if world_size == 1 and args.train_dtype != "float32":
             model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
+            assert isinstance(model, PreTrainedModel)
             layers = decoder_layers(model)
             keep = not args.fsdp_reshard_after_forward
             self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep)
