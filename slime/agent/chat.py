@@ -23,10 +23,10 @@ class ChatTemplate:
     and earlier calls become part of the assistant's text.
 
     Args:
-        kwargs: template arguments, such as ``enable_thinking``.
+        kwargs: Template arguments, such as ``enable_thinking``.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: The tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
@@ -47,8 +47,8 @@ class ChatTemplate:
         messages from ``known`` on. The end token is left out if the model sampled it itself.
 
         Args:
-            known: number of messages whose ids are recorded; the last of them is the assistant's.
-            last_id: the last id that the model sampled.
+            known: Number of messages whose ids are recorded; the last of them is the assistant's.
+            last_id: The last id that the model sampled.
 
         Returns:
             The ids, or None if the template fails on the placeholder or does not render it.
@@ -70,7 +70,7 @@ class ChatTemplate:
         one.
 
         Raises:
-            ApiError: the template raised any error. Its input comes from clients, so it counts as their mistake.
+            ApiError: The template raised any error. Its input comes from clients, so it counts as their mistake.
         """
         if not self.knows_tools:
             messages = _in_words(messages, tools)

@@ -66,9 +66,9 @@ def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tag
     of the model's calls.
 
     Args:
-        parser: name of the form in which the model writes tool calls.
-        tags: tags of the model's reasoning, which may precede the answer.
-        opened: whether the prompt ends with the start tag of the reasoning.
+        parser: Name of the form in which the model writes tool calls.
+        tags: Tags of the model's reasoning, which may precede the answer.
+        opened: Whether the prompt ends with the start tag of the reasoning.
     """
     form = _FORMS.get(parser)
     if tools and form is None:

@@ -27,8 +27,8 @@ class Demand:
     """The requirements for an answer.
 
     Attributes:
-        calls: whether the answer must call at least one tool.
-        names: the tools that it may call; None allows all tools of the request.
+        calls: Whether the answer must call at least one tool.
+        names: The tools that it may call; None allows all tools of the request.
         schema: JSON schema of its text if it calls no tool; None allows any text.
     """
 
@@ -40,8 +40,8 @@ class Demand:
         """Explain why an answer does not satisfy the demand; None if it does.
 
         Args:
-            content: the text of the answer, without tool calls.
-            called: the names of the tools that it calls.
+            content: The text of the answer, without tool calls.
+            called: The names of the tools that it calls.
         """
         if self.calls and not called:
             return "tool_choice requires a tool call, but the answer has none that could be parsed"
@@ -64,12 +64,12 @@ def demand_of(
     """Return the demand of a request; None if it has no requirements.
 
     Args:
-        wanted: the result of :func:`openai_choice` or :func:`anthropic_choice`.
-        schema: the result of :func:`schema_of`.
-        tools: the tools in the model's prompt.
+        wanted: The result of :func:`openai_choice` or :func:`anthropic_choice`.
+        schema: The result of :func:`schema_of`.
+        tools: The tools in the model's prompt.
 
     Raises:
-        ApiError: no answer can satisfy the demand.
+        ApiError: No answer can satisfy the demand.
     """
     calls, names = wanted
     known = [entry["function"]["name"] for entry in tools]
@@ -115,10 +115,10 @@ def schema_of(form: JsonObject | None, where: str) -> Schema | None:
     """Return the JSON schema that ``response_format`` or an equivalent field requires; None if any text is allowed.
 
     Args:
-        where: the name of the field for error messages.
+        where: The name of the field for error messages.
 
     Raises:
-        ApiError: the type is unknown, or the schema is invalid.
+        ApiError: The type is unknown, or the schema is invalid.
     """
     kind = (form or {}).get("type")
     if form is None or kind == "text":
@@ -164,7 +164,7 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     """Describe where a value violates its schema; None if it is valid.
 
     Raises:
-        ApiError: the schema cannot be used, for example because it refers to a URL, which is never fetched.
+        ApiError: The schema cannot be used, for example because it refers to a URL, which is never fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry

@@ -26,7 +26,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status. Client libraries do not retry statuses below 500 except 408, 409 and 429.
-        code: machine-readable code in OpenAI's form.
+        code: Machine-readable code in OpenAI's form.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -62,7 +62,7 @@ def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
     """Call ``read(body)``, and treat any error about the shape of the body as a mistake of the client.
 
     Raises:
-        ApiError: with status 400.
+        ApiError: With status 400.
     """
     try:
         return read(body)
@@ -111,7 +111,7 @@ def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | N
     """Return a field that is an object; None if it is absent or null.
 
     Args:
-        where: prefix of the field's name in error messages.
+        where: Prefix of the field's name in error messages.
     """
     value = body.get(name)
     if value is not None and not isinstance(value, dict):

@@ -76,16 +76,16 @@ class Ask:
     """One request of a client in the common form.
 
     Attributes:
-        max_tokens: the client's limit for the answer in tokens; None for the limit of the run.
-        stop: stop strings.
-        stream: whether the answer is sent while it is generated.
-        choices: number of answers to generate.
-        after: id of the answer that ``messages`` continue (``previous_response_id`` of the Responses API).
-        model: the model name, which is repeated in the answer.
-        usage: whether a stream ends with the token counts.
-        reasoning: whether the client accepts the model's reasoning in a separate field.
-        demand: the client's requirements for the answer; None if there are none.
-        id: id of the answer if there is only one.
+        max_tokens: The client's limit for the answer in tokens; None for the limit of the run.
+        stop: Stop strings.
+        stream: Whether the answer is sent while it is generated.
+        choices: Number of answers to generate.
+        after: Id of the answer that ``messages`` continue (``previous_response_id`` of the Responses API).
+        model: The model name, which is repeated in the answer.
+        usage: Whether a stream ends with the token counts.
+        reasoning: Whether the client accepts the model's reasoning in a separate field.
+        demand: The client's requirements for the answer; None if there are none.
+        id: Id of the answer if there is only one.
     """
 
     messages: list[Message]

@@ -39,11 +39,11 @@ class Task:
     """The argument of an agent program.
 
     Attributes:
-        prompt, label, metadata: the columns of the data row.
-        openai_base_url: the URL of this session for ``OpenAI(base_url=…, api_key=…)``.
-        anthropic_base_url: the URL of this session for ``Anthropic(base_url=…, api_key=…)``.
-        model: a model name for requests; the endpoint accepts any name.
-        evaluation: whether the program runs in an evaluation.
+        prompt, label, metadata: The columns of the data row.
+        openai_base_url: The URL of this session for ``OpenAI(base_url=…, api_key=…)``.
+        anthropic_base_url: The URL of this session for ``Anthropic(base_url=…, api_key=…)``.
+        model: A model name for requests; the endpoint accepts any name.
+        evaluation: Whether the program runs in an evaluation.
     """
 
     prompt: Any
@@ -75,9 +75,9 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
     thread each, and commands run in a process group each, which is killed if this coroutine is cancelled.
 
     Raises:
-        ProgramError: the command failed.
-        TypeError: the reward is not a number, a dict or None.
-        ValueError: the reward is infinite or NaN, or no program is given.
+        ProgramError: The command failed.
+        TypeError: The reward is not a number, a dict or None.
+        ValueError: The reward is infinite or NaN, or no program is given.
     """
     if settings.command is not None:
         return reward_of(

@@ -30,7 +30,7 @@ def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
     """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template or the tokenizer.
 
     Raises:
-        ValueError: neither slime nor the installed SGLang has a parser of this name.
+        ValueError: Neither slime nor the installed SGLang has a parser of this name.
     """
     if name == "none":
         return None
@@ -55,7 +55,7 @@ def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, st
     """Split a complete text into reasoning and answer.
 
     Args:
-        opened: whether the prompt ends with the start tag of the reasoning.
+        opened: Whether the prompt ends with the start tag of the reasoning.
     """
     if tags is None:
         return "", text
@@ -96,7 +96,7 @@ class StreamSplit:
     """Splits streamed text into reasoning and answer, with the same result as :func:`split_reasoning`.
 
     Args:
-        shown: filter for the text of the answer.
+        shown: Filter for the text of the answer.
     """
 
     def __init__(self, tags: Tags | None, opened: bool, shown: Shown) -> None:

@@ -43,7 +43,7 @@ async def generate(
     status ABORTED and is generated again from its prompt.
 
     Raises:
-        Exception: an engine failed. Errors of the program, of a request, or in the model's text are not raised.
+        Exception: An engine failed. Errors of the program, of a request, or in the model's text are not raised.
     """
     session_id = sample.session_id
     sample.reset_response()

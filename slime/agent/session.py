@@ -51,10 +51,10 @@ class Session:
     """The conversations of one sample's agent program with the model.
 
     Args:
-        sample: the sample of the program; it is not changed.
-        params: sampling parameters of the run. Programs do not choose the temperature and similar
+        sample: The sample of the program; it is not changed.
+        params: Sampling parameters of the run. Programs do not choose the temperature and similar
             parameters, because the trainer scores the tokens with those of the run.
-        evaluation: whether the session belongs to an evaluation, which continues if a training rollout is aborted.
+        evaluation: Whether the session belongs to an evaluation, which continues if a training rollout is aborted.
 
     Attributes:
         counts: ``turns``; ``branches`` (turns whose parent already had a continuation); ``cancelled`` (the client
@@ -62,8 +62,8 @@ class Session:
             raised, so the answer was kept as text); ``unread_calls`` (tools were given and no call was parsed, but the
             text contains the marker of one); ``unmet`` (the answer did not satisfy tool_choice or response_format, and
             the client got an error).
-        fault: the first error of the engines. The code that waits for the session raises it.
-        error: the first other error while a request was served. The sample is left out, and the run continues.
+        fault: The first error of the engines. The code that waits for the session raises it.
+        error: The first other error while a request was served. The sample is left out, and the run continues.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Session:
         """Find the turn that a request continues, its new messages, and the token ids to append.
 
         Raises:
-            ApiError: the session is closed, the messages cannot be rendered, or there is no room for an answer.
+            ApiError: The session is closed, the messages cannot be rendered, or there is no room for an answer.
         """
         self.check_open()
         parent, messages, added = self._place(ask)
@@ -179,11 +179,11 @@ class Session:
         """Generate a turn and record it.
 
         Args:
-            prepared: the result of :meth:`prepare`.
-            on_part: called with new text of the reasoning and of the answer as soon as it can be shown.
+            prepared: The result of :meth:`prepare`.
+            on_part: Called with new text of the reasoning and of the answer as soon as it can be shown.
 
         Raises:
-            ApiError: the rollout was aborted, the engine rejected the request, or the answer does not satisfy the
+            ApiError: The rollout was aborted, the engine rejected the request, or the answer does not satisfy the
                 client's demand. In the last case the turn is recorded nevertheless, because the model sampled it.
         """
         parent, messages, added = prepared

@@ -14,18 +14,18 @@ class AgentSettings:
     """Settings for running agent programs and answering their requests.
 
     Attributes:
-        function_path: path of the program as a function (``--agent-function-path``).
-        command: the program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
+        function_path: Path of the program as a function (``--agent-function-path``).
+        command: The program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
             over ``function_path``.
-        environment: names of variables that a command gets in addition to those that it needs to run (``--agent-env``).
-        timeout: deadline of a program in seconds.
-        host: address on which the endpoint listens.
-        tool_parser: name or path of the tool parser; ``auto`` selects it by the model.
-        reasoning_parser: name of the reasoning parser, ``auto`` or ``none``.
-        constrains: whether the engine constrains answers to ``tool_choice`` and ``response_format``
+        environment: Names of variables that a command gets in addition to those that it needs to run (``--agent-env``).
+        timeout: Deadline of a program in seconds.
+        host: Address on which the endpoint listens.
+        tool_parser: Name or path of the tool parser; ``auto`` selects it by the model.
+        reasoning_parser: Name of the reasoning parser, ``auto`` or ``none``.
+        constrains: Whether the engine constrains answers to ``tool_choice`` and ``response_format``
             (``--agent-constrained-decoding``).
-        max_turns: maximum number of turns of a conversation; None or 0 for no limit.
-        max_context_len: maximum number of tokens of a conversation (``--rollout-max-context-len``); None for the
+        max_turns: Maximum number of turns of a conversation; None or 0 for no limit.
+        max_context_len: Maximum number of tokens of a conversation (``--rollout-max-context-len``); None for the
             limit of the engines.
     """
 

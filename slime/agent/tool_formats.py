@@ -313,7 +313,7 @@ def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> 
     """Convert an argument in plain text to the type in the tool's schema.
 
     Args:
-        guess: if the schema gives no type, parse the text as JSON where possible. Otherwise it stays text.
+        guess: If the schema gives no type, parse the text as JSON where possible. Otherwise it stays text.
     """
     kind = _type_of(schema, key)
     if kind == "string" or (kind is None and not guess):

@@ -43,10 +43,10 @@ def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
     """Return the parser of slime with this name, or else that of the installed SGLang, or else the class at this path.
 
     Args:
-        tools: the tools of the request. Some forms write arguments as plain text, whose types are in the schemas.
+        tools: The tools of the request. Some forms write arguments as plain text, whose types are in the schemas.
 
     Raises:
-        HookError: there is no such parser.
+        HookError: There is no such parser.
     """
     if name in FORMATS:
         return FORMATS[name](tools)
@@ -91,8 +91,8 @@ class Shown:
     """Filters streamed text: it passes the text up to a mark, and holds back text that may become a mark.
 
     Args:
-        marks: marks that end the text anywhere.
-        opening: marks that count only at the beginning of the text.
+        marks: Marks that end the text anywhere.
+        opening: Marks that count only at the beginning of the text.
     """
 
     def __init__(self, marks: Iterable[str], opening: Iterable[str] = ()) -> None:

@@ -29,12 +29,12 @@ class Turn:
     """One answer of the model, and the client's messages before it.
 
     Attributes:
-        messages: the client's messages since the parent's answer.
-        answer: the model's answer, as the client received it.
-        added_ids: token ids between the parent's output and this output; for a first turn, its whole prompt.
-        outputs: the engine's outputs in order; several if generation was interrupted and continued.
-        overflowed: whether the program tried to continue after this turn, but there was no room for another answer.
-        constrained: whether a constraint limited the vocabulary, so that the log-probs are not the model's.
+        messages: The client's messages since the parent's answer.
+        answer: The model's answer, as the client received it.
+        added_ids: Token ids between the parent's output and this output; for a first turn, its whole prompt.
+        outputs: The engine's outputs in order; several if generation was interrupted and continued.
+        overflowed: Whether the program tried to continue after this turn, but there was no room for another answer.
+        constrained: Whether a constraint limited the vocabulary, so that the log-probs are not the model's.
     """
 
     parent: Turn | None

@@ -22,7 +22,7 @@ def compute_policy_loss(
     and a very large ratio has a bounded loss.
 
     Args:
-        ppo_kl: log π_old − log π_θ, of any shape.
+        ppo_kl: Log π_old − log π_θ, of any shape.
         advantages: The advantages, with the same shape.
 
     Returns:

@@ -26,7 +26,7 @@ def adapt(name: str, function: Function) -> Function:
     """Return ``function`` as the flag ``name`` (an attribute of the arguments) needs it.
 
     Raises:
-        UnknownParameters: the function has parameters that slime does not know.
+        UnknownParameters: The function has parameters that slime does not know.
     """
     known = {
         "custom_rm_path": (("sample", *OF_A_SAMPLE, "samples"), "sample", _reward),

@@ -53,12 +53,12 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     """Return the arguments of a run from keywords, as the command line would from its flags.
 
     Args:
-        keywords: flags by attribute name, and the names of :data:`ALIASES`. ``eval_data`` is a path, rows, or a dict of
+        keywords: Flags by attribute name, and the names of :data:`ALIASES`. ``eval_data`` is a path, rows, or a dict of
             these by name.
-        folder: gets the files of rows and functions; it must exist as long as the run.
+        folder: Gets the files of rows and functions; it must exist as long as the run.
 
     Raises:
-        ConfigError: with all problems at once, in the words of the command line.
+        ConfigError: With all problems at once, in the words of the command line.
     """
     from slime.cluster.checks import all_checks
     from slime.config.parser import ConfigError, check_args

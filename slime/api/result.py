@@ -21,11 +21,11 @@ class Result:
     """The metrics and files of a run, and its engines with the trained weights, as long as they are not closed.
 
     Attributes:
-        trainer: the run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or the program's end.
-        history: the metrics of each step. ``result.history.column("rollout/raw_reward")`` is the reward curve.
-        evaluations: the metrics of each evaluation.
-        checkpoints: the snapshots, the newest last.
-        interrupted: whether Ctrl-C ended the run before its last rollout.
+        trainer: The run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or the program's end.
+        history: The metrics of each step. ``result.history.column("rollout/raw_reward")`` is the reward curve.
+        evaluations: The metrics of each evaluation.
+        checkpoints: The snapshots, the newest last.
+        interrupted: Whether Ctrl-C ended the run before its last rollout.
     """
 
     trainer: Trainer
@@ -64,7 +64,7 @@ class Result:
         """Draw the reward of each step, the evaluations and the time of the phases.
 
         Args:
-            path: also write the picture to this PNG file.
+            path: Also write the picture to this PNG file.
 
         Returns:
             The figure, which a notebook shows.

@@ -31,7 +31,7 @@ def train(
         The metrics, the snapshots, and the engines with the trained weights, which answer until ``result.close()``.
 
     Raises:
-        ConfigError: with all problems of the arguments, files and functions at once, before anything is started.
+        ConfigError: With all problems of the arguments, files and functions at once, before anything is started.
     """
     trainer = Trainer(model, data, reward, callbacks=callbacks, **flags)
     interrupted = False
@@ -56,7 +56,7 @@ def dry_run(
     """Print what :func:`train` would do with these arguments, without starting it; see ``slime train --dry-run``.
 
     Raises:
-        ConfigError: with all problems at once.
+        ConfigError: With all problems at once.
     """
     from slime.cluster.dry_run import dry_run as report
 

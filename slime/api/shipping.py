@@ -29,10 +29,10 @@ def ship(function: Callable[..., object], name: str, folder: Path) -> str:
     """Write ``function`` to ``folder``, and return its path in the form of the command line, ``file.py:name``.
 
     Args:
-        name: a Python name, also that of the files.
+        name: A Python name, also that of the files.
 
     Raises:
-        NotShippable: the function refers to something that cannot be pickled, such as a lock or a connection.
+        NotShippable: The function refers to something that cannot be pickled, such as a lock or a connection.
     """
     from ray import cloudpickle
 
@@ -51,7 +51,7 @@ def unpack(loader: str, paths: list[str]) -> Any:
     """Load the pickle beside the file ``loader``.
 
     Args:
-        paths: the program's ``sys.path``, on which the modules that the function imports are found.
+        paths: The program's ``sys.path``, on which the modules that the function imports are found.
     """
     from ray import cloudpickle
 

@@ -27,7 +27,7 @@ class Table(list[dict[str, float | None]]):
         """The values of one metric, with None for rows that do not have it.
 
         Raises:
-            KeyError: no row has it; the message lists similar names.
+            KeyError: No row has it; the message lists similar names.
         """
         if name not in self.columns:
             import difflib

@@ -41,20 +41,20 @@ class Trainer:
     after the step. A second Ctrl-C does not wait, and ends the run.
 
     Args:
-        model: a Hugging Face folder or hub id.
-        data: the prompts: a path, or rows (dicts with ``prompt`` and ``label``; texts; an Arrow table; a data frame).
-        reward: a function, the name of a built-in reward (``"math"``), or the path of a function.
-        callbacks: each a :class:`Callback`, or a function of ``(trainer, metrics)`` that is called after each step.
-        flags: all flags of ``slime train`` by their names with underscores. ``eval_data`` is a path, rows, or a dict
+        model: A Hugging Face folder or hub id.
+        data: The prompts: a path, or rows (dicts with ``prompt`` and ``label``; texts; an Arrow table; a data frame).
+        reward: A function, the name of a built-in reward (``"math"``), or the path of a function.
+        callbacks: Each a :class:`Callback`, or a function of ``(trainer, metrics)`` that is called after each step.
+        flags: All flags of ``slime train`` by their names with underscores. ``eval_data`` is a path, rows, or a dict
             of these by name; ``generate`` and ``filter`` are functions. Flags that name functions take functions.
 
     Attributes:
-        args: the resolved arguments.
-        next_rollout: the number of the rollout that the next step trains.
-        num_rollout: the number of rollouts of the whole run.
+        args: The resolved arguments.
+        next_rollout: The number of the rollout that the next step trains.
+        num_rollout: The number of rollouts of the whole run.
 
     Raises:
-        ConfigError: with all problems of the arguments, files and functions at once, before anything is started.
+        ConfigError: With all problems of the arguments, files and functions at once, before anything is started.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Trainer:
         """Do one iteration of the loop, and return its metrics.
 
         Raises:
-            Closed: all ``num_rollout`` rollouts are trained, or the run was closed.
+            Closed: All ``num_rollout`` rollouts are trained, or the run was closed.
             KeyboardInterrupt: Ctrl-C; the run can go on.
         """
         run, rollout_id = self._open(), self.next_rollout
@@ -142,7 +142,7 @@ class Trainer:
         It is in the folder ``save``, or else in ``checkpoints`` of the run's folder.
 
         Raises:
-            ValueError: no step was trained yet.
+            ValueError: No step was trained yet.
         """
         run = self._open()
         if run.trainer.trained is None:
@@ -195,9 +195,9 @@ class Trainer:
         """Generate ``n`` responses with the current weights; returns samples with token ids and log-probs.
 
         Args:
-            prompts: one prompt, or a list of prompts. Each is a text, which is sent as it is, or a list of messages,
+            prompts: One prompt, or a list of prompts. Each is a text, which is sent as it is, or a list of messages,
                 which the chat template renders.
-            sampling: sampling parameters that differ from the run's: ``temperature``, ``max_new_tokens``, ``top_p``.
+            sampling: Sampling parameters that differ from the run's: ``temperature``, ``max_new_tokens``, ``top_p``.
 
         Returns:
             The samples of the prompt; for a list of prompts, a list of these.

@@ -268,7 +268,7 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
         digests: Also compare the digests of the files that no training rank wrote (:func:`verify`).
 
     Returns:
-        None if there is no snapshot: the folder does not exist, is empty, or is a Hugging Face model (:func:`kind`).
+        None if there is no snapshot: The folder does not exist, is empty, or is a Hugging Face model (:func:`kind`).
 
     Raises:
         SnapshotError: There is no snapshot of ``step``, a file of the snapshot is missing or damaged, or the folder

@@ -23,16 +23,16 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     """Test every hook that the command line names.
 
     Args:
-        argv: the flags of train.py, and two more: ``--check-timeout SECONDS`` is the deadline of each call (default
+        argv: The flags of train.py, and two more: ``--check-timeout SECONDS`` is the deadline of each call (default
             60); ``--check-tool-answer TEXT`` is an answer of the model after which a generate function must continue
             with a tool turn.
-        say: called with each line of the report.
+        say: Called with each line of the report.
 
     Returns:
         0 if all hooks satisfy their contract, otherwise 1.
 
     Raises:
-        CommandError: there is nothing to check, or there is no tokenizer for the samples.
+        CommandError: There is nothing to check, or there is no tokenizer for the samples.
     """
     words, seconds = _own_flag(list(argv), "--check-timeout")
     words, answer = _own_flag(words, "--check-tool-answer")

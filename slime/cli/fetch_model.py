@@ -59,12 +59,12 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     """Return the folder of a model, which is downloaded if necessary.
 
     Args:
-        model: a name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only checked.
-        output_dir: folder for a downloaded model. Default: ``models/<name>``.
-        check: whether to test the weights on a few sentences before the folder is created.
+        model: A name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only checked.
+        output_dir: Folder for a downloaded model. Default: ``models/<name>``.
+        check: Whether to test the weights on a few sentences before the folder is created.
 
     Raises:
-        CommandError: the name is unknown, the folder is incomplete, the download failed, or the weights are wrong.
+        CommandError: The name is unknown, the folder is incomplete, the download failed, or the weights are wrong.
     """
     source = SOURCES.get(model.lower())
     if source is None:
@@ -93,10 +93,10 @@ def check_folder(folder: Path, what: str) -> Path:
     """Return the folder if it looks like a Hugging Face checkpoint with a tokenizer.
 
     Args:
-        what: the subject of error messages, for example the path.
+        what: The subject of error messages, for example the path.
 
     Raises:
-        CommandError: the folder does not exist, or files are missing.
+        CommandError: The folder does not exist, or files are missing.
     """
     folder = folder.expanduser()
     if not folder.is_dir():

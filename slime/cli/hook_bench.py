@@ -34,8 +34,8 @@ class Bench:
     all their fields are real.
 
     Args:
-        limit: deadline of each call in seconds.
-        tool_answer: an answer of the model after which generate functions must continue with a tool turn.
+        limit: Deadline of each call in seconds.
+        tool_answer: An answer of the model after which generate functions must continue with a tool turn.
     """
 
     def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:

@@ -64,7 +64,7 @@ def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> 
     """Raise a :class:`Complaint` if ``fn(*args, **keywords)`` does not fit its signature.
 
     Args:
-        words: the call as it is documented, for the message.
+        words: The call as it is documented, for the message.
     """
     try:
         signature = inspect.signature(fn)
@@ -99,13 +99,13 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
     """Run ``start()``, which calls ``fn``, in a separate thread.
 
     Args:
-        fn: the user's function. An exception is reported with the last line of its file in the traceback.
-        start: calls the function.
-        limit: deadline in seconds.
-        loop: whether to run it inside an event loop and await the result.
+        fn: The user's function. An exception is reported with the last line of its file in the traceback.
+        start: Calls the function.
+        limit: Deadline in seconds.
+        loop: Whether to run it inside an event loop and await the result.
 
     Raises:
-        Complaint: the call raised, or did not return within ``limit`` seconds.
+        Complaint: The call raised, or did not return within ``limit`` seconds.
     """
     file = _file(fn)
     watch = _Watch(file)

@@ -52,10 +52,10 @@ class ScriptedEngine:
 
     Args:
         url: URL of the real engine.
-        answers: texts of the first answers; all later answers are :data:`LAST`.
-        abort_at: index of the first request that is aborted, together with all later ones; None for no abort.
-        on_abort: called before the answer to an aborted request.
-        refuses: whether every request is refused, as one with a prompt that is too long.
+        answers: Texts of the first answers; all later answers are :data:`LAST`.
+        abort_at: Index of the first request that is aborted, together with all later ones; None for no abort.
+        on_abort: Called before the answer to an aborted request.
+        refuses: Whether every request is refused, as one with a prompt that is too long.
     """
 
     def __init__(

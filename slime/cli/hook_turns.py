@@ -57,11 +57,11 @@ class _Try:
         """Return the results of each sample, the results when it was continued after the abort, and the requests.
 
         Args:
-            answers: the model's answer for each turn; all samples get the same.
-            abort_at: index of the turn that is aborted; None for no abort.
-            go_on: whether to call the function again with the aborted samples.
-            most: maximum number of tokens of a response.
-            refuses: whether the engine refuses all requests, as if the prompts were longer than its context.
+            answers: The model's answer for each turn; all samples get the same.
+            abort_at: Index of the turn that is aborted; None for no abort.
+            go_on: Whether to call the function again with the aborted samples.
+            most: Maximum number of tokens of a response.
+            refuses: Whether the engine refuses all requests, as if the prompts were longer than its context.
         """
         args = self.bench.args.with_values(rollout_max_response_len=most)
         if refuses:
@@ -119,7 +119,7 @@ def check_turns(bench: Bench, fn: Hook) -> str:
         A short description of the result.
 
     Raises:
-        Complaint: the samples do not agree with the sampled tokens.
+        Complaint: The samples do not agree with the sampled tokens.
     """
     tried = _Try(bench, fn)
     turn, said = None, "no tool turn with the tested forms of calls"
@@ -214,7 +214,7 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     """Compare a sample with the requests to the engine and its answers.
 
     Raises:
-        Complaint: the sample trains tokens that no engine sampled, or has log-probs of other tokens.
+        Complaint: The sample trains tokens that no engine sampled, or has log-probs of other tokens.
     """
     length = sample.response_length
     if not length:
@@ -286,7 +286,7 @@ def check_mask(bench: Bench, fn: Hook, sample: Sample) -> None:
     """Compare the sample's mask with the recorded calls, if these cover the whole response.
 
     Raises:
-        Complaint: tokens that were appended with ``trainable=False`` would be trained.
+        Complaint: Tokens that were appended with ``trainable=False`` would be trained.
     """
     appended = vars(sample).pop(_APPENDED, ())
     told = np.repeat([trainable for _, trainable in appended], [count for count, _ in appended])

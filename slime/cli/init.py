@@ -24,11 +24,11 @@ def init(folder: Path, task: str) -> list[Path]:
     """Write reward.py, run.sh, data.jsonl and heldout.jsonl; returns their paths.
 
     Args:
-        folder: is created; it may exist if it is empty.
-        task: one of :data:`TASKS`.
+        folder: Is created; it may exist if it is empty.
+        task: One of :data:`TASKS`.
 
     Raises:
-        CommandError: the folder is not empty, or is a file.
+        CommandError: The folder is not empty, or is a file.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} is there already and not empty: name another folder")

@@ -24,7 +24,7 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
         0 if the ledger is consistent, otherwise 1.
 
     Raises:
-        CommandError: there is no ledger.
+        CommandError: There is no ledger.
     """
     from rich.console import Console
 

@@ -21,9 +21,9 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
     the others to the training file, so the files have no pair in common.
 
     Args:
-        output_dir: output folder, which is created if necessary.
-        seed: random seed; the same seed always gives the same files.
-        held_out: number of held-out pairs, 1 to 80.
+        output_dir: Output folder, which is created if necessary.
+        seed: Random seed; the same seed always gives the same files.
+        held_out: Number of held-out pairs, 1 to 80.
 
     Returns:
         The paths of the training file and the evaluation file.

@@ -31,7 +31,7 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
     """Return the framework of a command and the words of its program and after it.
 
     Raises:
-        CommandError: no word names a program that is known.
+        CommandError: No word names a program that is known.
     """
     for place, word in enumerate(words):
         for framework, pattern in PROGRAMS.items():
@@ -49,7 +49,7 @@ def read_script(path: Path) -> list[str]:
     Nothing is run, so a value that only a command can give (``$(...)``) stays as it is.
 
     Raises:
-        CommandError: the file cannot be read, or has no such command.
+        CommandError: The file cannot be read, or has no such command.
     """
     names: dict[str, list[str]] = {}
     text = _gather(path, names, _DEEPEST)

@@ -12,7 +12,7 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     """Print the table, or the figures as JSON, and draw the reward curve if ``png`` is given.
 
     Raises:
-        CommandError: the folder is not the folder of a run, or matplotlib is needed but not installed.
+        CommandError: The folder is not the folder of a run, or matplotlib is needed but not installed.
     """
     from rich.console import Console
 

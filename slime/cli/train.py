@@ -18,8 +18,8 @@ def run_loop(command: str, flags: Sequence[str]) -> int:
     """Do what ``python train.py <flags>`` does.
 
     Raises:
-        CommandError: the file of the loop is missing.
-        SystemExit: the flags are wrong (2), or the run was stopped (130, 143).
+        CommandError: The file of the loop is missing.
+        SystemExit: The flags are wrong (2), or the run was stopped (130, 143).
     """
     from slime.cluster.checks import parse_and_check
 
@@ -35,7 +35,7 @@ def load_loop(name: str) -> ModuleType:
     """Import a file of :data:`LOOPS`.
 
     Raises:
-        CommandError: it is neither in the package nor at the top of a checkout.
+        CommandError: It is neither in the package nor at the top of a checkout.
     """
     here = Path(__file__).resolve()
     places = (here.parent / "loops" / name, here.parents[2] / name)

@@ -64,11 +64,11 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     """Print the command of slime and what changes.
 
     Args:
-        words: the path of a script, or the words of a command.
-        say: called with each line.
+        words: The path of a script, or the words of a command.
+        say: Called with each line.
 
     Raises:
-        CommandError: there is no script and no known command.
+        CommandError: There is no script and no known command.
     """
     words = [word for word in words if word != "--"]
     if not words:

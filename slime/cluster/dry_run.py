@@ -32,9 +32,9 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     with this process.
 
     Args:
-        args: arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
-        asynchronous: whether the run is that of ``train_async.py``.
-        say: called with each line.
+        args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
+        asynchronous: Whether the run is that of ``train_async.py``.
+        say: Called with each line.
     """
     _settings(args, say)
     source = _source(args, say)
@@ -93,8 +93,8 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, s
     """Print how many samples a rollout has, how they are split into steps, and how long the run is.
 
     Args:
-        prompts: number of prompts in an epoch; 0 if it is not known.
-        prompt_tokens: length of the first prompt; 0 if it is not known.
+        prompts: Number of prompts in an epoch; 0 if it is not known.
+        prompt_tokens: Length of the first prompt; 0 if it is not known.
     """
     samples, steps = args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout
     say("\nbatches")

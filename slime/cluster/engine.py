@@ -32,10 +32,10 @@ class Engine:
 
     Attributes:
         host: None for an external server, which this run does not start.
-        losses: when the engine was lost (``time.monotonic()``).
-        ready_at: when its last start was complete (``time.monotonic()``).
-        ending: whether it is lost and its processes are still being ended.
-        last_words: the end of its log after a loss, or the reason for the loss.
+        losses: When the engine was lost (``time.monotonic()``).
+        ready_at: When its last start was complete (``time.monotonic()``).
+        ending: Whether it is lost and its processes are still being ended.
+        last_words: The end of its log after a loss, or the reason for the loss.
     """
 
     spec: EngineSpec
@@ -76,8 +76,8 @@ class EngineStatus:
     Attributes:
         serving: URLs of the engines that hold the current weights and get requests.
         unsynced: URLs of the engines that were restarted and wait for weights.
-        slots: by engine URL, the GPU slots that it occupies, among those of the rollout.
-        fatal: why the run must end, or None.
+        slots: By engine URL, the GPU slots that it occupies, among those of the rollout.
+        fatal: Why the run must end, or None.
     """
 
     serving: list[str] = field(default_factory=list)

@@ -30,10 +30,10 @@ class EngineActor:
     """Starts the server, reports on its health, and stops it. The server dies with this process.
 
     Args:
-        start_seconds: how long the server may take until it answers.
+        start_seconds: How long the server may take until it answers.
         gpu_ids: GPUs of this node that the server sees; None means those that Ray assigned to this actor.
-        node: node rank, number of nodes and rendezvous address of a server that spans several nodes.
-        warms_up_sampler: whether to sample with top-p and top-k once before the server counts as ready.
+        node: Node rank, number of nodes and rendezvous address of a server that spans several nodes.
+        warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as ready.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineActor:
         """Block until the server answers, and return its URL.
 
         Raises:
-            ServerFailed: with the server's last log lines.
+            ServerFailed: With the server's last log lines.
         """
         from slime.engines.process import ServerFailed
         from slime.engines.sglang.sampler import warm_up
@@ -95,8 +95,8 @@ class RayEngineHost:
     """Controls the server processes of one engine through their actors. Every call has a deadline.
 
     Args:
-        actors: one per node of the engine; the server of the first one answers requests.
-        start_seconds: how long the server may take until it answers.
+        actors: One per node of the engine; the server of the first one answers requests.
+        start_seconds: How long the server may take until it answers.
     """
 
     def __init__(self, actors: Sequence[ActorHandle], start_seconds: float) -> None:

@@ -39,13 +39,13 @@ class EngineFleet:
     to the router may take long, so they are made without it.
 
     Args:
-        launch: starts the server of the engine with the given index and returns at once.
-        specs: the engines that this run starts.
+        launch: Starts the server of the engine with the given index and returns at once.
+        specs: The engines that this run starts.
         external: URLs of servers that are already running.
-        keys: the keys of engines and routers.
+        keys: The keys of engines and routers.
 
     Attributes:
-        addresses: the values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
+        addresses: The values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
             ``sglang_router_port`` (of the first model's router, or of the only engine) and ``sglang_model_routers``.
     """
 
@@ -160,7 +160,7 @@ class EngineFleet:
         """Stop router and engines; returns when their processes have ended. Safe to call twice.
 
         Args:
-            at_once: kill the engines instead of stopping them gracefully, because their memory is needed.
+            at_once: Kill the engines instead of stopping them gracefully, because their memory is needed.
         """
         self._starters.shutdown(wait=False, cancel_futures=True)
         self._enders.shutdown(wait=False)
@@ -179,7 +179,7 @@ class EngineFleet:
         ``--use-fault-tolerance``, this ends the run (:attr:`fatal`).
 
         Args:
-            reasons: why each engine is lost, by URL. Engines that are already lost are left alone.
+            reasons: Why each engine is lost, by URL. Engines that are already lost are left alone.
         """
         self.end(self.mark_lost(reasons))
 
@@ -317,7 +317,7 @@ class EngineFleet:
         """Wait until no engine is being started or ended; returns the URLs of those that answer.
 
         Args:
-            deadline: in seconds; ``--start-timeout`` by default.
+            deadline: In seconds; ``--start-timeout`` by default.
         """
 
         def done() -> bool:

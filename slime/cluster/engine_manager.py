@@ -28,7 +28,7 @@ class EngineManager:
     """Owns the engines, their router and their health checks, in the process of the rollout manager.
 
     Attributes:
-        args: passed to users' functions. Replaced once the addresses of the engines are known, but never modified.
+        args: Passed to users' functions. Replaced once the addresses of the engines are known, but never modified.
     """
 
     def __init__(self, args: Args, log_dir: Path, keys: RunKeys) -> None:
@@ -101,7 +101,7 @@ class EngineManager:
         kind, those that generate no token are lost.
 
         Args:
-            blamed: reasons by URL; None: only engines whose process has ended are lost.
+            blamed: Reasons by URL; None: only engines whose process has ended are lost.
         """
         from slime.cluster.engine_actor import ASK_SECONDS
         from slime.cluster.health import unhealthy
@@ -145,7 +145,7 @@ class EngineManager:
         """Call all engines at the same time. Those that fail are lost.
 
         Raises:
-            EngineError: an engine failed, and the run is without ``--use-fault-tolerance``.
+            EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
         """
         from slime.engines.fan_out import on_each
         from slime.engines.handle import EngineHandle
@@ -181,7 +181,7 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
     A refused flush is tried again: the engine may still be ending a request that it no longer counts.
 
     Raises:
-        EngineError: the engine is still not idle after ``deadline`` seconds.
+        EngineError: The engine is still not idle after ``deadline`` seconds.
     """
     from slime.engines.sglang_api import EngineError
 

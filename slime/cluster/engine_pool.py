@@ -72,15 +72,15 @@ class EnginePool:
     """The engines of one run; used only by the driver's main thread, so the trainer is idle during every call.
 
     Args:
-        urls: the URLs of the engines that were started; empty in a run without engines.
-        attempt: how often the run was resumed, the first part of a weight version.
-        first_rollout: the first rollout of this process.
+        urls: The URLs of the engines that were started; empty in a run without engines.
+        attempt: How often the run was resumed, the first part of a weight version.
+        first_rollout: The first rollout of this process.
 
     Attributes:
-        urls: the URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
+        urls: The URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
             are lost, they are replaced.
-        version: the version of the engines' weights, ``<attempt>.<number of steps that had trained them>``.
-        held_step: the second part of ``version``.
+        version: The version of the engines' weights, ``<attempt>.<number of steps that had trained them>``.
+        held_step: The second part of ``version``.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class EnginePool:
         """Return the URLs to which an update goes, and pause the health checks until :meth:`_end_update`.
 
         Raises:
-            EnginesLost: the run cannot continue.
+            EnginesLost: The run cannot continue.
         """
         return self._alive(self._pause_checks()) or self._replace()
 
@@ -230,7 +230,7 @@ class EnginePool:
         only to blame if its process has ended; then the run ends with what is known about it.
 
         Args:
-            replace: if no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
+            replace: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
 
         Returns:
             The result of the call, and the URLs of the remaining engines.
@@ -280,11 +280,11 @@ class EnginePool:
         The driver calls this repeatedly while it waits for generation. It polls at most every :data:`POLL_SECONDS`.
 
         Args:
-            keep_version: as long as an engine serves, send no newer weights than it holds. Set during an evaluation,
+            keep_version: As long as an engine serves, send no newer weights than it holds. Set during an evaluation,
                 which measures one version.
 
         Raises:
-            EnginesLost: the run cannot continue.
+            EnginesLost: The run cannot continue.
         """
         now = time.monotonic()
         # The update below waits for the manager as well, and that wait may call this method again.

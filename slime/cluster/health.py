@@ -37,10 +37,10 @@ class HealthMonitor:
     weights or after they have released their memory.
 
     Args:
-        interval: seconds between checks.
-        timeout: seconds within which an engine must generate a token.
-        first_wait: seconds after a pause during which engines are not asked for a token.
-        start_seconds: age up to which an engine that generates no token but uses the CPU is assumed to compile
+        interval: Seconds between checks.
+        timeout: Seconds within which an engine must generate a token.
+        first_wait: Seconds after a pause during which engines are not asked for a token.
+        start_seconds: Age up to which an engine that generates no token but uses the CPU is assumed to compile
             kernels, and does not count as lost.
     """
 
@@ -148,7 +148,7 @@ class HealthMonitor:
         """Ask these engines for a token; one that generates none :data:`MAX_MISSED` times in a row is lost.
 
         Args:
-            pauses: the number of pauses when this check was started. If there was another one since, the results do
+            pauses: The number of pauses when this check was started. If there was another one since, the results do
                 not count.
         """
         pauses = self._pauses if pauses is None else pauses

@@ -35,8 +35,8 @@ class ManagerClient:
     """Calls :class:`~slime.cluster.rollout_manager.RolloutManager`; every wait has a deadline.
 
     Args:
-        handle: the handle of the manager's actor.
-        timeout: default deadline of a wait, in seconds (``--phase-timeout``).
+        handle: The handle of the manager's actor.
+        timeout: Default deadline of a wait, in seconds (``--phase-timeout``).
     """
 
     def __init__(self, handle: ActorHandle, waiter: Waiter, timeout: float) -> None:

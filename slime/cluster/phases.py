@@ -29,9 +29,9 @@ class Run:
     the step.
 
     Attributes:
-        first_rollout, num_rollout: the loop trains rollouts ``first_rollout`` to ``num_rollout - 1``.
-        completed: whether the ledger is closed and the summary was printed.
-        asked: the rollouts that were requested and not waited for to the end, by their ids.
+        first_rollout, num_rollout: The loop trains rollouts ``first_rollout`` to ``num_rollout - 1``.
+        completed: Whether the ledger is closed and the summary was printed.
+        asked: The rollouts that were requested and not waited for to the end, by their ids.
     """
 
     def __init__(

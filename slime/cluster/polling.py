@@ -27,10 +27,10 @@ def wait_for(
     """Call ``done`` until it returns a true value, and return that value.
 
     Args:
-        what: names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
-        done: called every ``poll`` seconds; an exception that it raises ends the wait and propagates.
-        deadline: seconds from now.
-        report: returns a text to add to the error, such as living processes or last log lines.
+        what: Names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
+        done: Called every ``poll`` seconds; an exception that it raises ends the wait and propagates.
+        deadline: Seconds from now.
+        report: Returns a text to add to the error, such as living processes or last log lines.
 
     Raises:
         WaitExpired: ``done`` returned no true value within ``deadline`` seconds.

@@ -32,8 +32,8 @@ class PrefetchSettings:
     """The flags that the prefetcher uses.
 
     Attributes:
-        drains: whether an update waits for the groups in progress (``--update-weight-pause-mode drain``).
-        replays: whether a recorded schedule is repeated (``--replay-schedule``).
+        drains: Whether an update waits for the groups in progress (``--update-weight-pause-mode drain``).
+        replays: Whether a recorded schedule is repeated (``--replay-schedule``).
     """
 
     async_buffer_size: int
@@ -76,9 +76,9 @@ class Prefetcher:
         stores an error                  -->  every wait raises it
 
     Args:
-        rollouts: the ids of the rollouts to generate.
-        log: gets the metrics of the current step.
-        stop: a signal ends every wait of the main thread.
+        rollouts: The ids of the rollouts to generate.
+        log: Gets the metrics of the current step.
+        stop: A signal ends every wait of the main thread.
     """
 
     def __init__(

@@ -30,10 +30,10 @@ class Waiter:
     """``ray.get`` for the driver's main thread.
 
     Args:
-        stop: checked during the wait, unless the wait must not be interrupted.
-        on_status: called with what the processes report, about twice a second.
-        silence: seconds without an answer to ``status()`` after which an actor that has answered before counts as
-            lost. None: it is waited for until the deadline.
+        stop: Checked during the wait, unless the wait must not be interrupted.
+        on_status: Called with what the processes report, about twice a second.
+        silence: Seconds without an answer to ``status()`` after which an actor that has answered before counts as
+            lost. None: It is waited for until the deadline.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Waiter:
         The number of calls to Ray in each round does not grow with the number of refs or actors.
 
         Args:
-            what: names the wait, e.g. ``"rollout 3 to be generated"``.
-            deadline: seconds from now.
-            actors: actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
+            what: Names the wait, e.g. ``"rollout 3 to be generated"``.
+            deadline: Seconds from now.
+            actors: Actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
                 part of the report.
-            meanwhile: called about four times a second; an exception that it raises ends the wait.
+            meanwhile: Called about four times a second; an exception that it raises ends the wait.
 
         Raises:
-            WaitExpired: the deadline has passed; the message tells what each actor is doing.
-            NoStatus: an actor has not answered for ``silence`` seconds.
-            StopRequested: the user asked to stop, and the stop is not deferred.
-            RayError: one of the refs failed; others may still be running.
+            WaitExpired: The deadline has passed; the message tells what each actor is doing.
+            NoStatus: An actor has not answered for ``silence`` seconds.
+            StopRequested: The user asked to stop, and the stop is not deferred.
+            RayError: One of the refs failed; others may still be running.
         """
         import ray
 
@@ -113,7 +113,7 @@ class _StatusPoll:
     """Asks actors what they are doing, :data:`POLLED_ACTORS` at a time, and never blocks on an answer.
 
     Args:
-        known: polls by name, kept from earlier waits.
+        known: Polls by name, kept from earlier waits.
     """
 
     def __init__(self, actors: Mapping[str, ActorHandle], known: dict[str, _Poll]) -> None:

@@ -134,8 +134,8 @@ class RolloutManager(EngineManager):
         """Open the standing pool of an asynchronous run, if its rollout function has one, and log its schedule.
 
         Args:
-            first_step, last_step: the run trains rollouts ``first_step`` to ``last_step - 1``.
-            held_step: the number of steps that have trained the engines' weights.
+            first_step, last_step: The run trains rollouts ``first_step`` to ``last_step - 1``.
+            held_step: The number of steps that have trained the engines' weights.
 
         Returns:
             Whether there is a standing pool, whose groups continue through weight updates.
@@ -167,7 +167,7 @@ class RolloutManager(EngineManager):
         """In a replay, wait until all tokens have been generated that were recorded with the engines' current weights.
 
         Raises:
-            WaitExpired: some are still missing after ``--phase-timeout`` seconds.
+            WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
         from slime.cluster.polling import wait_for
         from slime.engines.http import request
@@ -256,7 +256,7 @@ class RolloutManager(EngineManager):
         """Close the ledger after the last step, ``trained``; returns the number of groups by state.
 
         Raises:
-            LedgerError: a requested group is missing, or was counted more than once.
+            LedgerError: A requested group is missing, or was counted more than once.
         """
         cut = self.state.close_account(trained)
         return {**cut["counts"], "ahead of training": len(cut["ahead"]), "open": len(cut["open"])}

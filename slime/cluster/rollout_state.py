@@ -64,7 +64,7 @@ class RolloutState:
         """Open the log of the schedule of rollouts ``first`` to ``last - 1``, and the one of ``--replay-schedule``.
 
         Args:
-            step: the number of steps that have trained the engines' weights.
+            step: The number of steps that have trained the engines' weights.
         """
         replayed, settings = self.args.replay_schedule, settings_to_compare(self.args)
         recording = Recording(Path(replayed), settings) if replayed else None

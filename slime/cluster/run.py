@@ -42,12 +42,12 @@ def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -
     """Start engines and trainer, and shut them down at the end, after an error, or when the user stops the run.
 
     Args:
-        asynchronous: whether rollouts are generated while an earlier one trains (``train_async.py``).
-        in_program: whether the run belongs to a program of the user's, see :class:`StopSignals`.
+        asynchronous: Whether rollouts are generated while an earlier one trains (``train_async.py``).
+        in_program: Whether the run belongs to a program of the user's, see :class:`StopSignals`.
 
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
-        KeyboardInterrupt: after Ctrl-C, with ``in_program``.
+        KeyboardInterrupt: After Ctrl-C, with ``in_program``.
     """
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
@@ -133,7 +133,7 @@ def complete(run: Run) -> None:
     """Commit the last snapshot, close the ledger and print the summary; does nothing the second time.
 
     Raises:
-        LedgerError: a requested group is missing, or was counted more than once.
+        LedgerError: A requested group is missing, or was counted more than once.
     """
     from slime.cluster.rollout_manager import RolloutManager
 
@@ -217,7 +217,7 @@ def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]
     The list is empty if the code itself failed: the same error would come again after a restart.
 
     Args:
-        actors: the actors that hold the run's state, by the name that a message uses for them.
+        actors: The actors that hold the run's state, by the name that a message uses for them.
     """
     import ray
 

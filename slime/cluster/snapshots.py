@@ -28,11 +28,11 @@ class StartingPoint:
     """Where a run begins.
 
     Attributes:
-        snapshot: the snapshot to resume from, or to take only the weights from (``--finetune``); None without one.
-        resumes: whether this run continues the run that wrote the snapshot.
-        trained: the last rollout that a resumed run had trained; None in a new run.
-        first_rollout: the first rollout of this process.
-        attempt: how often the run has been resumed.
+        snapshot: The snapshot to resume from, or to take only the weights from (``--finetune``); None without one.
+        resumes: Whether this run continues the run that wrote the snapshot.
+        trained: The last rollout that a resumed run had trained; None in a new run.
+        first_rollout: The first rollout of this process.
+        attempt: How often the run has been resumed.
     """
 
     snapshot: Snapshot | None = None
@@ -74,7 +74,7 @@ def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: Manage
     """Restore the data source of a resumed run in the rollout manager, and warn about settings that have changed.
 
     Raises:
-        ResumeError: with these settings, the prompts would come in a different order.
+        ResumeError: With these settings, the prompts would come in a different order.
     """
     from slime.checkpoint.manifest import changes, check_same_prompts
 
@@ -117,10 +117,10 @@ class Snapshots:
     Until the commit, the parts lie in a temporary folder. A fault before it leaves the previous snapshot the newest.
 
     Args:
-        saved: the rollout of the snapshot with which a resumed run began.
+        saved: The rollout of the snapshot with which a resumed run began.
 
     Attributes:
-        saved: the rollout of the newest complete snapshot; None before the first.
+        saved: The rollout of the newest complete snapshot; None before the first.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Parts:
     :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends exactly what exists.
 
     Attributes:
-        engines_started: whether all engines have answered, so that the manager can report on them.
+        engines_started: Whether all engines have answered, so that the manager can report on them.
         run: None until the start is complete.
     """
 
@@ -183,7 +183,7 @@ def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainG
     This runs while the models are still being loaded, so that a wrong folder is reported as early as possible.
 
     Raises:
-        FolderError: some processes do not see the folder; the message names them and their nodes.
+        FolderError: Some processes do not see the folder; the message names them and their nodes.
     """
     from slime.checkpoint.shared_folder import FolderTrial
 

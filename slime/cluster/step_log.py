@@ -24,8 +24,8 @@ class StepLog:
     """Collects the metrics of the current step and times its phases; one per run, in the driver.
 
     Attributes:
-        pending: metrics of the current step, by name.
-        last_step, last_evaluation: metrics of the last complete step and of the last evaluation.
+        pending: Metrics of the current step, by name.
+        last_step, last_evaluation: Metrics of the last complete step and of the last evaluation.
     """
 
     def __init__(self, display: Display) -> None:
@@ -42,7 +42,7 @@ class StepLog:
         """Begin to measure the first step, after the start is complete.
 
         Args:
-            metrics: where the metrics of all steps are logged.
+            metrics: Where the metrics of all steps are logged.
         """
         self._metrics = metrics
         self.display.pop_times()  # The time of the start belongs to no step.

@@ -33,7 +33,7 @@ class StopSignals:
     supervisor. The two ways are therefore counted separately, and the larger count decides.
 
     Args:
-        in_program: whether the run belongs to a program of the user's (:mod:`slime.api`), which must survive the
+        in_program: Whether the run belongs to a program of the user's (:mod:`slime.api`), which must survive the
             signals. Then SIGTERM is left alone, and the second SIGINT raises KeyboardInterrupt.
     """
 

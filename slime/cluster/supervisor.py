@@ -78,7 +78,7 @@ class Reports:
         """The run has begun: from now on, an end without :meth:`over` is a loss.
 
         Args:
-            values: see :func:`restart_settings`.
+            values: See :func:`restart_settings`.
         """
         self._send({"began": values})
 
@@ -118,8 +118,8 @@ def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
     ``--custom-config-path``); None stands for the default.
 
     Args:
-        values: the values of the lost driver.
-        saved: whether ``--save`` holds a snapshot of this run. If so, the run continues from it, otherwise from where
+        values: The values of the lost driver.
+        saved: Whether ``--save`` holds a snapshot of this run. If so, the run continues from it, otherwise from where
             it began.
     """
     settings: dict[str, object] = {name: str(values[name]) for name in ("run_name", "output_dir")}

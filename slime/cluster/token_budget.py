@@ -35,9 +35,9 @@ def settle_token_budget(
     Does nothing if the flag is given, or without a GPU.
 
     Args:
-        manifest: the manifest of the snapshot from which the run resumes. With the same number of GPUs, the run packs
+        manifest: The manifest of the snapshot from which the run resumes. With the same number of GPUs, the run packs
             as it did before.
-        note: called with one line that explains the result.
+        note: Called with one line that explains the result.
 
     Returns:
         ``args`` with the budget.

@@ -102,9 +102,9 @@ class TrainActor:
         """Train on this rank's part of a rollout.
 
         Args:
-            batch_ref: a list with one reference. Ray would resolve a bare reference before the call, and hand over the
+            batch_ref: A list with one reference. Ray would resolve a bare reference before the call, and hand over the
                 data instead.
-            values_ref: the critic's values, from which the actor's advantages are computed.
+            values_ref: The critic's values, from which the actor's advantages are computed.
         """
         import ray
 
@@ -144,9 +144,9 @@ class TrainActor:
         KV cache for it yet.
 
         Args:
-            slots: by engine URL, its GPU slots; see :func:`ranks_of_engines`.
-            token: names this call; the same on all ranks.
-            check_equal: the engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
+            slots: By engine URL, its GPU slots; see :func:`ranks_of_engines`.
+            token: Names this call; the same on all ranks.
+            check_equal: The engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         from slime.weights.changes import AuditMemory
         from slime.weights.sync import sync_weights
@@ -207,7 +207,7 @@ class TrainActor:
         """Let the engines score the probe; returns the largest log-prob difference from the trainer.
 
         Raises:
-            WeightAuditError: an engine differs too much from the trainer or from the other engines.
+            WeightAuditError: An engine differs too much from the trainer or from the other engines.
         """
         from slime.weights.audit import Calibration, probe_engines
 
@@ -233,7 +233,7 @@ class TrainActor:
         """Update the copy ``old_actor`` after the engines have got the actor's weights (``--keep-old-actor``).
 
         Args:
-            behind: make the copy equal to the weights that the engines held before, if there are any, instead of the
+            behind: Make the copy equal to the weights that the engines held before, if there are any, instead of the
                 new ones. The copy ``rollout_actor``, which exists from the first call on, keeps what the engines hold.
         """
         before: ModelTag = "rollout_actor" if behind and "rollout_actor" in self.backend.moving_copies else "actor"

@@ -21,8 +21,8 @@ class TrainerSettings:
     """The flags that the trainer uses.
 
     Attributes:
-        offload_train: whether training ranks move to CPU memory between their phases.
-        colocated: whether training ranks or engines do so, because both share accelerators.
+        offload_train: Whether training ranks move to CPU memory between their phases.
+        colocated: Whether training ranks or engines do so, because both share accelerators.
     """
 
     offload_train: bool
@@ -45,7 +45,7 @@ class OldActor:
 
     Args:
         is_kept: ``--keep-old-actor``.
-        lag: the number of updates by which the first rollout after an update is behind, 0 or 1; see
+        lag: The number of updates by which the first rollout after an update is behind, 0 or 1; see
             :func:`old_actor_lag`.
     """
 
@@ -88,10 +88,10 @@ class Trainer:
     Args:
         actor: None in a run that does not train (``--debug-rollout-only``).
         critic: None in a run without a critic.
-        trained: the last rollout that a resumed run had trained in its snapshot.
+        trained: The last rollout that a resumed run had trained in its snapshot.
 
     Attributes:
-        trained: the last rollout whose training is complete; None before the first.
+        trained: The last rollout whose training is complete; None before the first.
     """
 
     def __init__(

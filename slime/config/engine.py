@@ -141,8 +141,8 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
     """Read the models of a ``--sglang-config`` file, in the order of the file.
 
     Raises:
-        ServerGroupError: the file is invalid.
-        OSError: the file cannot be read.
+        ServerGroupError: The file is invalid.
+        OSError: The file cannot be read.
     """
     try:
         document = load_yaml(Path(file).expanduser())

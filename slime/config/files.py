@@ -36,8 +36,8 @@ def load_yaml(file: Path) -> Any:
     """Load a YAML file in UTF-8 that contains plain types only.
 
     Raises:
-        ValueError: the file is not UTF-8 or not valid YAML.
-        OSError: the file cannot be read.
+        ValueError: The file is not UTF-8 or not valid YAML.
+        OSError: The file cannot be read.
     """
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))

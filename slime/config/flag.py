@@ -93,13 +93,13 @@ def flag(
     """Declare a field of a config dataclass as a flag.
 
     Args:
-        default: the value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
-        help: one sentence for ``--help``.
-        option: the option on the command line. Default: the field's name with dashes.
-        kind: see :data:`Kind`. Default: inferred from the annotation.
-        status, reason: see :data:`Status`. ``limits`` sets them for single values.
-        or_hook: whether the path of the user's own function or class is valid besides ``choices``.
-        low, above, high, off: the range of a number, see :class:`Flag`. Every number must be finite.
+        default: The value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
+        help: One sentence for ``--help``.
+        option: The option on the command line. Default: the field's name with dashes.
+        kind: See :data:`Kind`. Default: inferred from the annotation.
+        status, reason: See :data:`Status`. ``limits`` sets them for single values.
+        or_hook: Whether the path of the user's own function or class is valid besides ``choices``.
+        low, above, high, off: The range of a number, see :class:`Flag`. Every number must be finite.
     """
     meta = {
         "derived": isinstance(default, _Derived),
@@ -193,8 +193,8 @@ def convert(flag: Flag, value: object) -> Any:
     """Convert a word of the command line, or a value of a YAML file, to the flag's type.
 
     Raises:
-        OutOfRange: the number is outside the flag's range.
-        ValueError: the value is invalid for another reason. The messages do not name the flag.
+        OutOfRange: The number is outside the flag's range.
+        ValueError: The value is invalid for another reason. The messages do not name the flag.
     """
     if value is None:
         if flag.optional or flag.default is None:

@@ -219,7 +219,7 @@ def why_missing(option: str) -> str | None:
     """Explain why a flag does not exist; None if it was never removed and is not known from another framework.
 
     Args:
-        option: the flag with its ``--``; ``_`` and ``-`` are equivalent.
+        option: The flag with its ``--``; ``_`` and ``-`` are equivalent.
     """
     option = option.replace("_", "-")
     if option in GONE:

@@ -141,7 +141,7 @@ def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
     """Return the maximum sequence length of a model in tokens, from its config.json; None if it is not given there.
 
     Args:
-        scaled: multiply by the factor of the rotary scaling, as SGLang does, unless the length includes it already.
+        scaled: Multiply by the factor of the rotary scaling, as SGLang does, unless the length includes it already.
     """
     length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     scaling = config.get("rope_scaling")

@@ -28,12 +28,12 @@ def load_function(path: str, default_name: str | None = None) -> Any:
     """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or ``file.py``.
 
     Args:
-        path: the path on the command line.
-        default_name: the name to take from a bare ``file.py``. Without it, or if the file does not have this name,
+        path: The path on the command line.
+        default_name: The name to take from a bare ``file.py``. Without it, or if the file does not have this name,
             the only public function or class that the file defines.
 
     Raises:
-        HookError: the file, module or name does not exist, or the file defines several public names.
+        HookError: The file, module or name does not exist, or the file defines several public names.
     """
     if path.endswith(".py"):
         return _only_public(_load_file(path), path, default_name)

@@ -83,7 +83,7 @@ def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
     (:func:`source_addresses`), so there the open files are the limit. A tenth is reserved for other uses.
 
     Args:
-        router: the router's address; None if the router will run on this machine.
+        router: The router's address; None if the router will run on this machine.
     """
     limits = [resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2]
     if limits[0] <= 0:  # no limit

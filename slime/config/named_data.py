@@ -97,7 +97,7 @@ def named_path(name: DataName) -> str:
     """Return the file of a name, with the slice of its rows.
 
     Raises:
-        NamedDataError: as :func:`file_of_name`.
+        NamedDataError: As :func:`file_of_name`.
     """
     return f"{file_of_name(name)}{name.rows}"
 
@@ -107,7 +107,7 @@ def file_of_name(name: DataName) -> Path:
     """Return the file with the rows of a data set, which is written if it does not exist.
 
     Raises:
-        NamedDataError: the package is missing, the data set cannot be loaded, or it lacks a column of the table.
+        NamedDataError: The package is missing, the data set cannot be loaded, or it lacks a column of the table.
     """
     columns = known_sets().get(name.path, {})
     key = json.dumps([name.path, name.config, name.split, columns, _folder_state(name.path)], sort_keys=True)
@@ -207,7 +207,7 @@ def mapped(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]
     A column of the table is a dotted path, a text with ``{column}`` in it, or an object of these.
 
     Raises:
-        KeyError: the row lacks a column that the table names.
+        KeyError: The row lacks a column that the table names.
     """
     made = {key: _value(row, columns[key]) for key in ("prompt", "label", "metadata") if key in columns}
     return {**row, **made}

@@ -65,7 +65,7 @@ def log_samples_count(value: str) -> int | None:
     """Return the number in ``--log-samples``: None for ``all``, 0 for ``none``.
 
     Raises:
-        ValueError: the value is neither of these words nor a number.
+        ValueError: The value is neither of these words nor a number.
     """
     if value in ("all", "none"):
         return None if value == "all" else 0

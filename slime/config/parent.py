@@ -39,7 +39,7 @@ def end_with_parent(parent: int) -> None:
     so unlike in :func:`kill_with_parent` it does not matter which thread of the parent started this process.
 
     Args:
-        parent: the process id of the parent at the start of this process.
+        parent: The process id of the parent at the start of this process.
     """
 
     def watch() -> None:

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
     """Raised with all problems of the arguments at once.
 
     Attributes:
-        problems: one line for each problem, which also says what to change.
+        problems: One line for each problem, which also says what to change.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -276,15 +276,15 @@ def parse_args(
     """Parse, resolve and check the command line of train.py and train_async.py.
 
     Args:
-        argv: the words after the program's name. Default: ``sys.argv[1:]``.
-        add_custom_arguments: adds the user's own arguments to the parser and returns it.
+        argv: The words after the program's name. Default: ``sys.argv[1:]``.
+        add_custom_arguments: Adds the user's own arguments to the parser and returns it.
         asynchronous: True in train_async.py.
-        extra_checks: further checks, whose problems are reported together with those of the configuration. The
+        extra_checks: Further checks, whose problems are reported together with those of the configuration. The
             caller includes the check of the data files, so the configuration does not look for these files itself.
-        settings: values by argument name. They take precedence over ``argv`` and over the files that it names.
+        settings: Values by argument name. They take precedence over ``argv`` and over the files that it names.
 
     Raises:
-        SystemExit: with status 2 after all problems were printed to stderr; with status 0 after ``--help``.
+        SystemExit: With status 2 after all problems were printed to stderr; with status 0 after ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
     args, problems = check_args(

@@ -97,7 +97,7 @@ def validate(
     """Return the problems of resolved arguments, grouped by topic. Notices are added to ``args.notices``.
 
     Args:
-        data_is_checked: whether ``slime.data`` checks the data files, so that a missing file is not reported twice.
+        data_is_checked: Whether ``slime.data`` checks the data files, so that a missing file is not reported twice.
     """
     problems: list[str] = []
     data_rules = () if data_is_checked else DATA_RULES

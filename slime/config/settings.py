@@ -81,7 +81,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
     """Set every key of the file on ``args``.
 
     Args:
-        new_names: whether a key that is not a flag becomes a new attribute. Otherwise it is a problem.
+        new_names: Whether a key that is not a flag becomes a new attribute. Otherwise it is a problem.
 
     Returns:
         Problems, one line each.

@@ -23,9 +23,9 @@ def karmarkar_karp(weights: Sequence[float], parts: int, equal_counts: bool = Fa
     spread (heaviest minus lightest set), until one is left.
 
     Args:
-        weights: weights of the items, not negative.
-        parts: number of lists.
-        equal_counts: every list gets the same number of items; ``len(weights)`` must be a multiple of ``parts``.
+        weights: Weights of the items, not negative.
+        parts: Number of lists.
+        equal_counts: Every list gets the same number of items; ``len(weights)`` must be a multiple of ``parts``.
 
     Returns:
         Lists of item positions in ascending order. The lists are in the order of their first item, empty ones last. The
@@ -98,11 +98,11 @@ class ModelShape:
     """The dimensions of a model from which its FLOPs are estimated.
 
     Attributes:
-        query_rank: rank of the query projection in multi-latent attention; None if queries are projected in one step.
-        kv_rank: rank of the key-value projection in multi-latent attention; None with grouped-query attention.
-        key_width, value_width: dimensions of one head.
-        expert_width: intermediate size of one expert.
-        sparse_layers: number of layers that have experts.
+        query_rank: Rank of the query projection in multi-latent attention; None if queries are projected in one step.
+        kv_rank: Rank of the key-value projection in multi-latent attention; None with grouped-query attention.
+        key_width, value_width: Dimensions of one head.
+        expert_width: Intermediate size of one expert.
+        sparse_layers: Number of layers that have experts.
     """
 
     layers: int

@@ -26,8 +26,8 @@ class Chunks:
     """``chunks[i]`` is the result of ``make`` for the :data:`CHUNK` rows from position ``i * CHUNK`` on.
 
     Args:
-        order: returns the rows at a range of positions in the current order.
-        workers: number of worker processes. They are started with the first chunk, and work on the following chunks
+        order: Returns the rows at a range of positions in the current order.
+        workers: Number of worker processes. They are started with the first chunk, and work on the following chunks
             while one is used.
     """
 

@@ -30,7 +30,7 @@ def build_context_pack(
     counts the response tokens that this rank scores, and ``response_index`` says which ones of each sample they are.
 
     Args:
-        pad_to_multiple: the number of tokens of each rank is padded to a multiple of this.
+        pad_to_multiple: The number of tokens of each rank is padded to a multiple of this.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     # Every rank holds two chunks of each sample, so the layout of the rows is the same on all ranks.

@@ -27,7 +27,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     """Convert the samples of a rollout.
 
     Args:
-        groups: a list of samples for each prompt; a rollout that fanned out is a list of samples in place of one. A
+        groups: A list of samples for each prompt; a rollout that fanned out is a list of samples in place of one. A
             flat list of samples is accepted as well if every sample has a ``group_index``.
 
     Returns:
@@ -38,7 +38,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         metadata, multimodal_train_inputs, weight_versions``. An optional entry exists for all samples or for none.
 
     Raises:
-        ValueError: a sample cannot be trained on, or only some samples have a field that the loss needs; the message
+        ValueError: A sample cannot be trained on, or only some samples have a field that the loss needs; the message
             names the sample.
     """
     samples = flatten(groups)
@@ -74,8 +74,8 @@ def split_train_data(
     """Assign the samples to data-parallel ranks, and pack each rank's part for the object store.
 
     Args:
-        train_data: the result of :func:`samples_to_train_data` or of a custom converter.
-        dp_size: number of data-parallel ranks.
+        train_data: The result of :func:`samples_to_train_data` or of a custom converter.
+        dp_size: Number of data-parallel ranks.
         parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` if they are not 1.
 
     Returns:
@@ -118,7 +118,7 @@ def shared_prompts(
     of the settings, or because the tokens of each sample are split over ``context_size`` ranks.
 
     Args:
-        data: the train data of a whole rollout, or a rank batch.
+        data: The train data of a whole rollout, or a rank batch.
     """
     if not settings.shares_prompts or context_size > 1:
         return None
@@ -309,7 +309,7 @@ def _per_token(
     Samples that are not trained may lack it; ``fill`` makes a substitute for them.
 
     Raises:
-        ValueError: a trained sample lacks the field, but the flags ``needed_by`` need it.
+        ValueError: A trained sample lacks the field, but the flags ``needed_by`` need it.
     """
     values = [s.array(name) if name in TOKEN_FIELDS else getattr(s, name) for s in samples]
     if all(value is None for value in values) and not needed_by:

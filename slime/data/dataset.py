@@ -98,22 +98,22 @@ class Dataset:
     """The prompts of a ``.jsonl`` or ``.parquet`` file (``path@[a:b]`` takes a slice of its rows).
 
     Args:
-        path: the file.
-        tokenizer: renders messages and counts tokens; only needed for these.
-        processor: the processor of a model that takes media; renders and counts tokens of rows with media.
-        max_length: longer prompts, in tokens, are left out; only checked for prompts that are texts.
-        prompt_key, multimodal_keys, label_key, tool_key, metadata_key: columns, see :class:`RowKeys`.
-        seed: seed of the order that :meth:`shuffle` makes.
-        apply_chat_template: render messages to text, with the generation header at the end.
-        apply_chat_template_kwargs: additional arguments of the template.
-        streaming: read rows when they are needed, and hold only a few hundred of them. The order is the same. Only the
+        path: The file.
+        tokenizer: Renders messages and counts tokens; only needed for these.
+        processor: The processor of a model that takes media; renders and counts tokens of rows with media.
+        max_length: Longer prompts, in tokens, are left out; only checked for prompts that are texts.
+        prompt_key, multimodal_keys, label_key, tool_key, metadata_key: Columns, see :class:`RowKeys`.
+        seed: Seed of the order that :meth:`shuffle` makes.
+        apply_chat_template: Render messages to text, with the generation header at the end.
+        apply_chat_template_kwargs: Additional arguments of the template.
+        streaming: Read rows when they are needed, and hold only a few hundred of them. The order is the same. Only the
             first rows are checked at the start; a later row that is wrong raises an error when it is reached. ``len``
             counts all rows, including those that turn out to be too long.
-        workers: number of processes that parse, render and count tokens; 0: this process does it. The result is the
+        workers: Number of processes that parse, render and count tokens; 0: this process does it. The result is the
             same.
 
     Raises:
-        DataError: lists the problems of the file with their lines, at most about twenty.
+        DataError: Lists the problems of the file with their lines, at most about twenty.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Dataset:
         """The prompts in the order of the file.
 
         Raises:
-            ValueError: with streaming, they are not in memory.
+            ValueError: With streaming, they are not in memory.
         """
         if self._kept is None:
             raise ValueError("a data set that streams its rows does not hold them: leave out --streaming-data")

@@ -99,7 +99,7 @@ def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei |
     Tokens that were not sampled get empty nuclei.
 
     Raises:
-        ValueError: the number of offsets does not match the number of tokens.
+        ValueError: The number of offsets does not match the number of tokens.
     """
     given = meta_info.get("top_p_token_ids")
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
@@ -151,10 +151,10 @@ def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: in
 
     Args:
         value: int32 values in base64, or a list.
-        layers, topk: the shape of a row; see :func:`experts_shape`.
+        layers, topk: The shape of a row; see :func:`experts_shape`.
 
     Raises:
-        ValueError: the size does not match the model, or there is a gap between the known rows and the new ones.
+        ValueError: The size does not match the model, or there is a gap between the known rows and the new ones.
     """
     flat = decode_int32(value)
     if flat.size % (layers * topk):
@@ -181,7 +181,7 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
     """(layers, experts per token) of the model, from config.json, or otherwise from the flags.
 
     Raises:
-        ValueError: neither of them contains both numbers.
+        ValueError: Neither of them contains both numbers.
     """
     layers = topk = 0
     if args is not None:

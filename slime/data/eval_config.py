@@ -101,10 +101,10 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     name "aime").
 
     Raises:
-        ValueError: a key of ``eval.defaults`` is unknown, the file or list is malformed, or a data set cannot be loaded
+        ValueError: A key of ``eval.defaults`` is unknown, the file or list is malformed, or a data set cannot be loaded
             by its name.
-        TypeError: a key of a data set is unknown, or a value has the wrong type.
-        FileNotFoundError: the file of ``--eval-config`` does not exist.
+        TypeError: A key of a data set is unknown, or a value has the wrong type.
+        FileNotFoundError: The file of ``--eval-config`` does not exist.
     """
     if args.eval_config:
         defaults, entries = _read(Path(args.eval_config).expanduser())
@@ -125,7 +125,7 @@ def _with_file(config: EvalDatasetConfig) -> EvalDatasetConfig:
     """Replace the name of a data set by the file with its rows.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: It cannot be loaded.
     """
     name = data_name(config.path)
     if name is None:
@@ -161,7 +161,7 @@ def _check_type(dataset: object, key: str, value: object) -> None:
     """Check the type of a value, since YAML reads some words as numbers, dates or mappings.
 
     Raises:
-        TypeError: the value has another type than the setting.
+        TypeError: The value has another type than the setting.
     """
     kinds = [get_origin(kind) or kind for kind in get_args(_HINTS[key]) or (_HINTS[key],)]
     if value is None or object in kinds or key == "metadata_overrides":

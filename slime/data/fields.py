@@ -27,17 +27,17 @@ class Field:
     """One entry of the batch.
 
     Attributes:
-        per: for what the entry has one value. ``sample``: a list with one value per sample. ``token`` and
+        per: For what the entry has one value. ``sample``: a list with one value per sample. ``token`` and
             ``response token``: a list with one tensor per sample, ``[total_length]`` or ``[response_length]``.
             ``other``: a list with one tensor per sample, of the length that ``meaning`` tells. ``batch``: one value.
-        meaning: the description in the documentation.
+        meaning: The description in the documentation.
         wire: numpy dtype in Ray's object store. ``""`` keeps the dtype of the values. None: the values are not
             transferred as one array (Python objects, or entries that the trainer computes).
         tensor: torch dtype on a training rank. ``""`` keeps the dtype of ``wire``. None for lists of Python values.
-        always: whether every batch has this entry.
-        in_loss: whether ``TokenBatch`` has a field of this name.
-        metric: whether the trainer reports its mean as ``rollout/<hook_name>``.
-        hook_name: the documented name in users' functions, metrics and dumps, if it differs from ``name``.
+        always: Whether every batch has this entry.
+        in_loss: Whether ``TokenBatch`` has a field of this name.
+        metric: Whether the trainer reports its mean as ``rollout/<hook_name>``.
+        hook_name: The documented name in users' functions, metrics and dumps, if it differs from ``name``.
     """
 
     name: str
@@ -134,10 +134,10 @@ def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
     """Rename entries that a user's function returned or changed from their documented to their internal names.
 
     Args:
-        hook: the name of the function, for the message.
+        hook: The name of the function, for the message.
 
     Raises:
-        ValueError: it set an entry by its internal name, so that there could be two values for one entry.
+        ValueError: It set an entry by its internal name, so that there could be two values for one entry.
     """
     for name, public in _HIDDEN.items():
         if name in entries:
@@ -156,8 +156,8 @@ class RankBatch(dict[str, Any]):
     def __init__(self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()) -> None:
         """
         Args:
-            entries: values by internal name.
-            added: names of entries that a user's function added.
+            entries: Values by internal name.
+            added: Names of entries that a user's function added.
         """
         self.added = frozenset(added)
         super().__init__()

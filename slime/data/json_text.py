@@ -43,7 +43,7 @@ def parse_json(text: str) -> Any:
     """Parse a JSON value such that it can be passed on: with bounded depth, finite numbers and whole characters.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has a number that is not finite.
+        ValueError: The text is not JSON, is nested too deeply, or has a number that is not finite.
     """
     try:
         value = DECODER.decode(text)

@@ -70,10 +70,10 @@ def pack_in_lock_step(
     128 and 512 ranks).
 
     Args:
-        ranks: number of data-parallel ranks.
-        cap: maximum tokens of a micro-batch; only a single longer sample may exceed it.
-        multiple: the number of micro-batches per rank is a multiple of this.
-        at_least: minimum number of micro-batches per rank.
+        ranks: Number of data-parallel ranks.
+        cap: Maximum tokens of a micro-batch; only a single longer sample may exceed it.
+        multiple: The number of micro-batches per rank is a multiple of this.
+        at_least: Minimum number of micro-batches per rank.
 
     Returns:
         ``[rank][micro-batch]``: positions of samples in ascending order. None if no such schedule was found, because
@@ -94,9 +94,9 @@ class _Samples:
     """:class:`Items` as arrays ``[n]``.
 
     Attributes:
-        keys: number of each sample's prompt; a prompt that is not shared has a number of its own.
-        saved_tokens, saved_costs: what a sample saves in a micro-batch that already stores its prompt.
-        shares: whether any two samples have the same prompt.
+        keys: Number of each sample's prompt; a prompt that is not shared has a number of its own.
+        saved_tokens, saved_costs: What a sample saves in a micro-batch that already stores its prompt.
+        shares: Whether any two samples have the same prompt.
     """
 
     tokens: np.ndarray
@@ -337,7 +337,7 @@ def _targets(costs: np.ndarray, ideal: float, ranks: int, k: int) -> np.ndarray:
     collected in one row, instead of raising the cost of several rows.
 
     Args:
-        costs: the costs of the samples, the largest first.
+        costs: The costs of the samples, the largest first.
     """
     # Find the smallest number of rows that need their floor: the rest is distributed equally over the other rows.
     floors = costs[: k * ranks : ranks]

@@ -27,7 +27,7 @@ class MultiTurnLossMaskGenerator:
     """Token ids and loss mask of conversations, for supervised training.
 
     Args:
-        tokenizer: a fast tokenizer with a chat template.
+        tokenizer: A fast tokenizer with a chat template.
         tokenizer_type: ``qwen`` and ``qwen3``: any template with one block per message (changed to ``distill_qwen`` for
             tokenizers of R1-distilled models). ``qwen3_5``: the same, but the ``<think>`` that opens a response is
             masked out, since the template's generation header contains it. ``distill_qwen``: only the last message,
@@ -50,7 +50,7 @@ class MultiTurnLossMaskGenerator:
         """Return the token ids of the whole conversation, and for each 1 if the assistant wrote it, otherwise 0.
 
         Raises:
-            ValueError: there is no assistant message, or one cannot be found in the rendered template.
+            ValueError: There is no assistant message, or one cannot be found in the rendered template.
         """
         if self.tokenizer_type == "distill_qwen":
             return self._last_answer(messages, tools)
@@ -73,7 +73,7 @@ class MultiTurnLossMaskGenerator:
         """Like :meth:`get_loss_mask`, for ids in which a processor has inserted many tokens for each image or video.
 
         Raises:
-            ValueError: an assistant message is not found in ``input_ids``.
+            ValueError: An assistant message is not found in ``input_ids``.
         """
         ids, mask = self.get_loss_mask(messages, tools)
         input_ids = [int(i) for i in input_ids]

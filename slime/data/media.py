@@ -43,7 +43,7 @@ class MultimodalTypes:
         """Return the kind with this name.
 
         Raises:
-            ValueError: there is no such kind.
+            ValueError: There is no such kind.
         """
         for kind in cls.ALL:
             if kind.name == name:
@@ -67,7 +67,7 @@ def load_image(item: object) -> Image.Image:
     """Load a PIL image in RGB from a PIL image, a path, a file:, http(s): or data: URL, bytes, or ``{"bytes"|"path"}``.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        FileNotFoundError: The file does not exist.
         TypeError: ``item`` is none of these.
     """
     from PIL import Image
@@ -119,7 +119,7 @@ def process_vision_info(
     """Return the media of messages by the keyword argument of processors, with images loaded: ``{"images": [...]}``.
 
     Args:
-        processor: not used; images are resized by the processor itself.
+        processor: Not used; images are resized by the processor itself.
     """
     return processor_inputs(collect_media(prompt) or {})
 

@@ -20,7 +20,7 @@ def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[in
     value. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle-walking.
 
     Args:
-        seed: seed of the permutation, which depends only on it and on ``count``.
+        seed: Seed of the permutation, which depends only on it and on ``count``.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -80,14 +80,14 @@ def build_pack(
     """Lay out samples in one pack.
 
     Args:
-        tokens: prompt + response ids of each sample, as lists, arrays or CPU tensors.
-        response_lengths: number of tokens at the end of each sample that are its response.
-        group_keys: only samples with equal keys may share a prompt. None: all samples with equal prompts may.
-        share_prompts: whether equal prompts (``tokens[:total - response]``) of a group are stored once.
-        pad_to_multiple: the number of tokens is padded to a multiple of this.
+        tokens: Prompt + response ids of each sample, as lists, arrays or CPU tensors.
+        response_lengths: Number of tokens at the end of each sample that are its response.
+        group_keys: Only samples with equal keys may share a prompt. None: all samples with equal prompts may.
+        share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group are stored once.
+        pad_to_multiple: The number of tokens is padded to a multiple of this.
 
     Raises:
-        ValueError: there are no samples, or one has no prompt token, from which its first response token is predicted.
+        ValueError: There are no samples, or one has no prompt token, from which its first response token is predicted.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     _check(arrays, response_lengths, group_keys, pad_to_multiple)

@@ -41,7 +41,7 @@ def load_plain(path: Path) -> Any:
     """Load what ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy arrays, on the CPU.
 
     Raises:
-        UnsafeFileError: the file uses another class or function, or has another format. No code of it was run.
+        UnsafeFileError: The file uses another class or function, or has another format. No code of it was run.
     """
     import torch
     from numpy import dtypes

@@ -114,7 +114,7 @@ def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False)
     """Parse rows; returns those that are valid, and a report on the others.
 
     Args:
-        as_messages: convert a prompt that is a string to one user message (for the chat template, or for media).
+        as_messages: Convert a prompt that is a string to one user message (for the chat template, or for media).
     """
     report, prompts = Report(keys), []
     for raw in raws:
@@ -132,7 +132,7 @@ def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
     """Parse one row.
 
     Raises:
-        RowError: the row is not valid.
+        RowError: The row is not valid.
     """
     prompt = _prompt(row.data, keys, as_messages)
     metadata = _metadata(_optional(row.data, keys.metadata))

@@ -24,7 +24,7 @@ def post_process_rewards(
     same key form a group, regardless of their positions. ``--custom-reward-post-process-path`` replaces all of this.
 
     Raises:
-        ValueError: a sample has no reward, or the user's function does not return one number per sample.
+        ValueError: A sample has no reward, or the user's function does not return one number per sample.
     """
     if args.custom_reward_post_process_path:
         return _custom(args, samples)

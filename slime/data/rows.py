@@ -76,7 +76,7 @@ class RawRow(NamedTuple):
         """Decode the row.
 
         Raises:
-            ValueError: the line is not a JSON object; the message does not contain the position.
+            ValueError: The line is not a JSON object; the message does not contain the position.
         """
         if isinstance(self.content, dict):
             return Row(self.where, self.content)
@@ -106,7 +106,7 @@ class RowFile:
     """The rows that ``path`` or ``path@[a:b]`` selects. Blank lines of JSONL do not count as rows.
 
     Raises:
-        DataError: the file does not exist, has an unknown type, or cannot be read.
+        DataError: The file does not exist, has an unknown type, or cannot be read.
     """
 
     def __init__(self, spec: str) -> None:
@@ -130,7 +130,7 @@ class RowFile:
         """Read the rows with these numbers, in this order; each part of the file is read once.
 
         Raises:
-            DataError: the file was changed after it was opened.
+            DataError: The file was changed after it was opened.
         """
         # Row numbers refer to the file as it was opened: in a changed file, they would be other rows.
         if self._identity() != self._stat:
@@ -152,7 +152,7 @@ def read_rows(spec: str) -> Iterator[dict[str, Any]]:
     """Yield the rows that ``path`` or ``path@[a:b]`` selects, as dicts.
 
     Raises:
-        DataError: the file cannot be read, or a row is invalid; the message has the position.
+        DataError: The file cannot be read, or a row is invalid; the message has the position.
     """
     file = RowFile(spec)
     for number in range(len(file)):
@@ -167,7 +167,7 @@ def split_spec(spec: str) -> tuple[Path, slice]:
     """Split ``path`` or ``path@[a:b]`` into the file and the slice of its rows.
 
     Raises:
-        DataError: the part after the @ is not a slice.
+        DataError: The part after the @ is not a slice.
     """
     match = _SLICE.match(spec)
     if match:
@@ -268,7 +268,7 @@ class _Parquet:
         """Read the rows from ``rows[begin]`` on that are in the same batch; returns the position after them first.
 
         Raises:
-            DataError: the file is damaged there.
+            DataError: The file is damaged there.
         """
         from pyarrow import ArrowException
 

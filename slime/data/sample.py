@@ -118,7 +118,7 @@ class Sample:
         the attribute, this creates no Python object per token if the field is packed.
 
         Raises:
-            ValueError: the field does not hold one number per token.
+            ValueError: The field does not hold one number per token.
         """
         value = vars(self)[name]
         try:
@@ -195,17 +195,17 @@ class Sample:
         ``sample.rollout_log_probs`` see the new entries.
 
         Args:
-            args: of the run; only read together with ``meta_info``, and required if that holds routed experts.
-            tokens: ids to append; None appends none (``meta_info`` is still read).
-            log_probs: one per token for sampled tokens; None for tokens that no engine sampled.
+            args: Of the run; only read together with ``meta_info``, and required if that holds routed experts.
+            tokens: Ids to append; None appends none (``meta_info`` is still read).
+            log_probs: One per token for sampled tokens; None for tokens that no engine sampled.
             trainable: False for tool output and the like (mask 0).
-            meta_info: of the engine's response. Routed experts and nuclei are decoded from it.
-            text: appended to ``response``.
+            meta_info: Of the engine's response. Routed experts and nuclei are decoded from it.
+            text: Appended to ``response``.
             update_terminal_info: False for a part of a response that continues: its ``meta_info`` does not set the
                 status, and does not count towards weight versions and counters.
 
         Raises:
-            ValueError: trainable tokens have no log-probs, other tokens have some, or the lengths differ. In this case,
+            ValueError: Trainable tokens have no log-probs, other tokens have some, or the lengths differ. In this case,
                 nothing is appended.
         """
         ids: Sequence[int] | np.ndarray = [] if tokens is None else tokens
@@ -305,7 +305,7 @@ def _status(value: object) -> Sample.Status:
     """Convert a status, its string, or a member of another enumeration with the same strings.
 
     Raises:
-        ValueError: there is no such status.
+        ValueError: There is no such status.
     """
     if isinstance(value, Status):
         return value

@@ -23,12 +23,12 @@ class PackingSettings:
     """How samples are put into micro-batches.
 
     Attributes:
-        dynamic: micro-batches hold up to ``max_tokens`` tokens per GPU, instead of ``micro_batch_size`` samples.
-        forward_max_tokens: the same limit for passes without a backward; None: these use the micro-batches of training.
-        balanced: micro-batches of the same step should have equal costs.
-        pads: samples are padded to the longest one of the micro-batch, instead of packed into one row.
-        shares_prompts: samples with the same prompt store it once per pack.
-        shape: the model's dimensions, for the costs; None if they are not known.
+        dynamic: Micro-batches hold up to ``max_tokens`` tokens per GPU, instead of ``micro_batch_size`` samples.
+        forward_max_tokens: The same limit for passes without a backward; None: these use the micro-batches of training.
+        balanced: Micro-batches of the same step should have equal costs.
+        pads: Samples are padded to the longest one of the micro-batch, instead of packed into one row.
+        shares_prompts: Samples with the same prompt store it once per pack.
+        shape: The model's dimensions, for the costs; None if they are not known.
     """
 
     dynamic: bool = False
@@ -83,10 +83,10 @@ def build_dp_schedule(
     Args:
         train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and ``microbatch_group_size_per_vp_stage``
             if they are not 1.
-        total_lengths: number of tokens of each sample.
-        global_batch_size: rollouts per optimizer step over all ranks.
-        rollout_indices: rollout id of each sample.
-        prompts: for each sample, the key of its prompt and the prompt's number of tokens. Samples with equal keys in a
+        total_lengths: Number of tokens of each sample.
+        global_batch_size: Rollouts per optimizer step over all ranks.
+        rollout_indices: Rollout id of each sample.
+        prompts: For each sample, the key of its prompt and the prompt's number of tokens. Samples with equal keys in a
             micro-batch store the prompt once. None: nothing is shared. Only the lock-step packing uses it.
 
     Returns:
@@ -95,7 +95,7 @@ def build_dp_schedule(
         number of rollouts. Rollouts that do not fill a whole step are left out, with a warning.
 
     Raises:
-        ValueError: there are too few rollouts for a step, or the micro-batches cannot be distributed evenly.
+        ValueError: There are too few rollouts for a step, or the micro-batches cannot be distributed evenly.
     """
     steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
     dp_size = train_parallel_config["dp_size"]
@@ -129,10 +129,10 @@ def pack_forward_only(
     """Pack the samples of one rank for passes without a backward, which keep no activations.
 
     Args:
-        total_lengths: number of tokens of each sample.
-        prompts: as in :func:`build_dp_schedule`.
-        cap: maximum tokens of a pack; only a single longer sample may exceed it.
-        at_least: minimum number of packs, if there are enough samples; the cap may require more.
+        total_lengths: Number of tokens of each sample.
+        prompts: As in :func:`build_dp_schedule`.
+        cap: Maximum tokens of a pack; only a single longer sample may exceed it.
+        at_least: Minimum number of packs, if there are enough samples; the cap may require more.
 
     Returns:
         Packs with about equal estimated FLOPs, the largest first, so that ranks that run the same number of packs in
@@ -183,7 +183,7 @@ def _pack_step(
     """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
 
     Args:
-        sizes: the data-parallel size, the number of which the micro-batches over all ranks must be a multiple, and the
+        sizes: The data-parallel size, the number of which the micro-batches over all ranks must be a multiple, and the
             context-parallel size.
     """
     dp_size, multiple, cp_size = sizes

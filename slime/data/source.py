@@ -58,8 +58,8 @@ class RolloutDataSource:
     indices, for generate functions that create their own prompts.
 
     Args:
-        args: the arguments of the run.
-        dataset: used instead of the data set that ``args`` describe.
+        args: The arguments of the run.
+        dataset: Used instead of the data set that ``args`` describe.
     """
 
     epoch_id: int = 0
@@ -216,7 +216,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Keep groups (aborted, partial or stale ones) for a later :meth:`get_samples`.
 
         Raises:
-            ValueError: a group does not have ``--n-samples-per-prompt`` members; a list of fan-out siblings counts as
+            ValueError: A group does not have ``--n-samples-per-prompt`` members; a list of fan-out siblings counts as
                 one member.
         """
         for group in samples:
@@ -285,7 +285,7 @@ def load_dataset(args: Args) -> Dataset:
     """The data set of ``--prompt-data``.
 
     Raises:
-        DataError: there are problems in the data set; the message lists them.
+        DataError: There are problems in the data set; the message lists them.
         ValueError: ``--prompt-data`` is missing.
     """
     if not args.prompt_data:

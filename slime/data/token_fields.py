@@ -135,7 +135,7 @@ def take_arrays(instance: object) -> None:
     """Store the arrays and tensors that a hook assigned as packed fields.
 
     Raises:
-        ValueError: one does not hold one number per token; the message begins with the name of the field.
+        ValueError: One does not hold one number per token; the message begins with the name of the field.
     """
     held = instance.__dict__
     for name in TOKEN_FIELDS:

@@ -16,10 +16,10 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
     """Load the tokenizer of a folder or hub id; returns the same object for the same arguments.
 
     Args:
-        kwargs: arguments of ``AutoTokenizer.from_pretrained``, e.g. ``trust_remote_code=True``.
+        kwargs: Arguments of ``AutoTokenizer.from_pretrained``, e.g. ``trust_remote_code=True``.
 
     Raises:
-        FileNotFoundError: the folder does not exist, or has no tokenizer.
+        FileNotFoundError: The folder does not exist, or has no tokenizer.
     """
     return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
@@ -28,7 +28,7 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     """Load the processor of a model that takes images, videos or audio; None for a text model.
 
     Raises:
-        FileNotFoundError: the folder does not exist.
+        FileNotFoundError: The folder does not exist.
     """
     return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 

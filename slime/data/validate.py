@@ -81,8 +81,8 @@ def _check_file(
     """The problems of a file, which is read part by part.
 
     Args:
-        strict: whether a column that was named but that no row has is always a problem, even if it is optional.
-        limit: maximum number of rows to check.
+        strict: Whether a column that was named but that no row has is always a problem, even if it is optional.
+        limit: Maximum number of rows to check.
     """
     problems, labels, report = Problems(), Problems(), Report(keys)
     labelled, first = False, None

@@ -35,10 +35,10 @@ def pack(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, ob
     """Select and pack the part of one rank.
 
     Args:
-        train_data: lists with one entry per sample of the whole rollout. Entries that a user's converter added are
+        train_data: Lists with one entry per sample of the whole rollout. Entries that a user's converter added are
             split over the ranks if they are lists of that length; any others are passed to every rank unchanged.
-        partition: positions of this rank's samples.
-        extra: entries of the schedule, added unchanged.
+        partition: Positions of this rank's samples.
+        extra: Entries of the schedule, added unchanged.
     """
     count = len(train_data["tokens"])
     part: Wire = {"partition": np.asarray(partition, np.int64)}

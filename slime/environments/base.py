@@ -40,10 +40,10 @@ class Task:
     """The beginning of an episode.
 
     Attributes:
-        prompt: messages, which the chat template of the model renders, or a text, which is used as it is.
-        label: the answer, if the task has one. It is shown in files of samples; the reward does not depend on it.
-        metadata: entries for ``Sample.metadata``; JSON values.
-        tools: schemas for the chat template.
+        prompt: Messages, which the chat template of the model renders, or a text, which is used as it is.
+        label: The answer, if the task has one. It is shown in files of samples; the reward does not depend on it.
+        metadata: Entries for ``Sample.metadata``; JSON values.
+        tools: Schemas for the chat template.
     """
 
     prompt: list[Message] | str
@@ -57,9 +57,9 @@ class Step:
     """The answer of an environment to one text of the model.
 
     Attributes:
-        messages: what the model sees next, such as ``[{"role": "user", "content": "..."}]``. Not used if ``done``.
-        reward: reward of this step. The reward of a sample is the sum over its steps.
-        done: whether the episode ends here.
+        messages: What the model sees next, such as ``[{"role": "user", "content": "..."}]``. Not used if ``done``.
+        reward: Reward of this step. The reward of a sample is the sum over its steps.
+        done: Whether the episode ends here.
     """
 
     messages: Sequence[Message] = ()
@@ -72,8 +72,8 @@ class StepLimits:
     """Limits of the steps of an environment.
 
     Attributes:
-        seconds: deadline of one step (``--environment-timeout``).
-        workers: maximum number of verifier processes (``--reward-workers``).
+        seconds: Deadline of one step (``--environment-timeout``).
+        workers: Maximum number of verifier processes (``--reward-workers``).
     """
 
     seconds: float = 60.0
@@ -88,7 +88,7 @@ class Episode(ABC):
         """Answer what the model wrote in its turn.
 
         Raises:
-            StepFailed: there is no result, for a reason that lies outside of the model's text.
+            StepFailed: There is no result, for a reason that lies outside of the model's text.
         """
 
     async def close(self) -> None:

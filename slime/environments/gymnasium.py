@@ -28,16 +28,16 @@ def make(
     """Create the environment.
 
     Args:
-        what: id of the environment, with ``module:`` before it if a module has to be imported.
-        tasks: number of different seeds of ``reset``, which is the number of prompts of an epoch.
-        seed: from which these seeds are derived.
-        system: system prompt.
-        tag: the action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a turn without them is
-            the action as a whole. Default: the whole turn.
-        options: keywords of ``gymnasium.make``.
+        what: Id of the environment, with ``module:`` before it if a module has to be imported.
+        tasks: Number of different seeds of ``reset``, which is the number of prompts of an epoch.
+        seed: From which these seeds are derived.
+        system: System prompt.
+        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a turn without them is
+            the action as a whole. Default: The whole turn.
+        options: Keywords of ``gymnasium.make``.
 
     Raises:
-        EnvironmentProblem: the package is missing, there is no such environment, or it does not speak in texts.
+        EnvironmentProblem: The package is missing, there is no such environment, or it does not speak in texts.
     """
     try:
         import gymnasium
@@ -119,7 +119,7 @@ async def in_thread(call: Callable[[], T], seconds: float) -> T:
     """Run a call that may block in a daemon thread.
 
     Raises:
-        StepFailed: it took longer than ``seconds``. The thread is abandoned, since a thread cannot be ended.
+        StepFailed: It took longer than ``seconds``. The thread is abandoned, since a thread cannot be ended.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -73,8 +73,8 @@ class Servers:
     """The tools of connected servers. Two servers must not have a tool of the same name.
 
     Attributes:
-        schemas: the tools in the form of chat templates.
-        lost: why a server could not answer; None as long as all do.
+        schemas: The tools in the form of chat templates.
+        lost: Why a server could not answer; None as long as all do.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Servers:
         """Connect to the servers, until ``stack`` is closed.
 
         Raises:
-            StepFailed: a server cannot be started or reached, or two have a tool of the same name.
+            StepFailed: A server cannot be started or reached, or two have a tool of the same name.
         """
         from mcp import Client, StdioServerParameters
 

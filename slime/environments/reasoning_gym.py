@@ -24,14 +24,14 @@ def make(what: str, /, system: str = SYSTEM, seed: int = 0, **options: JsonValue
     """Create the environment.
 
     Args:
-        what: name of a data set of reasoning-gym, such as ``chain_sum``.
-        system: name of a system prompt of reasoning-gym (``default``, ``simple``, ``direct``, ...), ``none``, or a
+        what: Name of a data set of reasoning-gym, such as ``chain_sum``.
+        system: Name of a system prompt of reasoning-gym (``default``, ``simple``, ``direct``, ...), ``none``, or a
             system prompt of several words.
-        seed: seed of the tasks.
-        options: fields of the data set's configuration, such as ``min_terms``, and ``size``, the number of tasks.
+        seed: Seed of the tasks.
+        options: Fields of the data set's configuration, such as ``min_terms``, and ``size``, the number of tasks.
 
     Raises:
-        EnvironmentProblem: the package is missing, or a name or an option is not valid.
+        EnvironmentProblem: The package is missing, or a name or an option is not valid.
     """
     if type(seed) is not int:
         raise EnvironmentProblem(f"seed={seed}: must be a whole number")
@@ -81,8 +81,8 @@ def score(key: str, number: int, text: str) -> float:
 
     Args:
         key: JSON of the data set's name and its options.
-        number: the task, which is generated again from the seed.
-        text: the response.
+        number: The task, which is generated again from the seed.
+        text: The response.
 
     Returns:
         The score of the data set, usually between 0 and 1.

@@ -36,8 +36,8 @@ class Spec:
     """A parsed value of ``--environment``: ``NAME:WHAT?key=value&key=value``.
 
     Attributes:
-        name: a key of :data:`ADAPTERS`, or the path of the user's own class; then ``what`` is empty.
-        options: values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list.
+        name: A key of :data:`ADAPTERS`, or the path of the user's own class; then ``what`` is empty.
+        options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Spec:
         """Parse a value of the flag.
 
         Raises:
-            EnvironmentProblem: an option is not ``key=value``, or there is no name.
+            EnvironmentProblem: An option is not ``key=value``, or there is no name.
         """
         head, _, query = text.partition("?")
         options: dict[str, JsonValue] = {}
@@ -96,7 +96,7 @@ def environment(text: str) -> Environment:
     """Create the environment of a value of ``--environment``, or return the one that this process has created.
 
     Raises:
-        EnvironmentProblem: the name or an option is unknown, or a package is missing.
+        EnvironmentProblem: The name or an option is unknown, or a package is missing.
     """
     spec = Spec.parse(text)
     try:

@@ -37,10 +37,10 @@ class EnvironmentTasks:
     """The tasks of an environment as a data set, see :class:`slime.data.dataset.PromptDataset`.
 
     Args:
-        spec: the environment in its full form.
-        seed: seed of the order of each epoch.
-        template_kwargs: additional arguments of the chat template.
-        tokenizer, longest: leave out prompts of more than ``longest`` tokens; None: keep all.
+        spec: The environment in its full form.
+        seed: Seed of the order of each epoch.
+        template_kwargs: Additional arguments of the chat template.
+        tokenizer, longest: Leave out prompts of more than ``longest`` tokens; None: keep all.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def best_effort(what: str) -> Iterator[None]:
     """Log an ``OSError`` of the block, the 1st, 2nd, 4th, 8th, ... time, and continue after the block.
 
     Args:
-        what: the name of the files in the log, such as "the texts of samples".
+        what: The name of the files in the log, such as "the texts of samples".
     """
     try:
         yield
@@ -75,14 +75,14 @@ class AppendedFile:
     always a prefix of the appended lines, without gaps.
 
     Args:
-        what: the name of the file in warnings.
-        keep: number of bytes to keep at the beginning of an existing file; None keeps all.
+        what: The name of the file in warnings.
+        keep: Number of bytes to keep at the beginning of an existing file; None keeps all.
 
     Attributes:
-        end: size of the file in bytes after all waiting bytes are written.
+        end: Size of the file in bytes after all waiting bytes are written.
 
     Raises:
-        OSError: the file cannot be opened. Later errors are only logged.
+        OSError: The file cannot be opened. Later errors are only logged.
     """
 
     def __init__(self, path: Path, what: str, keep: int | None = None) -> None:

@@ -75,8 +75,8 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
     """Draw the reward per rollout, the evaluations, and the time of each phase.
 
     Args:
-        path: the PNG file to write; its folder is created.
-        summary: the result of :func:`slime.observability.summary.summarize`.
+        path: The PNG file to write; its folder is created.
+        summary: The result of :func:`slime.observability.summary.summarize`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'slime[plots]'``).

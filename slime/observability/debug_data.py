@@ -41,7 +41,7 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
     """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 
     Raises:
-        OSError: with ``--debug-rollout-only``, if the file cannot be written.
+        OSError: With ``--debug-rollout-only``, if the file cannot be written.
     """
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
     with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
@@ -66,11 +66,11 @@ def load_rollout(template: str, rollout_id: int | str, amount: float | None = No
     """Read a file of ``--load-debug-rollout-data`` as groups, in the order in which they were written.
 
     Args:
-        template: path with ``{rollout_id}``.
-        amount: fraction of the samples to keep, or their number if it is above 1, see :func:`subsample`.
+        template: Path with ``{rollout_id}``.
+        amount: Fraction of the samples to keep, or their number if it is above 1, see :func:`subsample`.
 
     Raises:
-        DebugDataError: the file is missing or invalid.
+        DebugDataError: The file is missing or invalid.
     """
     from slime.data.plain_files import UnsafeFileError, load_plain
     from slime.data.sample import Sample

@@ -114,10 +114,10 @@ class Display:
     """Shows the progress of one run in the terminal, and measures the time of its phases.
 
     Args:
-        run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table,
+        run_dir: Folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table,
             no ``state.json`` and no ``logs/driver.log``.
-        console: output of the lines. Default: stdout.
-        since: wall time at which the run began. Default: the start of this process.
+        console: Output of the lines. Default: stdout.
+        since: Wall time at which the run began. Default: the start of this process.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Display:
         """Print the line of a step: the reward and its curve, the loss, and the time of the step and its phases.
 
         Args:
-            times: seconds by phase, from :meth:`pop_times`.
+            times: Seconds by phase, from :meth:`pop_times`.
         """
         reward = next((float(metrics[key]) for key in REWARD_KEYS if metrics.get(key) is not None), None)
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))

@@ -44,9 +44,9 @@ def write_evaluation(
     the order of the data file (null if a verifier gave no answer). The samples themselves are in ``samples/``.
 
     Args:
-        step: number of rollouts that were trained before this evaluation.
+        step: Number of rollouts that were trained before this evaluation.
         data: ``data`` of ``RolloutFnEvalOutput``.
-        metrics: the logged metrics of the evaluation.
+        metrics: The logged metrics of the evaluation.
     """
     by_name = figures(metrics)
     sets = {

@@ -36,11 +36,11 @@ def log(args: Args, metrics: Mapping[str, SupportsFloat], step_key: str = "rollo
     Outside of a logging function there is nothing to add them to; then they are written to Python's log.
 
     Args:
-        metrics: numbers by name. The entry of the step is left out, since the run knows its step.
-        step_key: name of the step among the metrics, such as ``rollout/step``.
+        metrics: Numbers by name. The entry of the step is left out, since the run knows its step.
+        step_key: Name of the step among the metrics, such as ``rollout/step``.
 
     Raises:
-        ValueError: a metric is not a number.
+        ValueError: A metric is not a number.
     """
     numbers = {}
     for name, value in metrics.items():

@@ -53,11 +53,11 @@ def compute_pass_rate(
     """Return ``pass@k`` for k = 1, 2, 4, … up to ``group_size``: the mean over groups. A reward of 1 is a pass.
 
     Args:
-        flat_rewards: the rewards of all groups, group by group.
-        num_groups: number of groups. Default: as many as the rewards fill.
+        flat_rewards: The rewards of all groups, group by group.
+        num_groups: Number of groups. Default: as many as the rewards fill.
 
     Raises:
-        ValueError: there are not ``group_size`` rewards for each group.
+        ValueError: There are not ``group_size`` rewards for each group.
     """
     groups = len(flat_rewards) // group_size if num_groups is None else num_groups
     if groups * group_size != len(flat_rewards):

@@ -36,14 +36,14 @@ class MetricsLogger:
     """Writes metrics to all sinks. A run has one, in the driver.
 
     Args:
-        args: the arguments of the run.
-        run_dir: the folder of ``metrics.jsonl`` and ``tensorboard/``.
-        resume_from: first step that a resumed run repeats. The rows of the interrupted run from this step on move to
+        args: The arguments of the run.
+        run_dir: The folder of ``metrics.jsonl`` and ``tensorboard/``.
+        resume_from: First step that a resumed run repeats. The rows of the interrupted run from this step on move to
             ``metrics-rolled-back.jsonl``.
 
     Raises:
         MetricsError: ``--use-wandb`` is given, but W&B is not installed.
-        OSError: a file cannot be opened. Later, an error while writing is only logged and the run continues: rows of
+        OSError: A file cannot be opened. Later, an error while writing is only logged and the run continues: rows of
             ``metrics.jsonl`` wait in memory until there is space again, but TensorBoard's file may stay incomplete.
     """
 
@@ -64,13 +64,13 @@ class MetricsLogger:
         """Write one row.
 
         Args:
-            metrics: numbers by name (Python or NumPy numbers, or tensors with one element).
-            step: number of the rollout. With ``--wandb-always-use-train-step``, the x-axis in W&B is instead the number
+            metrics: Numbers by name (Python or NumPy numbers, or tensors with one element).
+            step: Number of the rollout. With ``--wandb-always-use-train-step``, the x-axis in W&B is instead the number
                 of optimizer steps before it (``train/step``).
-            step_key: name of the x-axis, one of :data:`STEP_KEYS`.
+            step_key: Name of the x-axis, one of :data:`STEP_KEYS`.
 
         Raises:
-            MetricsError: a value is not a number, or the step key is unknown.
+            MetricsError: A value is not a number, or the step key is unknown.
         """
         if step_key not in STEP_KEYS:
             raise MetricsError(f"unknown step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")

@@ -22,10 +22,10 @@ class Profiler:
     Memory snapshots are written to ``<memory_folder>/memory-<name>.pickle``, for pytorch.org/memory_viz.
 
     Args:
-        name: role and rank, such as ``actor-0``.
-        profiled: the ids of the rollouts that are profiled; an empty range profiles none.
-        targets: the parts to profile (``--profile-target``).
-        memory_until: number of rollouts after which the memory snapshot is written; 0 records no memory.
+        name: Role and rank, such as ``actor-0``.
+        profiled: The ids of the rollouts that are profiled; an empty range profiles none.
+        targets: The parts to profile (``--profile-target``).
+        memory_until: Number of rollouts after which the memory snapshot is written; 0 records no memory.
     """
 
     def __init__(

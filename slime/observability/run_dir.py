@@ -32,7 +32,7 @@ class RunDir:
         and so on, unless this run resumes it or loads from it.
 
         Raises:
-            RunDirError: the folder cannot be written.
+            RunDirError: The folder cannot be written.
         """
         import yaml
 

@@ -33,9 +33,9 @@ class KeptTexts:
     """Settings for the files of texts.
 
     Attributes:
-        count: number of samples of each rollout, and of each data set of an evaluation. None: all. 0: no files.
-        last: number of files of each kind to keep; older ones are deleted. None: all.
-        compressed: whether files are compressed as ``.jsonl.zst``.
+        count: Number of samples of each rollout, and of each data set of an evaluation. None: all. 0: no files.
+        last: Number of files of each kind to keep; older ones are deleted. None: all.
+        compressed: Whether files are compressed as ``.jsonl.zst``.
     """
 
     count: int | None = None
@@ -61,10 +61,10 @@ def write_samples(
     If the file cannot be written, this is logged and the run continues.
 
     Args:
-        run_dir: folder of the run.
-        samples: flat, or nested as groups.
+        run_dir: Folder of the run.
+        samples: Flat, or nested as groups.
         kind: ``rollout`` or ``eval-<data set>``.
-        kept: which samples and files to keep. Default: all.
+        kept: Which samples and files to keep. Default: all.
 
     Returns:
         The path of the file; None if no file is to be written.
@@ -117,7 +117,7 @@ def sample_files(run_dir: Path, kind: str = "*") -> dict[str, Path]:
     """Return the files of ``<run>/samples/`` by their name without suffix, in alphabetical order.
 
     Args:
-        kind: a glob pattern, such as ``rollout`` or ``eval-*``.
+        kind: A glob pattern, such as ``rollout`` or ``eval-*``.
     """
     found = {}
     for path in Path(run_dir, "samples").glob(f"{kind}_*.jsonl*"):

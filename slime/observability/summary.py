@@ -50,12 +50,12 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
     """Read the figures of a run from ``metrics.jsonl`` and ``config.yaml``.
 
     Args:
-        run_dir: the folder of the run.
-        seconds_total: wall time of the run. Default: the value in ``summary.json``, or else the time between the first
+        run_dir: The folder of the run.
+        seconds_total: Wall time of the run. Default: the value in ``summary.json``, or else the time between the first
             and the last row.
 
     Raises:
-        MetricsError: there is no ``metrics.jsonl``, or it has no rows.
+        MetricsError: There is no ``metrics.jsonl``, or it has no rows.
     """
     if not run_dir.metrics.is_file():
         raise MetricsError(f"{run_dir.path} is not the folder of a run: it has no metrics.jsonl")

@@ -45,7 +45,7 @@ class Timers:
         """Add seconds that were measured elsewhere.
 
         Args:
-            started: wall time of the start. Default: ``seconds`` before now.
+            started: Wall time of the start. Default: ``seconds`` before now.
         """
         begun = time.time() - seconds if started is None else started
         with self._lock:

@@ -39,8 +39,8 @@ class TraceFiles:
     between, the events of the samples are kept as text, so that the file need not be read again.
 
     Args:
-        last: number of files to keep; older ones are deleted. None: all.
-        most_events: maximum number of events of samples in one file. If there are more, only groups at even distances
+        last: Number of files to keep; older ones are deleted. None: all.
+        most_events: Maximum number of events of samples in one file. If there are more, only groups at even distances
             are written.
     """
 
@@ -53,7 +53,7 @@ class TraceFiles:
         """Write the traces of samples: each prompt group is shown as a process, and each sample as a thread of it.
 
         Args:
-            samples: a flat sequence; samples without a trace are left out.
+            samples: A flat sequence; samples without a trace are left out.
 
         Returns:
             The path of the file, or None if there are no events.
@@ -75,7 +75,7 @@ class TraceFiles:
         ahead also shows the training that ran at the same time.
 
         Args:
-            phases: completed phases, for example of :class:`~slime.observability.timers.Timers`.
+            phases: Completed phases, for example of :class:`~slime.observability.timers.Timers`.
         """
         begun = self._open.pop(rollout_id, None)
         row = list(_phase_events([phase for phase in phases if begun and phase["end"] >= begun[0]]))

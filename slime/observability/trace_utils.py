@@ -154,10 +154,10 @@ def trace_function(
     """Return a decorator that runs a sync or async function in a span.
 
     Args:
-        name: name of the span.
-        target: name of the function's parameter that is the sample or the list of samples.
-        target_getter: function that returns the target from the function's arguments; used instead of ``target``.
-        attrs_getter: function that returns the span's attributes from the function's arguments.
+        name: Name of the span.
+        target: Name of the function's parameter that is the sample or the list of samples.
+        target_getter: Function that returns the target from the function's arguments; used instead of ``target``.
+        attrs_getter: Function that returns the span's attributes from the function's arguments.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -26,7 +26,7 @@ async def complete(
     same responses.
 
     Args:
-        prompts: texts, which are sent as they are, or messages, which the chat template renders.
+        prompts: Texts, which are sent as they are, or messages, which the chat template renders.
         changes: SGLang's sampling parameters that differ from those of the run (``temperature``, ``max_new_tokens``).
 
     Returns:

@@ -222,7 +222,7 @@ def split_conversation_ids(
     Args:
         sample: The sample with the original prompt and the last response.
         conversation: The message list as the function left it. Turns that the function appended to the prompt
-            belong to the response: assistant turns are trained, the others are masked.
+            belong to the response: Assistant turns are trained, the others are masked.
 
     Returns:
         Prompt ids, response ids, and a mask with one entry per response id.

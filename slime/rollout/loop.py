@@ -39,9 +39,9 @@ class _InFlightGroup:
     """One group that is being generated or waits to be judged.
 
     Attributes:
-        order: the number of the group in the order of submission.
-        original: the group as the data source supplied it.
-        task: the task that generates the group; None if the group was already finished when it was submitted.
+        order: The number of the group in the order of submission.
+        original: The group as the data source supplied it.
+        task: The task that generates the group; None if the group was already finished when it was submitted.
     """
 
     order: int

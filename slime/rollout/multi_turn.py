@@ -121,7 +121,7 @@ class Conversation:
             max_tokens: Maximum number of tokens of this turn.
 
         Returns:
-            The text of the turn, including the stop string that ended it. None if there is no further turn: the sample
+            The text of the turn, including the stop string that ended it. None if there is no further turn: The sample
             is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample whose prompt alone leaves no
             room is TRUNCATED and excluded from training.
         """

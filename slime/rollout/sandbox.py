@@ -62,13 +62,13 @@ class Limits:
     """Limits of one snippet.
 
     Args:
-        seconds: wall-clock time from the start of the code. CPU time is limited to about the same.
-        memory_bytes: address space of each process, including about 20 MB for the interpreter.
-        output_bytes: size of the standard output, and separately of the standard error.
-        disk_bytes: total size of all files.
-        open_files: file descriptors of each process.
-        tasks: number of threads, and of processes with ``children``.
-        children: whether the code may start processes.
+        seconds: Wall-clock time from the start of the code. CPU time is limited to about the same.
+        memory_bytes: Address space of each process, including about 20 MB for the interpreter.
+        output_bytes: Size of the standard output, and separately of the standard error.
+        disk_bytes: Total size of all files.
+        open_files: File descriptors of each process.
+        tasks: Number of threads, and of processes with ``children``.
+        children: Whether the code may start processes.
     """
 
     seconds: float = 5.0
@@ -109,15 +109,15 @@ class Sandbox:
         result = await sandbox.run("print(2 ** 100)")
 
     Args:
-        limits: limits of every snippet.
-        workers: number of snippets of one event loop that run at the same time. Default: one per CPU.
+        limits: Limits of every snippet.
+        workers: Number of snippets of one event loop that run at the same time. Default: one per CPU.
         isolation: "full" or "process", see the module.
-        readable: folders that the code can read and import from. If this process is root, the code can read only
+        readable: Folders that the code can read and import from. If this process is root, the code can read only
             files in them that everybody can read.
-        python: path of the interpreter. Default: this one. The code can import only its standard library.
+        python: Path of the interpreter. Default: this one. The code can import only its standard library.
 
     Raises:
-        SandboxUnavailable: the isolation does not work on this machine.
+        SandboxUnavailable: The isolation does not work on this machine.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class Sandbox:
         """Run ``code`` as ``__main__`` and wait for its end.
 
         Args:
-            seconds: deadline that replaces ``limits.seconds``.
+            seconds: Deadline that replaces ``limits.seconds``.
 
         Raises:
-            SandboxUnavailable: the process could not be isolated, and the code was not run.
+            SandboxUnavailable: The process could not be isolated, and the code was not run.
         """
         limits = self.limits if seconds is None else Limits(**{**asdict(self.limits), "seconds": seconds})
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))

@@ -307,8 +307,8 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     """Install a seccomp filter for this process and its descendants.
 
     Args:
-        children: whether new processes may be started. Threads are always allowed.
-        outside: whether there are no namespaces. Then signals and all calls that write to files are refused, too.
+        children: Whether new processes may be started. Threads are always allowed.
+        outside: Whether there are no namespaces. Then signals and all calls that write to files are refused, too.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:

@@ -40,7 +40,7 @@ class ScheduleFile:
     Args:
         path: The file.
         position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
-            file is removed. None: start a new file.
+            file is removed. None: Start a new file.
     """
 
     def __init__(self, path: Path, position: int | None) -> None:

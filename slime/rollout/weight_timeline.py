@@ -159,7 +159,7 @@ class WeightTimeline:
         recording: The schedule to repeat, or None.
         attempt: The first part of this run's weight versions, ``attempt.step``.
         position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
-            file is removed. None: start a new file.
+            file is removed. None: Start a new file.
     """
 
     def __init__(

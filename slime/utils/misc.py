@@ -32,7 +32,7 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
     """Run a command of bash, and return its output if ``capture_output`` is set.
 
     Raises:
-        subprocess.CalledProcessError: the command failed.
+        subprocess.CalledProcessError: The command failed.
     """
     done = subprocess.run(
         ["bash", "-c", cmd], check=True, text=True, stdout=subprocess.PIPE if capture_output else None
@@ -53,7 +53,7 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
     Another process may take them before they are used, so a caller should be prepared for that.
 
     Raises:
-        OSError: there are none.
+        OSError: There are none.
     """
     for first in range(start_port, _LAST_PORT + 2 - consecutive):
         if all(_is_free(first + offset) for offset in range(consecutive)):

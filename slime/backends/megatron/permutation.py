@@ -39,7 +39,7 @@ def order_by_expert(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Orde
     """Sort the pairs of tokens and experts by expert, and by token within an expert.
 
     Args:
-        routing_map: bool ``[T, E]``, with exactly ``topk`` experts for each token.
+        routing_map: Bool ``[T, E]``, with exactly ``topk`` experts for each token.
         probs: ``[T, E]``, the weights of the experts, 0 for the others.
 
     Returns:

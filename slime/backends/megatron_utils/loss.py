@@ -42,7 +42,7 @@ def get_responses(
 
     Args:
         logits: ``[R, vocab]``, as the loss function got them.
-        unconcat_tokens: the tokens of each sample, ``batch["unconcat_tokens"]``.
+        unconcat_tokens: The tokens of each sample, ``batch["unconcat_tokens"]``.
 
     Raises:
         ValueError: ``logits`` do not have one row per response token, or context parallelism splits the responses.
@@ -98,8 +98,8 @@ def policy_loss_function(
     """Compute the policy loss of the flags, for loss functions that add a term to it.
 
     Args:
-        batch: as the loss function got it.
-        sum_of_sample_mean: not used, since the flags determine the reduction; it is the same.
+        batch: As the loss function got it.
+        sum_of_sample_mean: Not used, since the flags determine the reduction; it is the same.
 
     Returns:
         The loss before the division by the rollouts (or tokens) of the step, and its metrics.

@@ -44,7 +44,7 @@ async def code_reward(args: Args, sample: Sample) -> float | None:
     """Score one sample. None if the sandbox failed; the sample is then marked as unscored.
 
     Raises:
-        ValueError: the label has no tests that can be read.
+        ValueError: The label has no tests that can be read.
     """
     try:
         tests = read_tests(sample.label, sample.metadata)
@@ -71,7 +71,7 @@ def sandbox(seconds: float, memory_mb: int, workers: int, isolation: Isolation) 
     """Return the sandbox of this process with these limits. The first call tries out whether it works.
 
     Raises:
-        SandboxUnavailable: it does not work on this machine.
+        SandboxUnavailable: It does not work on this machine.
     """
     limits = Limits(seconds=seconds * _WALL_FACTOR, memory_bytes=memory_mb << 20, output_bytes=4 << 20)
     return Sandbox(limits, workers, isolation)

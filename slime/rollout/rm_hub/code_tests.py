@@ -58,11 +58,11 @@ class CodeTests:
     """The tests of one row.
 
     Attributes:
-        asserts: code that raises if the answer is wrong.
-        cases: inputs and outputs.
-        function: name of the function that ``cases`` call; empty for programs that read the standard input.
-        prefix: code that is put before an answer that does not define ``entry``.
-        entry: name of the function that ``asserts`` check.
+        asserts: Code that raises if the answer is wrong.
+        cases: Inputs and outputs.
+        function: Name of the function that ``cases`` call; empty for programs that read the standard input.
+        prefix: Code that is put before an answer that does not define ``entry``.
+        entry: Name of the function that ``asserts`` check.
     """
 
     asserts: str = ""
@@ -130,7 +130,7 @@ def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
       function is ``func_name`` or ``fn_name`` of the metadata.
 
     Raises:
-        BadTests: the label has another format.
+        BadTests: The label has another format.
     """
     value = _decoded(label)
     if isinstance(value, str) and value.strip():

@@ -33,7 +33,7 @@ def is_correct_minerva(
     """Compare the last match of ``answer_pattern`` in a response with a label.
 
     Args:
-        gt_need_extract: whether the label is a solution whose box has the answer.
+        gt_need_extract: Whether the label is a solution whose box has the answer.
 
     Returns:
         Whether they are equal, and the normal form of the answer (``[INVALID]`` if there is none).
@@ -52,7 +52,7 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
     """Return 1 or -1, and the content of the last box in the last 100 characters of ``pred``, which must equal ``gt``.
 
     Args:
-        pause_tokens_index: positions of four pause tokens in the text; then the 100 characters before the last of them
+        pause_tokens_index: Positions of four pause tokens in the text; then the 100 characters before the last of them
             are included as well.
     """
     start = pause_tokens_index[-1] - _BOX_TAIL if pause_tokens_index else len(pred) - _BOX_TAIL
