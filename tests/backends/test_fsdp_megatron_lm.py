@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_helpers import VOCAB, make_args, save_tiny_llama, save_tiny_qwen3_moe
 
 from slime.backends.create import create_backend
@@ -17,6 +19,14 @@ from slime.weights.hf_folder import HfFolder
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
 from megatron_lm_folders import stacked, their_names, write
+
+
+@pytest.fixture(autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """A backend joins one, and other tests of this process make their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def assert_equal(got: dict[str, torch.Tensor], folder: Path) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rollout_parts import SmallEngine, arguments, source_of
 from test_public_plugins import COMMON, EMPTY, FRESH, RETOOL, SEARCH
 
@@ -25,6 +27,15 @@ from slime.data.wire import to_rank_batch
 from slime.rollout.base_types import call_rollout_fn
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """A backend joins one, and other tests of this process make their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 # The form of multi_agent: agents that answer in turn. Each answer is a sample of its own; the list is returned.
 AGENTS = (
