@@ -46,8 +46,10 @@ def make(
     if tasks < 1:
         raise EnvironmentProblem(f"tasks={tasks}: must be at least 1")
 
+    keywords: dict[str, Any] = dict(options)  # gymnasium checks them
+
     def create() -> Any:
-        return gymnasium.make(what, **options)
+        return gymnasium.make(what, **keywords)
 
     try:
         made = Gymnasium(create, tasks, seed, system, tag)
