@@ -107,6 +107,47 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 )
 
+# The form of fully_async as forks copy it: a thread of its own that always has some groups in flight.
+STANDING = (
+    COMMON
+    + """
+import asyncio, queue, threading, time
+from slime.rollout.sglang_rollout import generate_and_rm_group
+
+worker = None
+
+class Worker:
+    def __init__(self, args, data_source, at_once):
+        self.args, self.data_source, self.at_once = args, data_source, at_once
+        self.done, self.running = queue.Queue(), True
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.loop()), daemon=True)
+        self.thread.start()
+
+    async def loop(self):
+        tasks, params = set(), GenerateState(self.args).sampling_params
+        while self.running:
+            while len(tasks) < self.at_once:
+                (group,) = self.data_source.get_samples(1)
+                job = generate_and_rm_group(self.args, group, sampling_params=params.copy(), evaluation=False)
+                tasks.add(asyncio.create_task(job))
+            finished, tasks = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                self.done.put(task.result())
+        for task in tasks:
+            task.cancel()
+
+def rollout(args, rollout_id, data_source, evaluation=False):
+    global worker
+    worker = Worker(args, data_source, 3)
+    groups = []
+    while len(groups) < args.rollout_batch_size:
+        groups.append(worker.done.get(timeout=30))
+    worker.running = False
+    worker.thread.join(30)
+    return sorted(groups, key=lambda group: group[0].index)
+"""
+)
+
 # The form of mis.py: a correction per sequence with the helpers of context parallelism. And a loss of its own.
 LOSSES = """
 import torch
@@ -163,6 +204,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {
     "an empty response": (EMPTY, GENERATE, 8),
     "several agents": (AGENTS, GENERATE, 24),
     "a rollout function of its own": (OWN, {"rollout_function_path": "rollout", "data_source_path": "Numbers"}, 8),
+    "a standing worker": (STANDING, {"rollout_function_path": "rollout"}, 8),
     "a correction": (SEARCH + LOSSES, {**GENERATE, "custom_tis_function_path": "correction"}, 8),
     "a loss": (RETOOL + LOSSES, {**GENERATE, "custom_loss_function_path": "loss"}, 8),
 }  # fmt: skip
