@@ -149,7 +149,10 @@ HINTS = {
     ),
     "clock": set_all("time", lambda step, steps: 1e9 + step * 10 - (3600 if step > 5 else 0)),
     "aborted": constant("rollout/aborted_group_count", 30.0),
-    "solved": both(constant("rollout/zero_std/count_1.0", 8.0), constant("rollout/raw_reward", 1.0)),
+    "solved": both(
+        constant("rollout/zero_std/count_1.0", 8.0),
+        set_all("rollout/raw_reward", lambda step, steps: 0.96 + step / 1000),
+    ),
 }
 
 
@@ -161,7 +164,7 @@ def test_a_planted_fault_is_the_first_finding(kind: str) -> None:
     assert found and found[0].kind == kind and not found[0].hint
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HINTS if kind != "solved"])
+@pytest.mark.parametrize("kind", HINTS)
 def test_a_run_that_could_be_better_gets_a_hint(kind: str) -> None:
     rows = quickstart()
     HINTS[kind](rows)
