@@ -111,8 +111,8 @@ class AsyncConfig:
     max_weight_staleness: int | None = flag(
         None,
         low=0,
-        help="Maximum number of optimizer steps between the weights that sampled a token and those that train on it "
-        "(train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
+        help="Maximum number of steps (trained rollouts) between the weights that sampled a token and those that train "
+        "on it (train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
     )
     replay_schedule: str | None = path_flag(
         "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"
@@ -177,8 +177,14 @@ def _truncated_sampling(args: Args) -> list[str]:
     given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
     # The embedded engine reports from which part each token was sampled, and FSDP computes log-probs over this part.
     replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
-    if not given or replayed or args.debug_rollout_only or args.loss_type == "sft_loss":
+    if not given or args.debug_rollout_only or args.loss_type == "sft_loss":
         return []
+    if replayed:
+        model = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+        if not (model or {}).get("final_logit_softcapping"):
+            return []
+        why = "FSDP computes the log-probs of such a model over the whole vocabulary only"
+        return [f"{' and '.join(given)}: {args.hf_checkpoint} soft-caps its logits, and {why}; leave the flags out"]
     what = (
         f"{' and '.join(given)} with --rollout-backend {args.rollout_backend} and --train-backend "
         f"{args.train_backend}: samples come from a part of the vocabulary, but training scores all of it, so the "

@@ -10,6 +10,9 @@ Backward is computed for each block with the joint ``out`` and ``lse``. The prob
 exp(q·k − lse), are then those of the joint softmax (as in ring attention, Liu et al. 2023,
 https://arxiv.org/abs/2310.01889).
 
+An attention sink, as in gpt-oss, is one more block of a single key with a learned score and the value 0. So it is
+joined in the same way, and the backward of the other blocks needs no change.
+
 Queries are stored as ``[H_kv, T, g, d]``, where g is the number of query heads per key-value head. So the rows of
 consecutive tokens are one matrix per key-value head. Blocks whose scores fit the cache of a core are computed as plain
 matrix products, which are 3–4 times as fast as torch's flash kernel there. Larger blocks use the flash kernel.
@@ -30,26 +33,33 @@ SCORE_BYTES = 16 * 1024 * 1024
 """The most bytes of scores that are computed at a time. If a single matrix is larger, the flash kernel is used."""
 
 
-def packed_attention_cpu(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
+def packed_attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Compute the attention of one pack.
 
     Args:
         q: The queries, ``[T, H, d]``, where H is a multiple of H_kv.
         k, v: The keys and values, ``[T, H_kv, d]``.
         pack: The segments of the pack.
+        sinks: The score of each head's sink, ``[H]``; None without sinks.
 
     Returns:
         The outputs, ``[T, H, d]``.
     """
     kv_heads = k.shape[1]
     by_head = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
-    out = _PackedAttention.apply(by_head, k.transpose(0, 1), v.transpose(0, 1), pack, scale)
+    # [H_kv, 1, g], so that it broadcasts to the log-sum-exp of the queries
+    sinks = None if sinks is None else sinks.unflatten(0, (kv_heads, 1, -1))
+    out = _PackedAttention.apply(by_head, k.transpose(0, 1), v.transpose(0, 1), sinks, pack, scale)
     return out.transpose(0, 1).flatten(1, 2)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pack: PackSegments, scale: float
+    ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -65,13 +75,17 @@ class _PackedAttention(torch.autograd.Function):
             prompt = slice(prefix.start, prefix.end)
             block_out, block_lse = _attend(_rows(q, prefix).flatten(1, 2), k[:, prompt], v[:, prompt], scale, None)
             _join(out, lse, prefix, block_out, block_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            joint = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out.mul_((lse - joint).exp_().unsqueeze(-1).to(out.dtype))
+            lse = joint
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.settings = pack, scale
         return out
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         (pack, scale), grad = ctx.settings, grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for block in pack.own:
@@ -92,7 +106,16 @@ class _PackedAttention(torch.autograd.Function):
             # The prompt is also a segment of its own, so these gradients are added to those of the loop above.
             dk[:, prompt] += parts[1]
             dv[:, prompt] += parts[2]
-        return dq, dk, dv, None, None
+        return dq, dk, dv, _sinks_backward(grad, sinks, out, lse), None, None
+
+
+def _sinks_backward(grad: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> Tensor | None:
+    """Return the gradient of the sinks, ``[H_kv, 1, g]``: −Σ p·(grad·out), where p is the softmax's part on the
+    sink."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype) - lse).exp_()
+    return share.mul_((grad.to(lse.dtype) * out).sum(-1)).sum(1, keepdim=True).neg_().to(sinks.dtype)
 
 
 # --- one block: q [B, M, d], k and v [B, N, d]; with ``length`` M = length·g, N = length, causal ---

@@ -57,6 +57,7 @@ class InputBuilder:
         float_dtype: The dtype of floating-point multimodal inputs.
         context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
             packed.
+        stateful: Whether layers of the model have a state, so that packs list their sequences. Only if packed.
     """
 
     backbone: nn.Module
@@ -66,6 +67,7 @@ class InputBuilder:
     pad_to_multiple: int = 1
     float_dtype: torch.dtype = torch.float32
     context_group: ProcessGroup | None = None
+    stateful: bool = False
 
     def from_batch(self, batch: RankBatch, indices: Sequence[int]) -> ModelInputs:
         """Build the micro-batch of the samples of a rank batch at ``indices``, in that order."""
@@ -127,7 +129,7 @@ class InputBuilder:
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
             "position_ids": self._move(layout.positions)[None],
-            "slime_pack": PackSegments.from_layout(layout, self.device),
+            "slime_pack": PackSegments.from_layout(layout, self.device, with_sequences=self.stateful),
         }
         if any(multimodal):
             kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])

@@ -17,7 +17,7 @@ from slime.models.stored import NamedWeights, StoredWeights, is_finite
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", "load_hf_model"]
+__all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", "load_hf_model", "plain_attention"]
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -37,6 +37,18 @@ def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether the checkpoint is a vision-language model."""
     return getattr(config, "vision_config", None) is not None
+
+
+def plain_attention(config: PretrainedConfig) -> str:
+    """Return the attention of transformers that computes a model exactly: SDPA, or eager.
+
+    Some models do not have SDPA, and with soft-capped scores (Gemma 2) it would leave out the cap without an error.
+    """
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return "eager"
+    auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+    known = type(config) in auto._model_mapping  # a model whose code is in the checkpoint is not
+    return "sdpa" if not known or auto._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:

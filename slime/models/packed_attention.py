@@ -4,9 +4,10 @@ A model loaded with ``attn_implementation="slime_packed"`` gets its batch as one
 of its forward include ``position_ids`` and ``slime_pack=PackSegments``, which transformers passes on to the attention
 of each layer. transformers makes no attention mask, because this name is not one of its mask functions.
 
-On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_attention.py``. What neither supports (sliding
-windows on the CPU, float32 on CUDA, value heads of another size on the CPU) uses SDPA with one mask for all segments of
-equal size. Kinds of attention that would be silently wrong here are refused.
+On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_attention.py``. Both have attention sinks.
+What neither supports (sliding windows on the CPU, float32 on CUDA, value heads of another size on the CPU, soft caps)
+is computed with one mask for all segments of equal size. Kinds of attention that would be silently wrong here are
+refused.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from transformers import AttentionInterface
 from slime.models.context_parallel import gather_rows
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.loading import ModelError
+from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention
 from slime.models.segments import PackSegments
+from slime.models.varlen_sinks import varlen_with_sinks
 
 NAME = "slime_packed"
 _NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such parameter
-UNSUPPORTED = {
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "position_bias": "position biases",
-}
+QUERIES_AT_ONCE = 512
+"""The most queries of a segment whose scores are held at a time, where windows, sinks or soft caps need a mask."""
+UNSUPPORTED = {"sinks": "attention sinks that it passes as 'sinks'", "position_bias": "position biases"}
 
 
 def packed_attention(
@@ -46,6 +46,8 @@ def packed_attention(
     scaling: float | None = None,
     slime_pack: PackSegments | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` -> ``[1, T, H, d]``.
@@ -59,15 +61,25 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     windowed = sliding_window is not None and sliding_window < slime_pack.max_k
     window = int(sliding_window) - 1 if windowed and sliding_window is not None else -1
-    out = attend(q, k, v, slime_pack, scale, window)
+    out = attend(q, k, v, slime_pack, scale, window, ScoreChanges(s_aux, softcap))
     return out.unsqueeze(0), None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: PackSegments,
+    scale: float,
+    window: int = -1,
+    changes: ScoreChanges = UNCHANGED,
+) -> Tensor:
     """Compute exact attention over a pack with the fastest kernel that supports it.
 
     Args:
         q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``. With context parallelism, the rows of this rank.
+        window: Maximum number of keys before a query that it attends to; -1: all.
+        changes: Attention sinks and the soft cap of the scores.
 
     Returns:
         ``[T, H, d_v]``.
@@ -76,13 +88,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, wi
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
     size = v.shape[-1]
-    if _has_varlen_kernel(q) and size <= k.shape[-1]:
+    if _has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
         if size < k.shape[-1]:
             v = F.pad(v, (0, k.shape[-1] - size))  # the kernel needs one head size for all three (MLA has 192 and 128)
-        return _varlen(q, k, v, pack, scale, window)[..., :size]
-    if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None:
-        return packed_attention_cpu(q, k, v, pack, scale)
-    return padded_attention(q, k, v, pack, scale, window)
+        return _varlen(q, k, v, pack, scale, window, changes.sinks)[..., :size]
+    if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None and not changes.softcap:
+        return packed_attention_cpu(q, k, v, pack, scale, changes.sinks)
+    return padded_attention(q, k, v, pack, scale, window, changes)
 
 
 def _check(
@@ -114,9 +126,13 @@ def _has_varlen_kernel(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
     if pack.kv_index is not None:
         k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+    if sinks is not None:
+        return varlen_with_sinks(q, k, v, sinks, pack, scale, window)
     extra: dict[str, Any] = {"enable_gqa": True} if _NAMES_GQA and k.shape[1] != q.shape[1] else {}
     out = varlen_attn(
         q.contiguous(),
@@ -134,12 +150,21 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, w
     return out
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
-    """Compute attention with SDPA and boolean masks, for everything that the faster kernels do not support.
+def padded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: PackSegments,
+    scale: float,
+    window: int = -1,
+    changes: ScoreChanges = UNCHANGED,
+) -> Tensor:
+    """Compute attention with boolean masks, for everything that the faster kernels do not support.
 
     Args:
         q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``.
         window: Maximum number of keys before a query that it attends to; -1: all.
+        changes: Attention sinks and the soft cap of the scores.
     """
     q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
     if pack.kv_index is not None:
@@ -150,19 +175,30 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale:
         sizes = (q_starts[i + 1] - q_starts[i], k_starts[i + 1] - k_starts[i])
         buckets.setdefault(sizes, []).append(i)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    for (q_len, k_len), segments in buckets.items():
+    for segments in buckets.values():
         rows = torch.cat([torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments])
         keys = torch.cat([torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments])
         queries, *keys_values = (
             x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)
             for x, index in ((q, rows), (k, keys), (v, keys))
         )
-        mask = _causal_mask(q_len, k_len, window, q.device)
-        part = F.scaled_dot_product_attention(
-            queries, keys_values[0], keys_values[1], attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        part = _masked_attention(queries, keys_values[0], keys_values[1], scale, window, changes)
         out = out.index_copy(0, rows, part.transpose(1, 2).flatten(0, 1))
     return out
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, changes: ScoreChanges) -> Tensor:
+    """Attend over equal segments: q ``[n, H, L_q, d]``, k ``[n, H_kv, L_k, d]`` -> ``[n, H, L_q, d_v]``."""
+    (q_len, k_len), parts = (q.shape[2], k.shape[2]), []
+    step = q_len if changes.none and window < 0 else QUERIES_AT_ONCE
+    for start in range(0, q_len, step):
+        end = min(start + step, q_len)
+        seen = k_len - q_len + end  # the queries are the last tokens, so no key after these is attended to
+        first = max(0, seen - (end - start) - window) if window >= 0 else 0
+        mask = _causal_mask(end - start, seen - first, window, q.device)
+        arguments = q[:, :, start:end], k[:, :, first:seen], v[:, :, first:seen], mask, scale
+        parts.append(masked_attention(*arguments, changes))
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slime.models.capped_log_probs import capped_log_probs, capped_logits
 from slime.models.cpu_linear import linear
+from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder, ModelInputs
-from slime.models.loading import ModelError
+from slime.models.loading import ModelError, plain_attention
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.token_log_probs import TokenScores, token_log_probs
 
 CHECK_TOLERANCE = 2e-3
-PACKABLE_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
 class PolicyScorer(nn.Module):
@@ -29,11 +30,12 @@ class PolicyScorer(nn.Module):
         self.chunk_size = chunk_size
         self.fused = False  # set to True when the layers are compiled, too
         self.logit_scale = _logit_scale(model.config)
+        self.logit_cap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.anchored: list[nn.Parameter] = []
 
     @property
     def backbone(self) -> nn.Module:
-        return self.hf.base_model
+        return backbone_of(self.hf)
 
     def forward(
         self,
@@ -47,6 +49,8 @@ class PolicyScorer(nn.Module):
         hidden = _response_rows(self.backbone, inputs)
         head = self.hf.get_output_embeddings()
         effective = temperature / self.logit_scale
+        if self.logit_cap is not None:
+            return self._capped(hidden, inputs, temperature, with_entropy, entropy_grad, with_logits)
         scores = token_log_probs(
             hidden,
             head.weight,
@@ -64,13 +68,42 @@ class PolicyScorer(nn.Module):
         logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
         return scores, logits
 
+    def _capped(
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        entropy_grad: bool,
+        with_logits: bool,
+    ) -> tuple[TokenScores, Tensor | None]:
+        """Return the same for a model that soft-caps its logits."""
+        assert self.logit_cap is not None
+        if inputs.nuclei is not None:
+            raise ModelError(f"{type(self.hf).__name__} soft-caps its logits: use --rollout-top-p 1")
+        head, cap = self.hf.get_output_embeddings(), self.logit_cap
+        scores = capped_log_probs(
+            hidden,
+            head.weight,
+            inputs.targets,
+            temperature,
+            cap,
+            head.bias,
+            self.chunk_size,
+            with_entropy,
+            entropy_grad,
+        )
+        if self.anchored and torch.is_grad_enabled():
+            scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
+        return scores, capped_logits(hidden, head.weight, head.bias, cap) / temperature if with_logits else None
+
 
 class ValueScorer(nn.Module):
     """A critic: the backbone with a linear head ``hidden -> 1`` instead of the language model head."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
-        self.backbone = model.base_model
+        self.backbone = backbone_of(model)
         self.anchored: list[nn.Parameter] = []
         hidden_size = model.get_output_embeddings().weight.shape[1]
         parameter = next(model.parameters())
@@ -112,24 +145,6 @@ def _logit_scale(config: PretrainedConfig) -> float:
     return float(getattr(text, "logit_scale", None) or 1.0)  # Cohere multiplies
 
 
-def check_packable(model: PreTrainedModel) -> None:
-    """Refuse architectures whose layers mix tokens other than through packed attention.
-
-    Raises:
-        ModelError: The model has such layers. The message names them and the flag to set.
-    """
-    config = model.config.get_text_config()
-    other = sorted(set(getattr(config, "layer_types", None) or []) - set(PACKABLE_LAYERS))
-    if other or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(other)}" if other else "recurrent layers"
-        raise ModelError(f"{type(model).__name__} has {what}, which mix packed samples: use --attn-implementation sdpa")
-    if not model._supports_attention_backend:
-        raise ModelError(
-            f"{type(model).__name__} does not support the AttentionInterface of transformers: "
-            "use --attn-implementation sdpa or eager"
-        )
-
-
 @torch.no_grad()
 def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     """Compare the scorer on a pack of three short samples with the model's own forward on each sample.
@@ -150,8 +165,9 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     inputs = builder.build(ids, [3, 1, 2], [0, 0, 1], [None] * 3)
     scores = scorer(inputs)[0].log_probs.cpu()
     configured = model.config.get_text_config()._attn_implementation
+    plain = plain_attention(model.config)
     if configured == PACKED:
-        model.set_attn_implementation({"text_config": "sdpa"} if _is_composite(model) else "sdpa")
+        model.set_attn_implementation({"text_config": plain} if _is_composite(model) else plain)
     expected = []
     for sample, response in zip(ids, [3, 1, 2], strict=True):
         logits = model(input_ids=sample[None].to(builder.device), use_cache=False).logits[0].float().cpu()
@@ -164,7 +180,7 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
         raise ModelError(
             f"{type(model).__name__}: log-probs of packed samples differ from the model's own by {difference:.3g} "
             f"(the limit is {CHECK_TOLERANCE}), so packing does not work for this model; "
-            + ("use --attn-implementation sdpa" if configured == PACKED else "this architecture is not supported")
+            + (f"use --attn-implementation {plain}" if configured == PACKED else "this architecture is not supported")
         )
     return difference
 

@@ -55,12 +55,37 @@ class PrefixBlock:
 
 
 @dataclass(frozen=True)
+class SequenceBlock:
+    """Sequences of similar length, each from its first token: what a layer with a state computes as one batch.
+
+    A segment that shares a prompt is a sequence of the prompt's rows and its own. Of its outputs, only those of its own
+    rows are used, as only those of its own queries are in attention.
+
+    Attributes:
+        rows: int64 ``[N]``, the rows of the sequences in the pack, one sequence after the other.
+        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without padding.
+        n: Number of sequences.
+        length: Length of the longest sequence. Shorter ones are padded at their end, which no earlier token sees.
+        own: int64 ``[M]``, the rows of the pack that get an output.
+        picks: int64 ``[M]``, their positions in the padded ``[n * length]``.
+    """
+
+    rows: Tensor
+    slots: Tensor | None
+    n: int
+    length: int
+    own: Tensor
+    picks: Tensor
+
+
+@dataclass(frozen=True)
 class PackSegments:
     """What the attention of every layer needs to know about a pack. It is built once per pack.
 
     ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes`` contain the same for
-    the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. With a
-    ``group`` (context parallelism), ``kv_index`` refers to the rows of all its ranks.
+    the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. ``sequences``
+    is there for models that have layers with a state. With a ``group`` (context parallelism), ``kv_index`` refers to
+    the rows of all its ranks.
     """
 
     cu_seqlens_q: Tensor
@@ -72,10 +97,15 @@ class PackSegments:
     own: list[OwnBlock] = field(default_factory=list)
     prefixes: list[PrefixBlock] = field(default_factory=list)
     group: ProcessGroup | None = None
+    sequences: list[SequenceBlock] = field(default_factory=list)
 
     @classmethod
     def from_layout(
-        cls, layout: PackLayout, device: torch.device | str, group: ProcessGroup | None = None
+        cls,
+        layout: PackLayout,
+        device: torch.device | str,
+        group: ProcessGroup | None = None,
+        with_sequences: bool = False,
     ) -> PackSegments:
         on_cpu = torch.device(device).type == "cpu" and group is None
         # Kernels need only upper bounds. Rounded ones avoid a recompilation for each length.
@@ -93,25 +123,49 @@ class PackSegments:
             num_tokens=len(layout.tokens),
             own=_own_blocks(layout.q_starts, layout.q_lens) if on_cpu else [],
             prefixes=_prefix_blocks(layout) if on_cpu else [],
+            sequences=_sequence_blocks(layout, device) if with_sequences else [],
             group=group,
         )
 
 
-def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
+def _similar(lens: np.ndarray) -> list[list[int]]:
     """Group segments of similar length, such that the padding of each group stays below its limit."""
-    blocks: list[OwnBlock] = []
-    bucket: list[int] = []
+    buckets: list[list[int]] = []
     tokens = 0
     for i in np.argsort(-lens, kind="stable"):
-        longest = lens[bucket[0]] if bucket else lens[i]
         # Longest first: a bucket is as wide as its first segment, and each further one adds the difference as padding.
-        if bucket and (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (len(bucket) + 1):
-            blocks.append(_own_block(bucket, starts, lens))
-            bucket, tokens = [], 0
-        bucket.append(int(i))
+        longest = lens[buckets[-1][0]] if buckets else 0
+        if not buckets or (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (len(buckets[-1]) + 1):
+            buckets.append([])
+            tokens = 0
+        buckets[-1].append(int(i))
         tokens += int(lens[i])
-    if bucket:
-        blocks.append(_own_block(bucket, starts, lens))
+    return buckets
+
+
+def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
+    return [_own_block(bucket, starts, lens) for bucket in _similar(lens)]
+
+
+def _sequence_blocks(layout: PackLayout, device: torch.device | str) -> list[SequenceBlock]:
+    sequences = [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges]
+    lens = np.asarray([len(sequence) for sequence in sequences])
+    blocks = []
+    for bucket in _similar(lens):
+        length = int(lens[bucket].max())
+        slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(bucket)])
+        ends = [lens[i] + slot * length for slot, i in enumerate(bucket)]
+        picks = [np.arange(end - layout.q_lens[i], end) for end, i in zip(ends, bucket, strict=True)]
+        blocks.append(
+            SequenceBlock(
+                rows=to_device(np.concatenate([sequences[i] for i in bucket]), device),
+                slots=to_device(slots, device) if len(slots) != len(bucket) * length else None,
+                n=len(bucket),
+                length=length,
+                own=to_device(np.concatenate([sequences[i][-layout.q_lens[i] :] for i in bucket]), device),
+                picks=to_device(np.concatenate(picks), device),
+            )
+        )
     return blocks
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -20,8 +18,21 @@ from transformers import (
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.config.args import Args
 from slime.data.fields import RankBatch
+from slime.verify.batch import RandomSample, make_batch, make_samples
+from slime.verify.small import VOCAB
 
-VOCAB = 61
+__all__ = ["VOCAB", "make_batch", "make_samples"]
+
+
+LORA = dict(
+    lora_rank=4,
+    lora_alpha=8.0,
+    use_rslora=False,
+    lora_target_modules=["all-linear"],
+    lora_sync="merged",
+    lr=1e-2,
+)
+"""Flags of an adapter on all linear layers."""
 
 
 def save_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
@@ -102,52 +113,7 @@ def make_args(checkpoint: Path | str, **changes: Any) -> Args:
     return args
 
 
-def make_samples(groups: int = 4, size: int = 4, seed: int = 0, zero_groups: int = 0) -> list[dict[str, Any]]:
-    """Samples of groups that share a prompt; the last ``zero_groups`` have reward 0 everywhere."""
-    rng = random.Random(seed)
-    samples = []
-    for group in range(groups):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 9))]
-        for k in range(size):
-            response = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 11))]
-            mask = [1] * len(response)
-            if k == 1:
-                mask[0] = 0
-            reward = 0.0 if group >= groups - zero_groups else rng.choice([-1.0, 0.5, 1.0])
-            samples.append(dict(tokens=prompt + response, mask=mask, reward=reward, group=group))
-    return samples
-
-
-def make_batch(
-    samples: list[dict[str, Any]], micro_batches: list[list[list[int]]], everyone: list[dict[str, Any]]
-) -> RankBatch:
-    """A rank's batch. ``micro_batches[step]`` are lists of positions in ``samples``."""
-    rng = np.random.default_rng(7)
-    noise = {id(s): rng.normal(size=len(s["mask"])).astype(np.float32) * 0.1 for s in everyone}
-    steps = len(micro_batches)
-    entries = dict(
-        rollout_id=0,
-        tokens=[torch.tensor(s["tokens"]) for s in samples],
-        total_lengths=[len(s["tokens"]) for s in samples],
-        response_lengths=[len(s["mask"]) for s in samples],
-        loss_masks=[torch.tensor(s["mask"], dtype=torch.int32) for s in samples],
-        rewards=[s["reward"] for s in samples],
-        raw_reward=[s["reward"] for s in samples],
-        truncated=[0] * len(samples),
-        sample_indices=list(range(len(samples))),
-        group_indices=[s["group"] for s in samples],
-        rollout_ids=list(range(len(samples))),
-        rollout_mask_sums=[float(sum(s["mask"])) for s in samples],
-        rollout_log_probs=[torch.from_numpy(noise[id(s)] - 3.0) for s in samples],
-        micro_batch_indices=[m for step in micro_batches for m in step],
-        num_microbatches=[len(step) for step in micro_batches],
-        global_batch_sizes=[len(everyone) // steps] * steps,
-        global_token_counts=[sum(max(sum(s["mask"]), 1) for s in everyone) / steps] * steps,
-    )
-    return RankBatch(entries)
-
-
-def whole_batch(samples: list[dict[str, Any]], micro_batch_size: int = 4, steps: int = 1) -> RankBatch:
+def whole_batch(samples: list[RandomSample], micro_batch_size: int = 4, steps: int = 1) -> RankBatch:
     """One rank that holds everything."""
     order = list(range(len(samples)))
     per_step = len(samples) // steps

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_helpers import (
+    LORA,
     make_args,
     make_backend,
     make_samples,
@@ -28,15 +29,6 @@ from slime.cli.merge_lora import merge_lora
 from slime.data.fields import RankBatch
 from slime.models.lora import merged
 from slime.models.shards import ModelError
-
-LORA = dict(
-    lora_rank=4,
-    lora_alpha=8.0,
-    use_rslora=False,
-    lora_target_modules=["all-linear"],
-    lora_sync="merged",
-    lr=1e-2,
-)
 
 
 def lora_args(checkpoint: Path, **changes: Any) -> Any:

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from slime.algorithms.reduce import Identity
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.fsdp.model import decoder_layers
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.shared import NonFiniteError
 from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import train_on_rollout
+from slime.models.decoder import decoder_layers
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from engine_drivers import finish, load, make, result, step
-from engine_parts import save_tiny_llama
-from hypothesis import HealthCheck, given, settings
+from engine_parts import make_tokenizer, save_tiny_llama
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+from every_family import save_tiny
 
 from slime.engines.embedded import deterministic
 from slime.engines.embedded.loading import Loaded
@@ -28,14 +32,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "even": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
 }
+WITH_EXPERTS = ("Qwen3-MoE", "gpt-oss")
+"""Other requests of a batch send rows to the same experts."""
+ENGINES = [*((name, threads) for name in VARIANTS for threads in (1, 2)), *((name, 1) for name in WITH_EXPERTS)]
 
 
-@pytest.fixture(scope="module", params=[(name, threads) for name in VARIANTS for threads in (1, 2)], ids=str)
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     name, threads = request.param
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    folder = save_tiny_llama(tmp_path_factory.mktemp(f"det-{name}"), **VARIANTS[name])
+    folder = tmp_path_factory.mktemp(f"det-{name}")
+    if name in VARIANTS:
+        save_tiny_llama(folder, **VARIANTS[name])
+    else:
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(folder)
+        save_tiny(name, folder, vocab_size=len(tokenizer))
     yield load(folder, deterministic=True)
     torch.set_num_threads(before)
 
@@ -64,7 +77,9 @@ def expected(engine: Loaded) -> list[Any]:
     return alone(engine)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
 @given(
     chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4)
 )

@@ -11,8 +11,9 @@ from engine_drivers import finish, load, make, reference_logprobs, step
 from engine_parts import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from slime.engines.embedded.loading import UnsupportedModel
+from slime.engines.embedded import loading
 from slime.engines.embedded.scheduler import Scheduler
+from slime.models.loading import ModelError
 
 TOLERANCE = 1e-4
 
@@ -143,11 +144,21 @@ def test_other_architectures(name: str, deterministic: bool, tmp_path: Path) -> 
 
 
 def test_a_model_that_needs_more_is_refused(tmp_path: Path) -> None:
-    from transformers import Gemma2Config
+    from transformers import MambaConfig
 
-    folder = save_random(Gemma2Config(**small(attn_logit_softcapping=1.0)), tmp_path)
-    with pytest.raises((UnsupportedModel, NotImplementedError), match="not support"):
+    folder = save_random(MambaConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2), tmp_path)
+    with pytest.raises(ModelError, match=r"slime does not know.*use an SGLang engine"):
         load(folder)
+
+
+@pytest.mark.parametrize("change", [1.01, float("nan")])
+def test_logits_that_differ_from_transformers_are_refused(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, change: float
+) -> None:
+    plain_logits = loading._plain_logits
+    monkeypatch.setattr(loading, "_plain_logits", lambda *given: plain_logits(*given) * change)
+    with pytest.raises(loading.UnsupportedModel, match=r"LlamaForCausalLM: the engine's logits differ.*not supported"):
+        load(tiny_llama)
 
 
 def test_real_model_matches_transformers(smollm2: Path) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from slime.data.packing import PackLayout, build_pack
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.loading import ModelError
-from slime.models.packed_attention import packed_attention, padded_attention
+from slime.models.masked_attention import ScoreChanges
+from slime.models.packed_attention import attend, packed_attention, padded_attention
 from slime.models.segments import PackSegments
 
 Groups = list[tuple[int, list[int]]]  # prompt length, response lengths
@@ -30,7 +31,16 @@ def layout_of(groups: Groups, share: bool) -> PackLayout:
     return build_pack(tokens, responses, keys, share_prompts=share)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float, window: int = -1) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackLayout,
+    scale: float,
+    window: int = -1,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """One softmax row per query over exactly the keys that its segment lists."""
     mask = torch.zeros(len(q), len(q), dtype=torch.bool)
     for start, length, ranges in zip(layout.q_starts, layout.q_lens, layout.kv_ranges, strict=True):
@@ -41,7 +51,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float, win
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v)
 
 
 def tensors(layout: PackLayout, heads: int, kv_heads: int, value_dim: int = 8) -> list[Tensor]:
@@ -90,6 +105,34 @@ def test_long_segments_cross_the_kernels_blocks() -> None:
     assert_equal_to_dense(packed_attention_cpu, layout, inputs)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=groups,
+    share=st.booleans(),
+    window=st.sampled_from([-1, 0, 3]),
+    softcap=st.sampled_from([None, 1.5]),
+)
+def test_sinks_and_soft_caps_equal_dense(groups: Groups, share: bool, window: int, softcap: float | None) -> None:
+    layout = layout_of(groups, share)
+    pack = PackSegments.from_layout(layout, "cpu")
+    *qkv, seed = tensors(layout, 4, 2)
+    inputs = [*qkv, torch.tensor([0.5, -1.0, 2.0, 0.0])]
+    mine = [x.clone().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
+    out = attend(*mine[:3], pack, 0.3, window, ScoreChanges(mine[3], softcap))
+    want = dense(*exact[:3], layout, 0.3, window, exact[3], softcap)
+    torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-6)
+    for got, gradient in zip(
+        torch.autograd.grad(out, mine, seed), torch.autograd.grad(want, exact, seed.double()), strict=True
+    ):
+        torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_many_queries_are_computed_in_parts() -> None:
+    layout = layout_of([(300, [700, 900]), (3, [40])], share=True)
+    assert_equal_to_dense(padded_attention, layout, tensors(layout, 2, 1), window=50)
+
+
 class Attention(nn.Module):
     is_causal = True
 
@@ -113,8 +156,7 @@ def test_interface_function_shape_and_window() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"softcap": 30.0}, "soft-capped"),
-        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"position_bias": torch.zeros(4)}, "position biases"),
         ({"mask": torch.zeros(1, 1, 2, 2)}, "makes its own attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),

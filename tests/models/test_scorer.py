@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from slime.models.inputs import InputBuilder
 from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
-from slime.models.scorer import PolicyScorer, check_packable, check_scorer
+from slime.models.scorer import PolicyScorer, check_scorer
 
 SMALL: dict[str, Any] = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
@@ -37,28 +37,16 @@ def test_llama_passes(tmp_path: Path, attention: str) -> None:
     [
         GraniteConfig(**SMALL, **HEADS, logits_scaling=8.0),
         CohereConfig(**SMALL, **HEADS, logit_scale=0.25),
+        Gemma2Config(**SMALL, **HEADS, head_dim=8, final_logit_softcapping=1.0),
     ],
-    ids=["granite", "cohere"],
+    ids=["granite", "cohere", "gemma2"],
 )
-def test_families_that_scale_their_logits(tmp_path: Path, config: Any) -> None:
+def test_families_that_change_their_logits(tmp_path: Path, config: Any) -> None:
     scorer, builder = scorer_of(config, tmp_path)
     assert check_scorer(scorer, builder) < 1e-4
-    scorer.logit_scale = 1.0
+    scorer.logit_scale, scorer.logit_cap = 1.0, None
     with pytest.raises(ModelError, match="differ from the model's own"):
         check_scorer(scorer, builder)
-
-
-def test_soft_caps_are_refused_with_what_to_use(tmp_path: Path) -> None:
-    scorer, builder = scorer_of(Gemma2Config(**SMALL, **HEADS, head_dim=8), tmp_path)
-    with pytest.raises(ModelError, match=r"soft-capped attention scores.*--attn-implementation eager"):
-        check_scorer(scorer, builder)
-
-
-def test_recurrent_models_are_not_packed(tmp_path: Path) -> None:
-    config = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4)
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=r"linear_attention, which mix packed samples.*--attn-implementation sdpa"):
-        check_packable(model)
 
 
 def test_missing_folder_and_missing_config(tmp_path: Path) -> None:
@@ -66,3 +54,15 @@ def test_missing_folder_and_missing_config(tmp_path: Path) -> None:
         load_hf_model(tmp_path / "nowhere", torch.float32, "cpu")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load_hf_model(tmp_path, torch.float32, "cpu")
+
+
+def test_entropy_and_logits_of_capped_logits(tmp_path: Path) -> None:
+    config = Gemma2Config(**SMALL, **HEADS, head_dim=8, final_logit_softcapping=1.0)
+    scorer, builder = scorer_of(config, tmp_path)
+    scorer.chunk_size = 2
+    inputs = builder.build([torch.arange(3, 12)], [6], [0], [None])
+    scores, logits = scorer(inputs, temperature=0.5, with_entropy=True, entropy_grad=True, with_logits=True)
+    log_p = logits.log_softmax(-1)
+    torch.testing.assert_close(scores.log_probs, log_p.gather(1, inputs.targets[:, None])[:, 0])
+    torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1))
+    assert scores.entropy.requires_grad and float(logits.detach().abs().max()) <= 2.0

@@ -28,7 +28,6 @@ from slime.backends.fsdp.model import (
     ModelFormat,
     build_scorer,
     checkpoint_names,
-    decoder_layers,
     from_first_rank,
     load_full_model,
 )
@@ -42,6 +41,7 @@ from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
+from slime.models.decoder import decoder_layers
 from slime.models.inputs import ModelInputs
 from slime.models.peft_files import factor_names, named_factors
 from slime.models.scorer import PolicyScorer, ValueScorer

@@ -21,18 +21,20 @@ from slime.backends.fsdp.lora import add_adapter, lora_settings
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
+from slime.config.layout import ParallelLayout
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
+from slime.models.decoder import backbone_of, decoder_layers
 from slime.models.inputs import InputBuilder
-from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
+from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
 from slime.models.packed_attention import NAME as PACKED
-from slime.models.scorer import PolicyScorer, ValueScorer, check_packable, check_scorer
+from slime.models.packed_layers import prepare_packing
+from slime.models.scorer import PolicyScorer, ValueScorer, check_scorer
 from slime.weights.megatron_lm import open_megatron_lm
 
 Scorer = PolicyScorer | ValueScorer
 VARLEN = "varlen"
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
-VISION_TOWERS = ("visual", "vision_tower", "vision_model", "vision_embed_tokens")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,10 +52,12 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     model = load_full_model(path, ModelFormat.from_args(args), empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
-    if packed:
-        check_packable(model)
+    if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
+        what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
+        raise ModelError(f"{what}: use --attn-implementation eager")
+    stateful = packed and prepare_packing(model, ParallelLayout.from_args(args).cp)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
-    layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype]
+    layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         check_scorer(policy, _builder(model, torch.device("cpu"), *layout))
     lora = lora_settings(args)
@@ -128,16 +132,23 @@ def load_full_model(
 
 
 def _builder(
-    model: PreTrainedModel, device: torch.device, packed: bool, shares_prompts: bool, multiple: int, dtype: torch.dtype
+    model: PreTrainedModel,
+    device: torch.device,
+    packed: bool,
+    shares_prompts: bool,
+    multiple: int,
+    dtype: torch.dtype,
+    stateful: bool,
 ) -> InputBuilder:
     on_cuda = device.type == "cuda"
     return InputBuilder(
-        backbone=model.base_model,
+        backbone=backbone_of(model),
         device=device,
         packed=packed,
         share_prompts=packed and shares_prompts,
         pad_to_multiple=multiple if on_cuda else 1,  # the CPU has no kernels to reuse
         float_dtype=dtype if on_cuda else torch.float32,
+        stateful=stateful,
     )
 
 
@@ -262,14 +273,3 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(tensor, src=0)
     return tensor
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the language model: the longest list of layers outside a vision tower."""
-    names = set(model._no_split_modules or [])
-    vision = {
-        id(m) for name, tower in model.named_modules() if name.split(".")[-1] in VISION_TOWERS for m in tower.modules()
-    }
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
-    named = [m for m in lists if type(m[0]).__name__ in names]
-    return max((list(m) for m in named or lists), key=len)

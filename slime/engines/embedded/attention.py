@@ -18,8 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from slime.engines.embedded.kv_cache import KVCache
+from slime.models.masked_attention import ScoreChanges, masked_attention
 
 NAME = "slime_slots"
+QUERIES_AT_ONCE = 512
+"""The most queries of a prompt whose scores are held at a time, if the model has attention sinks or soft caps."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,41 @@ class Segment:
     length: int
 
 
+@dataclass(frozen=True)
+class StateRun:
+    """Rows ``start`` to ``end - 1``, computed in one call by layers that have a state.
+
+    With ``one_slot`` they are consecutive tokens of ``slot``, otherwise one token of each of the slots from ``slot``
+    on. ``first``: the rows begin at position 0, so there is no state yet.
+    """
+
+    start: int
+    end: int
+    slot: int
+    one_slot: bool
+    first: bool
+
+    @property
+    def slots(self) -> slice:
+        return slice(self.slot, self.slot + (1 if self.one_slot else self.end - self.start))
+
+
 @dataclass
 class StepContext:
-    """The slots and positions of the rows of one forward. It has groups or segments, depending on the method."""
+    """The slots and positions of the rows of one forward. It has groups or segments, depending on the method.
+
+    Attributes:
+        runs: The rows of layers with a state.
+        keep_states: Whether these layers change the states of the slots.
+    """
 
     cache: KVCache
     write_index: torch.Tensor  # [rows] int64: slot * capacity + position
     lengths: torch.Tensor | None = None  # [rows] int64: tokens to attend to, including the row itself; for groups only
     groups: list[RowGroup] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    runs: list[StateRun] = field(default_factory=list)
+    keep_states: bool = True
     # Masks depend on the sliding window but not on the layer, so all layers with the same window share one.
     masks: dict[tuple[RowGroup | Segment, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -103,6 +132,11 @@ def set_step(step: StepContext | None) -> None:
     _step = step
 
 
+def current_step() -> StepContext | None:
+    """Return the step of the forward that runs now; None outside of a step."""
+    return _step
+
+
 def progressed_at() -> float:
     """Return the time at which a layer last started in this process (``time.monotonic()``; 0.0 for never).
 
@@ -126,6 +160,8 @@ def slots_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Store keys and values in the slots and compute the attention, as AttentionInterface calls it.
@@ -144,7 +180,7 @@ def slots_attention(
     step = _step
     if step is None:
         raise RuntimeError("the attention function was called outside of an engine step")
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unsupported = [name for name in ("sinks", "position_bias") if kwargs.get(name) is not None]
     if unsupported or not getattr(module, "is_causal", True):
         what = ", ".join(unsupported) or "attention that is not causal"
         raise NotImplementedError(f"{type(module).__name__} uses {what}, which the embedded engine does not support")
@@ -154,11 +190,12 @@ def slots_attention(
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     heads, rows = query.shape[1], query.shape[2]
     out = query.new_empty(rows, heads, values.shape[3])
+    changes = ScoreChanges(s_aux, softcap)
     for group in step.groups:
         mask = step.row_mask(group, sliding_window, query.dtype)
-        _attend_rows(query, keys, values, mask, scaling, group, out)
+        _attend_rows(query, keys, values, mask, scaling, changes, group, out)
     for segment in step.segments:
-        _attend_segment(step, query, keys, values, scaling, sliding_window, segment, out)
+        _attend_segment(step, query, keys, values, scaling, sliding_window, changes, segment, out)
     return out[None], None
 
 
@@ -168,6 +205,7 @@ def _attend_rows(
     values: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None,
+    changes: ScoreChanges,
     group: RowGroup,
     out: torch.Tensor,
 ) -> None:
@@ -181,7 +219,8 @@ def _attend_rows(
     v = values[slots, : group.length].transpose(1, 2)
     if group.same_slot:
         k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    # A head is a key-value head here, so the sinks [heads] are those of its queries, [kv_heads, heads / kv_heads].
+    result = masked_attention(q, k, v, mask, scaling, changes)
     out[group.start : group.end] = result.reshape(count, -1, result.shape[-1])
 
 
@@ -192,6 +231,7 @@ def _attend_segment(
     values: torch.Tensor,
     scaling: float | None,
     window: int | None,
+    changes: ScoreChanges,
     segment: Segment,
     out: torch.Tensor,
 ) -> None:
@@ -202,9 +242,11 @@ def _attend_segment(
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     # is_causal aligns to the top left, which is right only if the queries start at position 0. It needs no mask tensor.
     whole = segment.end - segment.start == segment.length
-    if whole and (window is None or segment.length <= window):
+    if whole and changes.none and (window is None or segment.length <= window):
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
     else:
         mask = step.segment_mask(segment, window, q.device)
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        part = q.shape[2] if changes.none else QUERIES_AT_ONCE
+        queries = zip(q.split(part, 2), mask.split(part), strict=True)
+        result = torch.cat([masked_attention(some, k, v, seen, scaling, changes) for some, seen in queries], 2)
     out[segment.start : segment.end] = result[0].transpose(0, 1)

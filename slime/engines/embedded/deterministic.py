@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from slime.engines.embedded.rows import FIXED_LENGTH_STEP, Rows, row_context
 from slime.engines.embedded.runner import FIXED_ROWS, Runner
@@ -33,6 +34,19 @@ class _Trial:
     tokens: list[int]
     slots: list[int]
     positions: list[int]
+
+
+def separate_rows_of_experts(model: PreTrainedModel) -> None:
+    """Let experts compute one matrix product for each row and expert, with a copy of the expert's weights.
+
+    Otherwise an expert computes all rows that are routed to it together, and their number changes the bits.
+    """
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    elif hasattr(model.config.get_text_config(), "num_experts_per_tok"):
+        logger.warning(
+            "transformers has no row-wise experts for this model: results may depend on the rest of the batch"
+        )
 
 
 @torch.inference_mode()
@@ -66,7 +80,8 @@ def _no_tails(runner: Runner, count: int) -> bool:
     threads = torch.get_num_threads()
     # No function is applied to the activations between the factors of an adapter.
     weights = [p for name, p in runner.model.named_parameters() if p.dim() == 2 and ".lora_" not in name]
-    for width in {size for p in weights for size in p.shape}:
+    weights += [p for name, p in runner.model.named_parameters() if p.dim() == 3 and ".experts." in name]
+    for width in {size for p in weights for size in p.shape[-2:]}:
         elements = count * width
         if elements % _VECTOR or (elements > _PARALLEL_GRAIN and elements % (_VECTOR * threads)):
             return False
@@ -127,6 +142,8 @@ def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
         list(range(len(picked))),
         list(range(len(picked))),
     )
-    logits = runner.forward(block, row_context(runner.cache, block, True, runner.attend_alone), block.wanted)
+    step = row_context(runner.cache, block, True, runner.attend_alone)
+    step.keep_states = False  # several rows of a trial may be in one slot, in any order
+    logits = runner.forward(block, step, block.wanted)
     assert logits is not None
     return torch.softmax(logits.float(), dim=-1)

@@ -1,4 +1,4 @@
-"""The tensors of the slots: the keys and values of every layer."""
+"""The tensors of the slots: the keys and values of attention layers, and the states of recurrent ones."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class KVCache:
     the config. The last slot receives the keys and values of padding rows. New memory is zeroed, because masked
     positions are multiplied by zero, which would not remove a NaN. On the CPU, memory pages are allocated only when
     they are written.
+
+    ``states`` has the tensors ``[slots + 1, ...]`` of each layer with a state, by the kind of state. A state belongs to
+    all tokens of a slot that are computed, so a copy of a slot is a copy of its state.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,6 +28,7 @@ class KVCache:
         self.capacity = 0
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
     def bin_slot(self) -> int:
@@ -34,6 +38,21 @@ class KVCache:
     def nbytes(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def slot_state_bytes(self) -> int:
+        """The size of the states of one slot."""
+        return sum(
+            state[0].numel() * state.element_size() for kinds in self.states.values() for state in kinds.values()
+        )
+
+    def state(self, layer: int, kind: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the states ``[slots + 1, ...]`` of a layer, which are allocated for states like ``like``, ``[n,
+        ...]``."""
+        kinds = self.states.setdefault(layer, {})
+        if kind not in kinds:
+            kinds[kind] = like.new_zeros((self.num_slots + 1, *like.shape[1:]))
+        return kinds[kind]
 
     def resize(self, num_slots: int, capacity: int) -> None:
         """Change the number of slots and their capacity, and keep the contents that fit into the new shape."""
@@ -45,6 +64,10 @@ class KVCache:
             for layer, old in store.items():
                 store[layer] = self._zeros(old.shape[2], old.shape[3])
                 store[layer][:slots, :length] = old[:slots, :length]
+        for kinds in self.states.values():
+            for kind, old in kinds.items():
+                kinds[kind] = old.new_zeros((num_slots + 1, *old.shape[1:]))
+                kinds[kind][:slots] = old[:slots]
 
     def _zeros(self, heads: int, dim: int) -> torch.Tensor:
         shape = (self.num_slots + 1, self.capacity, heads, dim)
@@ -72,11 +95,19 @@ class KVCache:
                         tensor[move.target, : move.length].copy_(tensor[move.source, : move.length])
                     else:
                         _swap(tensor, move)
+        for kinds in self.states.values():
+            for state in kinds.values():
+                for move in moves:
+                    if isinstance(move, Copy):
+                        state[move.target].copy_(state[move.source])
+                    else:
+                        state[[move.a, move.b]] = state[[move.b, move.a]]
 
     def clear(self) -> None:
         """Free the memory. All cached keys and values are lost."""
         self.keys.clear()
         self.values.clear()
+        self.states.clear()
         self.num_slots = self.capacity = 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime.engines.embedded import attention
-from slime.engines.embedded.deterministic import make_reproducible
+from slime.engines.embedded.deterministic import make_reproducible, separate_rows_of_experts
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.images import ImageReader
 from slime.engines.embedded.linear import PackedLinears
@@ -18,9 +18,10 @@ from slime.engines.embedded.rows import row_context, rows_of, segment_context
 from slime.engines.embedded.runner import Runner
 from slime.engines.embedded.scheduler import Scheduler, Work
 from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.states import use_slot_states
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import Weights
-from slime.models.loading import is_multimodal, load_hf_model
+from slime.models.loading import is_multimodal, load_hf_config, load_hf_model, plain_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -76,9 +77,10 @@ def load_engine(options: EngineOptions) -> Loaded:
 
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     attention.register()
-    model = load_hf_model(
-        options.model_path, dtype, device, attn_implementation="sdpa", trust_remote_code=options.trust_remote_code
-    )
+    plain = plain_attention(load_hf_config(options.model_path, options.trust_remote_code))
+    model = load_hf_model(options.model_path, dtype, device, plain, options.trust_remote_code)
+    if options.deterministic:
+        separate_rows_of_experts(model)
     config = model.config
     tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -86,6 +88,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     runner = Runner(model, dtype, device, options.deterministic)
     reference = _plain_logits(model, vocab_size)  # before _use_slots(), with the attention of transformers
     _use_slots(model)
+    stateful = use_slot_states(model)
     try:
         _check_against(reference, runner, dtype)
     except RuntimeError as error:
@@ -104,11 +107,12 @@ def load_engine(options: EngineOptions) -> Loaded:
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     scheduler = Scheduler(
         max_running=options.max_running_requests,
-        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len),
+        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, options),
         context_len=context_len,
         eos_token_ids=_end_tokens(model, tokenizer),
         match_stop=detokenizer.match_stop,
         weight_version=options.weight_version,
+        whole_prefixes=stateful,
     )
     seed = DETERMINISTIC_SEED if options.deterministic else None
     engine = Engine(scheduler, runner, Weights(model), seed)
@@ -186,14 +190,16 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset(int(token) for token in ends)
 
 
-def _tokens_that_fit(runner: Runner, context_len: int) -> int:
+def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -> int:
     """Return how many tokens of KV cache fit into a share of the free memory, but at least one full context.
 
-    The memory per token is measured with a forward over a small cache.
+    The memory per token is measured with a forward over a small cache. The states of recurrent layers need the memory
+    of as many slots as requests may run.
     """
     runner.cache.resize(1, 64)
     _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
     per_token = runner.cache.nbytes / (2 * 64)
+    states = runner.cache.slot_state_bytes * (options.max_running_requests + 1)
     runner.cache.clear()
     if runner.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(runner.device)
@@ -201,4 +207,12 @@ def _tokens_that_fit(runner: Runner, context_len: int) -> int:
         import psutil
 
         free = psutil.virtual_memory().available
-    return max(int(free * MEMORY_SHARE[runner.device.type] / per_token), context_len)
+    room = free * MEMORY_SHARE[runner.device.type] - states
+    if room < per_token * context_len:
+        logger.warning(
+            "the KV cache of %d tokens and the states of %d slots need more than the free memory: use a smaller "
+            "--embedded-max-running-requests or a model with a shorter context",
+            context_len,
+            options.max_running_requests + 1,
+        )
+    return max(int(room / max(per_token, 1)), context_len)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slime.engines.embedded.attention import RowGroup, Segment, StepContext
+from slime.engines.embedded.attention import RowGroup, Segment, StateRun, StepContext
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Work
 
@@ -111,7 +111,25 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
         write_index=(slots * cache.capacity + positions).to(cache.device),
         lengths=(positions + 1).to(cache.device),
         groups=groups,
+        runs=_state_runs(rows, fixed),
     )
+
+
+def _state_runs(rows: Rows, alone: bool) -> list[StateRun]:
+    """Return the runs of rows that are one token of a slot each. With ``alone``, each row is a run."""
+    runs, start = [], 0
+    while start < len(rows):
+        end, first = start + 1, rows.positions[start] == 0
+        while (
+            not (alone or first)
+            and end < len(rows)
+            and rows.slots[end] == rows.slots[end - 1] + 1
+            and rows.positions[end] > 0
+        ):
+            end += 1
+        runs.append(StateRun(start, end, rows.slots[start], end - start == 1, first))
+        start = end
+    return runs
 
 
 def _neighbours(rows: Rows, start: int) -> int:
@@ -154,10 +172,11 @@ def _near_group_end(rows: Rows, start: int, device: str) -> int:
 def segment_context(cache: KVCache, works: Sequence[Work], rows: Rows) -> StepContext:
     """Return a context in which the tokens of each work attend together with a causal mask."""
     index = torch.tensor(rows.slots) * cache.capacity + torch.tensor(rows.positions)
-    segments = []
+    segments, runs = [], []
     start = 0
     for work in works:
         end = start + work.end - work.start
         segments.append(Segment(start, end, work.sequence.slot, work.end))
+        runs.append(StateRun(start, end, work.sequence.slot, True, work.start == 0))
         start = end
-    return StepContext(cache, write_index=index.to(cache.device), segments=segments)
+    return StepContext(cache, write_index=index.to(cache.device), segments=segments, runs=runs)

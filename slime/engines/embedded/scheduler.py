@@ -76,6 +76,7 @@ class Scheduler:
         prefill_tokens: The most prompt tokens of one step.
         score_tokens: The same for one sequence with prompt log-probs, which need logits at each position.
         share_prefixes: Whether sequences may share the KV of common prefixes.
+        whole_prefixes: Whether a prefix is shared only up to the end of what its slot has; see :class:`SlotTable`.
     """
 
     max_running: int
@@ -87,6 +88,7 @@ class Scheduler:
     score_tokens: int = 256
     weight_version: str = "default"
     share_prefixes: bool = True
+    whole_prefixes: bool = False
 
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)  # the index is the slot
@@ -97,7 +99,7 @@ class Scheduler:
     extended_last: bool = False  # whether the last step extended
 
     def __post_init__(self) -> None:
-        self.table = SlotTable(self.max_running, self.max_total_tokens)
+        self.table = SlotTable(self.max_running, self.max_total_tokens, self.whole_prefixes)
 
     # --- coming and going --------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Scheduler:
     def drop_slots(self) -> None:
         """Reset all slots, because the KV cache was freed. No sequence may be running."""
         self.moves.clear()
-        self.table = SlotTable(self.max_running, self.max_total_tokens)
+        self.table = SlotTable(self.max_running, self.max_total_tokens, self.whole_prefixes)
 
     # --- one step ----------------------------------------------------------------------------
 

@@ -49,10 +49,15 @@ class Slot:
 
 @dataclass
 class SlotTable:
-    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a prefix."""
+    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a prefix.
+
+    With ``whole_prefixes``, a slot is shared only with all of its tokens, because the model has a state that belongs to
+    them. The state of a running sequence moves on with each token, so only free slots are shared then.
+    """
 
     max_slots: int
     max_total_tokens: int
+    whole_prefixes: bool = False
     capacity: int = 0
     active: int = 0
     slots: list[Slot] = field(default_factory=list)
@@ -99,6 +104,8 @@ class SlotTable:
                 continue
             differs = slot.tokens[:room] != tokens[:room]
             length = int(differs.argmax()) if differs.any() else room
+            if self.whole_prefixes and (index < self.active or length < slot.valid):
+                continue
             if length > best_length:
                 best, best_length = index, length
         return best, best_length

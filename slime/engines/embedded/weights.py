@@ -100,18 +100,25 @@ class Weights:
     def load_folder(self, folder: Path) -> int:
         """Load all tensors of the safetensors files in a Hugging Face folder, and return their number.
 
-        Quantized tensors are dequantized. Names, shapes and dtypes of all files are compared with the model before
-        anything is written. If reading fails after that, :attr:`stale` has the tensors that were not written, until
-        updates have written them.
+        Quantized tensors are dequantized. Before anything is written, names, shapes and dtypes of all files are
+        compared with the model, and all values are read once: the second reading comes from the page cache. So a
+        folder that is refused changes nothing. If the second reading fails all the same, because somebody changed the
+        files, :attr:`stale` has the tensors that were not written, until updates have written them.
 
         Raises:
-            WeightError: A file is damaged, tensors of the model are missing, or tensors have another shape.
+            WeightError: A file is damaged, tensors of the model are missing, tensors have another shape, or values are
+                not finite.
         """
         try:
             stored = StoredWeights(folder)
         except (ModelError, OSError) as error:
             raise WeightError(str(error)) from error
         names = self._require_all(stored)
+        try:
+            for name in names:
+                stored.get(name)
+        except Exception as error:  # safetensors and the kernel have errors of their own
+            raise WeightError(f"the update from {str(folder)!r} was refused, nothing is changed: {error}") from error
         self.stale |= set(names.values())
         for factor in self.factors.values():  # the weights of a whole model have no adapter
             factor.zero_()

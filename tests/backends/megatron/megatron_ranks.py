@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.verify.batch import batch_of_rank
+from slime.verify.rank import leave_model
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -173,11 +176,7 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
 
 def rank_batch(seed: int, zero_groups: int, rank: int, size: int) -> dict[str, Any]:
     """Group g goes to data-parallel rank g mod size; micro-batches of four samples of unequal length."""
-    from fsdp_helpers import make_batch, make_samples
-
-    samples = make_samples(seed=seed, zero_groups=zero_groups)
-    mine = [s for s in samples if s["group"] % size == rank]
-    return make_batch(mine, [[list(range(i, i + 4)) for i in range(0, len(mine), 4)]], samples)
+    return batch_of_rank(rank, size, seed, zero_groups)
 
 
 def engine_routing(batch: dict[str, Any]) -> list[Any]:
@@ -225,13 +224,9 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
 def leave_groups() -> None:
     """End all process groups: each gloo group has threads of its own."""
-    import gc
-
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
-    gc.collect()
+    leave_model()
     if dist.is_initialized():
         dist.destroy_process_group()
 

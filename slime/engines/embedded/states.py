@@ -1,0 +1,106 @@
+"""The states of recurrent layers and short convolutions, one per slot.
+
+transformers computes these layers. It reads and writes their states through a cache object, whose states are views of
+the tensors of the slots here. A prompt runs as one sequence that continues the state of its slot. A decode step runs as
+a batch of one token for each of several consecutive slots. In deterministic mode each row runs alone, because no row
+count is known to give the same bits in these layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from slime.engines.embedded import attention
+from slime.engines.embedded.attention import StateRun, StepContext
+from slime.models.layer_kinds.registry import layers_of
+
+INSTEAD = "use an SGLang engine"
+Forward = Callable[..., torch.Tensor]
+
+
+def use_slot_states(model: PreTrainedModel) -> bool:
+    """Let the layers with a state use that of the slots. Outside of an engine step, they compute as before.
+
+    Returns:
+        Whether the model has such layers.
+
+    Raises:
+        ModelError: It has layers that the engine does not compute. The message says why.
+    """
+    layers = layers_of(model, INSTEAD)
+    layers.require(lambda kind: kind.not_served, INSTEAD)
+    mixers = list(layers.mixers())
+    for index, (kind, _, mixer) in enumerate(mixers):
+        kind.serve(mixer)
+        mixer.forward = types.MethodType(_with_slots(mixer.forward, index), mixer)
+    return bool(mixers)
+
+
+def _with_slots(plain: Forward, index: int) -> Forward:
+    names = inspect.signature(plain).parameters
+    name = "cache_params" if "cache_params" in names else "past_key_values"
+
+    def forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        step = attention.current_step()
+        if step is None:
+            return plain(hidden_states, *args, **kwargs)
+        parts = []
+        for run in step.runs:
+            count = run.end - run.start
+            batch = hidden_states[0, run.start : run.end].unflatten(0, (1, count) if run.one_slot else (count, 1))
+            states = _RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
+            parts.append(plain(hidden_states=batch, **{name: states}).flatten(0, 1))
+            states.keep()
+        return torch.cat(parts)[None]
+
+    return forward
+
+
+class _RunStates:
+    """What a module uses of transformers' ``Cache``, for one run of rows.
+
+    The states of the slots are changed in place. A run from position 0 begins without states.
+    """
+
+    def __init__(self, step: StepContext, index: int, layer: int, run: StateRun) -> None:
+        self.step, self.index, self.run = step, index, run
+        self.own = LinearAttentionLayer()
+        self.layers = {layer: self.own}
+        stored = None if run.first else step.cache.states.get(index)
+        for kind, tensor in (stored or {}).items():
+            view = tensor[run.slots]
+            self._set(kind, view if step.keep_states else view.clone())
+
+    def _set(self, kind: str, state: torch.Tensor) -> None:
+        self.own.has_previous_state[0] = True
+        if kind == "conv":
+            self.own.conv_states[0], self.own.conv_kernel_size[0] = state, state.shape[-1]
+            self.own.is_conv_states_initialized[0] = True
+        else:
+            self.own.recurrent_states[0] = state
+            self.own.is_recurrent_states_initialized[0] = True
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        return bool(self.layers[layer_idx].has_previous_state[state_idx])
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> torch.Tensor:
+        return self.layers[layer_idx].update_conv_state(conv_states, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> torch.Tensor:
+        return self.layers[layer_idx].update_recurrent_state(recurrent_states, **kwargs)
+
+    def keep(self) -> None:
+        """Store the states of a run that began without them."""
+        if not self.run.first or not self.step.keep_states:
+            return
+        found = {"conv": self.own.conv_states[0], "recurrent": self.own.recurrent_states[0]}
+        for kind, state in found.items():
+            if state is not None:
+                self.step.cache.state(self.index, kind, state)[self.run.slots].copy_(state)

@@ -1,0 +1,80 @@
+"""What slime has to know about a kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """One decoder layer of a model.
+
+    Attributes:
+        type: Its entry of ``layer_types`` in the config; "" if the config has none.
+        layer: The layer.
+        config: The config of the language model.
+    """
+
+    type: str
+    layer: nn.Module
+    config: PretrainedConfig
+
+    def modules(self, *endings: str) -> list[nn.Module]:
+        """Return the modules of the layer whose class names end so. transformers puts the family's name before it."""
+        return [module for module in self.layer.modules() if type(module).__name__.endswith(endings)]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A way in which a layer mixes the tokens of a sequence, and what slime does with it.
+
+    A reason is "" where slime computes the kind exactly. Otherwise it is the end of an error message.
+
+    Attributes:
+        name: As in docs/en/models.md.
+        is_at: Whether a decoder layer is of this kind. It may be of several: a sliding window with attention sinks.
+        types: The values of ``layer_types`` that it explains.
+        mixers: For a kind with a state: the endings of the class names of the modules that have the state. A pack
+            runs such a module on a batch of whole sequences (:mod:`slime.models.packed_layers`), and the embedded
+            engine keeps its state in each slot. A module may do anything that is causal and depends only on the
+            sequence's hidden states. Without mixers, the kind is a form of attention.
+        not_packed: Why it cannot be packed.
+        not_context_parallel: Why ranks of context parallelism cannot divide its sequences.
+        not_served: Why the embedded engine does not compute it.
+        serve: Prepares one of the mixers for the embedded engine.
+    """
+
+    name: str
+    is_at: Callable[[Place], bool]
+    types: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
+    not_packed: str = ""
+    not_context_parallel: str = ""
+    not_served: str = ""
+    serve: Callable[[nn.Module], None] = lambda mixer: None
+
+
+def with_state(
+    name: str,
+    types: tuple[str, ...],
+    mixers: tuple[str, ...],
+    serve: Callable[[nn.Module], None] = lambda mixer: None,
+) -> LayerKind:
+    """Return a kind whose modules have a state.
+
+    Packing: the state starts anew at each sequence. Prompt sharing: the prompt is computed once for each sample, from
+    the rows that its samples share. Context parallelism: refused. Engine: each slot has a state, and a prefix is shared
+    only if a slot has the state at its end.
+    """
+    return LayerKind(
+        name,
+        lambda place: bool(place.modules(*mixers)),
+        types,
+        mixers,
+        not_context_parallel="has a state that goes from token to token, so ranks would wait for one another",
+        serve=serve,
+    )

@@ -1,0 +1,98 @@
+"""All kinds of layers, and those of a model.
+
+A new kind is one file with a ``KIND``, and its name in :data:`KINDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from slime.models.decoder import decoder_layers
+from slime.models.layer_kinds.kind import LayerKind, Place
+from slime.models.loading import ModelError
+
+KINDS = (
+    "full_attention",
+    "sliding_window",
+    "attention_sinks",
+    "soft_cap",
+    "gated_delta_net",
+    "short_convolution",
+    "mamba2",
+    "no_mixing",
+    "sparse_indexer",
+    "chunked_attention",
+)
+"""The modules of the kinds. Each has an attribute ``KIND``."""
+
+
+@cache
+def all_kinds() -> tuple[LayerKind, ...]:
+    return tuple(importlib.import_module(f"slime.models.layer_kinds.{name}").KIND for name in KINDS)
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """The decoder layers of a model with their kinds."""
+
+    family: str
+    layers: list[tuple[nn.Module, list[LayerKind]]]
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds that the model has, in the order of the registry."""
+        held = {kind.name for _, kinds in self.layers for kind in kinds}
+        return [kind for kind in all_kinds() if kind.name in held]
+
+    def mixers(self) -> Iterator[tuple[LayerKind, nn.Module, nn.Module]]:
+        """The modules that have a state, each after its kind and its decoder layer."""
+        for layer, kinds in self.layers:
+            for kind in kinds:
+                for module in layer.modules():
+                    if kind.mixers and type(module).__name__.endswith(kind.mixers):
+                        yield kind, layer, module
+
+    def require(self, reason: Callable[[LayerKind], str], instead: str) -> None:
+        """Refuse the model if one of its kinds has a reason.
+
+        Raises:
+            ModelError: It has. The message names the kind and the reason, and ends with ``instead``, what to do.
+        """
+        for kind in self.kinds:
+            if reason(kind):
+                raise ModelError(f"{self.family} has layers of the kind {kind.name!r}, which {reason(kind)}: {instead}")
+
+
+def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:
+    """Return the kinds of a model's decoder layers, as its config and its modules say.
+
+    Args:
+        instead: What to do if a layer is of no known kind, for the message.
+
+    Raises:
+        ModelError: The config names a type of layer that no kind explains.
+    """
+    config, family = model.config.get_text_config(), type(model).__name__
+    layers = decoder_layers(model)
+    types = list(getattr(config, "layer_types", None) or [])[: len(layers)] or [""] * len(layers)
+    found = []
+    for layer, type_ in zip(layers, types, strict=True):
+        place = Place(type_, layer, config)
+        kinds = [kind for kind in all_kinds() if kind.is_at(place)]
+        if type_ and not any(type_ in kind.types for kind in kinds):
+            raise ModelError(
+                f"{family} has layers of type {type_}, in modules that slime does not know, which may mix packed "
+                f"samples: {instead}"
+            )
+        found.append((layer, kinds))
+    result = ModelLayers(family, found)
+    # A type that a kind explains is enough: a class of hybrid models may have checkpoints with attention only.
+    if model._is_stateful and not any(result.mixers()) and not all(types):
+        raise ModelError(f"{family} has recurrent layers that slime does not know: {instead}")
+    return result

@@ -1,0 +1,83 @@
+"""Prepare a model for packs: refuse layers that would be wrong, and give layers with a state one sequence at a time.
+
+A layer with a state (a gated delta net, a short convolution, Mamba-2) passes it from token to token of its row, and a
+pack is one row with many samples. So such a module is run on a batch of whole sequences instead, which are gathered
+from the pack and padded at their ends. It starts without a state at each of them, and no token sees the padding after
+it. This is exact for every causal module, with the kernels that it has. Sequences of similar length form a batch, so at
+most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slime.models.layer_kinds.registry import layers_of
+from slime.models.loading import ModelError
+from slime.models.segments import PackSegments
+
+PADDED = "use --attn-implementation sdpa"
+_PACK = "slime_pack"
+
+
+def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
+    """Let the layers of a model compute packs.
+
+    Args:
+        context_parallel: The number of ranks that divide the tokens of each sample.
+
+    Returns:
+        Whether the packs of this model must list their sequences.
+
+    Raises:
+        ModelError: The model has layers that cannot be packed. The message names them and the flag to set.
+    """
+    layers = layers_of(model, PADDED)
+    layers.require(lambda kind: kind.not_packed, PADDED)
+    if context_parallel > 1:
+        layers.require(lambda kind: kind.not_context_parallel, "use --context-parallel-size 1")
+    mixers = list(layers.mixers())
+    if not (model._supports_attention_backend or mixers):
+        raise ModelError(
+            f"{type(model).__name__} does not support the AttentionInterface of transformers: "
+            "use --attn-implementation sdpa or eager"
+        )
+    for _, layer, mixer in mixers:
+        layer.register_forward_pre_hook(_remember_pack(mixer), with_kwargs=True)
+        # Not torch.compile, which would compile it anew for each number of batches.
+        mixer.forward = torch.compiler.disable(types.MethodType(_per_sequence(mixer.forward), mixer))
+    return bool(mixers)
+
+
+def _remember_pack(mixer: nn.Module) -> Callable[..., None]:
+    """Return a hook of the decoder layer. Not all layers pass the pack on to their mixer. When backward recomputes a
+    layer, its hooks run again with the arguments of that time."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mixer.__dict__[_PACK] = kwargs.get(_PACK)
+
+    return hook
+
+
+def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        pack: PackSegments | None = self.__dict__.get(_PACK)
+        if pack is None:
+            return plain(hidden_states, *args, **kwargs)
+        rows = hidden_states[0]
+        out = torch.zeros_like(rows)
+        for block in pack.sequences:
+            batch = rows.index_select(0, block.rows)
+            if block.slots is not None:
+                padded = batch.new_zeros(block.n * block.length, batch.shape[1])
+                batch = padded.index_copy(0, block.slots, batch)
+            result = plain(hidden_states=batch.unflatten(0, (block.n, block.length)))
+            out = out.index_copy(0, block.own, result.flatten(0, 1).index_select(0, block.picks))
+        return out.unsqueeze(0)
+
+    return forward

@@ -1,0 +1,44 @@
+"""Families with other kinds of layers in the FSDP backend: a trained step reaches the engine, and wrong flags do not
+run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_helpers import make_args, make_backend, make_samples, whole_batch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "engines"))
+from engine_drivers import finish, load, make
+from every_family import save_tiny
+from test_engine_families import saved
+
+from slime.backends.fsdp.hf_weights import iter_hf_weights
+from slime.backends.train_loop import train_on_rollout
+from slime.models.loading import ModelError
+from slime.models.scorer import PolicyScorer
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "Qwen3-Next"])
+def test_trained_weights_reach_the_engine(family: str, tmp_path: Path) -> None:
+    folder = saved(family, tmp_path)
+    backend = make_backend(make_args(folder, lr=1e-2, gradient_checkpointing=True))
+    train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
+    scorer = backend.scorer
+    assert isinstance(scorer, PolicyScorer)
+    loaded = load(folder)
+    loaded.engine.weights.load((name, tensor.clone()) for name, tensor in iter_hf_weights(scorer.hf, torch.float32))
+    loaded.engine.runner.weights_changed()
+    sequence = make(range(10, 40), max_new_tokens=9)
+    finish(loaded, [sequence])
+    with torch.no_grad():
+        got = scorer(backend.builder.build([torch.tensor(sequence.tokens)], [9], [0], [None]))[0].log_probs
+    torch.testing.assert_close(got, torch.tensor(sequence.output_logprobs), rtol=0, atol=1e-4)
+
+
+def test_sdpa_would_leave_out_soft_caps(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="SDPA leaves out: use --attn-implementation eager"):
+        make_backend(make_args(save_tiny("Gemma 2", tmp_path), attn_implementation="sdpa"))

@@ -1,0 +1,103 @@
+"""Every family of docs/en/models.md in the embedded engine: its log-probs are those of transformers and of the
+trainer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_drivers import finish, load, make, step
+from engine_parts import make_tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+from every_family import save_tiny
+
+from slime.models.inputs import InputBuilder
+from slime.models.loading import ModelError, load_hf_model
+from slime.models.packed_attention import NAME
+from slime.models.packed_layers import prepare_packing
+from slime.models.scorer import PolicyScorer
+
+SIZE = len(make_tokenizer())
+
+
+def saved(family: str, folder: Path, **changes: Any) -> Path:
+    make_tokenizer().save_pretrained(folder)
+    own = {"vocab_size_per_layer_input": SIZE} if family == "Gemma 4" else {}
+    return save_tiny(family, folder, vocab_size=SIZE, **own, **changes)
+
+
+@torch.no_grad()
+def trainer_logprobs(folder: Path, sequences: list[Any]) -> torch.Tensor:
+    """The log-probs of the sequences' outputs by the trainer, in one pack with shared prompts."""
+    model = load_hf_model(folder, torch.float32, "cpu", NAME)
+    builder = InputBuilder(model.base_model, torch.device("cpu"), stateful=prepare_packing(model))
+    tokens = [torch.tensor(sequence.tokens) for sequence in sequences]
+    lengths = [len(sequence.output_ids) for sequence in sequences]
+    inputs = builder.build(tokens, lengths, [0] * len(tokens), [None] * len(tokens))
+    return PolicyScorer(model)(inputs)[0].log_probs
+
+
+def check(folder: Path, sequences: list[Any]) -> None:
+    got = torch.tensor([value for sequence in sequences for value in sequence.output_logprobs])
+    torch.testing.assert_close(got, trainer_logprobs(folder, sequences), rtol=0, atol=1e-4)
+
+
+def check_engine(folder: Path) -> None:
+    """Compare engine and trainer. The engine divides prompts, and shares them between samples of a group."""
+    loaded = load(folder)
+    loaded.engine.scheduler.prefill_tokens = 25
+    sequences = [make(range(10, 18 + 9 * i), str(i), seed=i, max_new_tokens=5 + 4 * i) for i in range(4)]
+    sequences += [make(range(10, 36), f"twin{i}", seed=9 + i, max_new_tokens=20) for i in range(3)]
+    finish(loaded, sequences)
+    check(folder, sequences)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "Gemma 2", "Qwen3-Next"])
+def test_engine_equals_trainer(family: str, tmp_path: Path) -> None:
+    check_engine(saved(family, tmp_path))
+
+
+@pytest.mark.parametrize("family", ["Qwen3.5", "LFM2", "Nemotron-H"])
+def test_states_move_with_their_slots(family: str, tmp_path: Path) -> None:
+    folder = saved(family, tmp_path)
+    loaded = load(folder)
+    scheduler = loaded.engine.scheduler
+    first = make(range(30, 60), "turn1", max_new_tokens=6)
+    finish(loaded, [first, make(range(5, 15), "short", seed=3, max_new_tokens=2)])
+    second = make([*first.tokens, 11, 12, 13], "turn2", seed=5, max_new_tokens=6)
+    part = make(first.tokens[:20], "part", seed=6, max_new_tokens=9)
+    finish(loaded, [second, part])
+    assert second.cached_tokens == len(first.tokens) - 1  # the state at the end of the first turn was kept
+    assert part.cached_tokens == 0  # nowhere is the state after 20 tokens
+    running = [make(range(10, 20 + i), str(i), seed=i, max_new_tokens=15) for i in range(3)]
+    for sequence in running:
+        scheduler.add(sequence)
+    for _ in range(5):
+        step(loaded)
+    scheduler.pause("retract")
+    scheduler.resume()
+    long = make(range(3, 150), "long", seed=9, max_new_tokens=9)
+    finish(loaded, [long])
+    check(folder, [first, second, part, *running, long])
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3.5", "Nemotron-H"])
+def test_deterministic(family: str, tmp_path: Path) -> None:
+    # Experts get as many rows as the batch happens to send them, so that models with them are not bitwise equal.
+    dense = {"layers_block_type": ["linear_attention", "full_attention"]} if family == "Nemotron-H" else {}
+    loaded = load(saved(family, tmp_path, **dense), deterministic=True)
+    alone, many = (make(range(10, 40), "r", seed=1, max_new_tokens=12) for _ in range(2))
+    finish(loaded, [alone])
+    finish(loaded, [*(make(range(10, 15 + i), str(i), seed=i, max_new_tokens=9) for i in range(3)), many])
+    assert many.output_logprobs == alone.output_logprobs and many.tokens == alone.tokens
+    check(tmp_path, [alone])
+
+
+@pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
+def test_refused_with_the_reason(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the embedded engine.*use an SGLang engine"):
+        load(saved(family, tmp_path))

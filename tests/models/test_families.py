@@ -1,0 +1,65 @@
+"""Kinds of layers in packs: some families here, all of docs/en/models.md in tests/docs/test_models_page.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from every_family import save_tiny, tiny_config
+from family_checks import check_packed
+from torch import nn
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, MambaConfig
+
+from slime.models.layer_kinds.registry import layers_of
+from slime.models.loading import ModelError, load_hf_model
+from slime.models.packed_attention import NAME
+from slime.models.packed_layers import prepare_packing
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("gpt-oss", False), ("Gemma 2", True), ("Qwen3.5", False), ("Nemotron-H", True)]
+)
+def test_packs_equal_one_sequence_at_a_time(family: str, tied: bool, tmp_path: Path) -> None:
+    check_packed(save_tiny(family, tmp_path, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
+def test_refused_with_the_reason(family: str, tmp_path: Path) -> None:
+    model = load_hf_model(save_tiny(family, tmp_path), torch.float32, "cpu", NAME)
+    with pytest.raises(ModelError, match=r"(a pack does not have|wrong for packed samples): use --attn-impl.* sdpa"):
+        prepare_packing(model)
+
+
+def test_a_hybrid_family_may_have_a_model_with_attention_only() -> None:
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=16)
+    config = GraniteMoeHybridConfig(
+        vocab_size=61, num_hidden_layers=2, layer_types=["full_attention"] * 2, num_local_experts=0, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    assert model._is_stateful
+    assert [kind.name for kind in layers_of(model, "").kinds] == ["full attention"]
+
+
+def test_context_parallelism_is_refused_for_states(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
+    with pytest.raises(ModelError, match=r"gated delta net.*from token to token.*--context-parallel-size 1"):
+        prepare_packing(model, context_parallel=2)
+    model = load_hf_model(save_tiny("gpt-oss", tmp_path), torch.float32, "cpu", NAME)
+    assert prepare_packing(model, context_parallel=2) is False
+
+
+def test_a_layer_of_no_known_kind_is_refused() -> None:
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ModelError, match=r"linear_attention.*may mix packed samples.*--attn-implementation sdpa"):
+        prepare_packing(mamba)
+    hybrid = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
+    hybrid.model.layers[0].linear_attn = nn.Linear(32, 32)
+    with pytest.raises(ModelError, match="linear_attention, in modules that slime does not know"):
+        layers_of(hybrid, "")
+
+
+def test_a_model_is_a_list_of_kinds() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt-oss"))
+    kinds = [[kind.name for kind in kinds] for _, kinds in layers_of(model, "").layers]
+    assert kinds == [["sliding window", "attention sinks"], ["full attention", "attention sinks"]]
