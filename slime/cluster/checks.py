@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,9 +33,22 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 
         dry_run(args, asynchronous)
         raise SystemExit(0)
+    warn_of_memory(args, asynchronous)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
+
+
+def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
+    """Print a warning to stderr for each reason why the run will not fit on this machine's GPUs.
+
+    It is no error: the estimate can be wrong by a tenth, and it does not know users' functions.
+    """
+    from slime.plan.warn import installed_kind, misfits
+
+    kind = installed_kind()
+    for problem in misfits(args, kind, asynchronous) if kind is not None else ():
+        print(f"slime: warning: the run may not fit on its GPUs: {problem}", file=sys.stderr)
 
 
 def all_checks() -> tuple[ExtraCheck, ...]:
@@ -214,7 +228,6 @@ def _check_snapshots(args: Args) -> list[str]:
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.load_folder import snapshot_of
     from slime.config.lora import adapter_file
-    from slime.models.peft_files import read_config
     from slime.models.shards import ModelError
 
     problems = []
@@ -229,6 +242,8 @@ def _check_snapshots(args: Args) -> list[str]:
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if adapter_file(args.load) is not None:
+                from slime.models.peft_files import read_config  # imports torch, which the driver does without
+
                 read_config(folder)
             elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):
                 problems += _nothing_to_load(args.load, folder)

@@ -44,9 +44,25 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     say("\nmemory (without activations and KV cache)")
     for line in memory_lines(args):
         say(f"  {line}")
+    _fit(args, asynchronous, say)
     if source is not None:
         _first_prompt(args, firsts, ids, say)
     say("\ndry run: no process was started and no file was written")
+
+
+def _fit(args: Args, asynchronous: bool, say: Say) -> None:
+    """Print the memory of each phase on the GPUs of this machine, and why the run does not fit, if it does not."""
+    from slime.plan.warn import installed_kind, memory_by_phase, misfits
+
+    kind = installed_kind()
+    if kind is None:
+        say("\nwhether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags")
+        return
+    say(f"\nmemory by phase on each GPU ({kind.name}; slime plan shows what it consists of)")
+    for line in memory_by_phase(args, kind, asynchronous):
+        say(f"  {line}")
+    for line in misfits(args, kind, asynchronous):
+        say(f"  warning: {line}")
 
 
 # --- settings --------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""All legal layouts of a run on a number of GPUs, and the order of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import log
+
+from slime.config.layout import ParallelLayout
+
+from .plan import Plan, Run, make_plan
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def layouts(
+    run: Run, gpus: int, backends: tuple[str, ...] = ("fsdp", "megatron")
+) -> Iterator[tuple[str, ParallelLayout]]:
+    """List the training layouts that ``gpus`` GPUs and the model allow.
+
+    Tensor parallelism stays within a node and divides the heads; pipeline stages have equal numbers of layers; context
+    parallelism is at most 8; expert parallelism divides the experts. The samples of an optimizer step are divisible
+    among the data-parallel ranks.
+    """
+    shape, samples = run.model.shape, run.work.count // run.work.steps
+    nodes = run.place.gpus_per_node
+    for cp in (size for size in divisors(gpus) if size <= 8):
+        if "fsdp" in backends and samples % (gpus // cp) == 0:
+            yield "fsdp", ParallelLayout(world_size=gpus, cp=cp)
+        for tp in divisors(gpus // cp) if "megatron" in backends else ():
+            if tp > nodes or shape.heads % tp or shape.kv_heads % tp:
+                continue
+            for pp in divisors(gpus // cp // tp):
+                layout = ParallelLayout(world_size=gpus, tp=tp, pp=pp, cp=cp)
+                if shape.layers % pp or samples % layout.dp or layout.problems():
+                    continue
+                for ep in divisors(gpus // pp // tp) if shape.experts else [1]:
+                    split = replace(layout, ep=ep, etp=1 if ep > 1 or not shape.experts else tp)
+                    if not shape.experts or (shape.experts % ep == 0 and not split.problems()):
+                        yield "megatron", split
+
+
+def candidates(run: Run, gpus: int) -> Iterator[Run]:
+    """List the runs on ``gpus`` GPUs: each layout, size of an engine, recomputation or none, colocated or apart.
+
+    Apart, the run is asynchronous and the engines get a quarter, half or three quarters of the GPUs.
+    """
+    assert run.train is not None and run.engine is not None
+    shares = [(gpus, gpus)] + [
+        (gpus - share, share) for share in sorted({gpus // 4, gpus // 2, gpus * 3 // 4} - {0, gpus})
+    ]
+    for trained, generating in shares:
+        shared = trained == generating == gpus
+        for backend, layout in layouts(run, trained):
+            for size in (1, 2, 4, 8):
+                if generating % size or size > run.place.gpus_per_node or run.model.shape.heads % size:
+                    continue
+                engine = replace(run.engine, engines=generating // size, gpus=size)
+                for recomputed in (0, -1):
+                    train = replace(run.train, backend=backend, layout=layout, recomputed=recomputed, shards=0)
+                    place = replace(run.place, colocate=shared)
+                    yield replace(run, train=train, engine=engine, place=place, asynchronous=not shared)
+
+
+def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
+    """Return the ``count`` fastest plans that fit, one for each backend, size of an engine and share of the GPUs.
+
+    Steps that differ by less than a hundredth are equal: what was measured comes before what is extrapolated, and less
+    work of the GPUs before more.
+    """
+
+    def order(plan: Plan) -> tuple[int, int, float]:
+        return (round(log(plan.step) / 0.01), len(plan.extrapolated), sum(plan.seconds.values()))
+
+    plans = [plan for one in candidates(run, gpus) if (plan := make_plan(one)).fits]
+    found: dict[tuple[str, int, int, int], Plan] = {}
+    for plan in sorted(plans, key=order):
+        train, engine = plan.run.train, plan.run.engine
+        assert train is not None and engine is not None
+        found.setdefault((train.backend, train.layout.world_size, engine.engines, engine.gpus), plan)
+    return list(found.values())[:count]
+
+
+def flags(plan: Plan) -> list[str]:
+    """Return the flags of train.py (of train_async.py, if the plan is asynchronous) that set layout and placement."""
+    run = plan.run
+    assert run.train is not None and run.engine is not None
+    layout, per_node = run.train.layout, run.place.gpus_per_node
+    nodes = max(layout.world_size // per_node, 1)
+    words = [f"--train-backend {run.train.backend}", f"--actor-num-nodes {nodes}"]
+    words += [f"--actor-num-gpus-per-node {layout.world_size // nodes}"]
+    sizes = (
+        ("tensor-model", layout.tp),
+        ("pipeline-model", layout.pp),
+        ("context", layout.cp),
+        ("expert-model", layout.ep),
+    )
+    words += [f"--{name}-parallel-size {size}" for name, size in sizes if size > 1]
+    if layout.tp > 1:
+        words.append("--sequence-parallel")
+    if layout.ep > 1 and layout.tp > 1:
+        words.append("--expert-tensor-parallel-size 1")
+    if run.train.recomputed:
+        words.append("--gradient-checkpointing" if run.train.backend == "fsdp" else _RECOMPUTE)
+    words.append("--colocate" if run.place.colocate else f"--rollout-num-gpus {run.engine.engines * run.engine.gpus}")
+    if run.engine.gpus > 1:
+        words.append(f"--rollout-num-gpus-per-engine {run.engine.gpus}")
+    return [*words, f"--max-tokens-per-gpu {run.train.tokens}"]
+
+
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

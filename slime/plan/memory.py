@@ -1,0 +1,211 @@
+"""Device memory of a run: what each phase holds on a GPU, in bytes.
+
+The constants were measured on H200s (benchmarks/README.md); ``docs/en/plan.md`` compares the model with each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .gpus import GIB, GpuKind
+from .setups import EngineSetup, Packs, Placement, TrainSetup
+from .shape import PlannedModel
+
+CONTEXT = 0.6 * GIB
+"""CUDA context of a process (h200_nccl_memory)."""
+COMMUNICATORS = 2.6 * GIB
+"""NCCL's buffers in a process that trains on several GPUs: 3.2 GiB with the context (h200_nccl_memory)."""
+ENGINE_ASLEEP = 1.7 * GIB
+"""What an engine keeps after it released weights and cache (h200_colocate: 1.66)."""
+LIBRARIES = 1.4 * GIB
+"""Compiled code, library handles and the allocator's rest in a trainer after its first step (h200_step)."""
+KEPT_LOGITS = 4.0 * GIB
+"""Logits of a micro-batch up to this size stay for the backward pass; larger ones are computed again in chunks."""
+CHUNK = 1.0 * GIB
+"""A chunk of the LM head's float32 work."""
+GATHERED_BUCKETS, BUCKETS = 3.0 * GIB, 0.5 * GIB
+"""Trainer's memory in a weight sync with buckets of 512 MiB: FSDP also gathers and casts the parameters (h200_step);
+Megatron has them in bf16 (h200_recipe_qwen3_4b)."""
+FRAGMENTATION = 0.06
+"""Share of the tensors that the allocator lost when a run ended out of memory: 7.5 of 122.3 GiB."""
+
+
+@dataclass(frozen=True)
+class TrainMemory:
+    """Bytes of the trainer's tensors on one GPU.
+
+    Attributes:
+        head: Logits, their float32 chunk, and the LM head's weight and gradient in bf16.
+        working: A layer that is computed again, and gathered weights.
+        together: Whether gradients and all activations are there at the same time.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    working: float
+    together: bool
+
+    @property
+    def state(self) -> float:
+        """What stays between steps."""
+        return self.weights + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        """The largest sum in a training step."""
+        forward = self.state + self.activations + self.head + self.working
+        if self.together:
+            return forward + self.gradients
+        return max(forward, self.state + self.gradients + self.working)
+
+    @property
+    def scoring(self) -> float:
+        """The largest sum in a log-prob pass, which keeps no activations. Two layers' tensors exist at a time."""
+        kept = self.gradients if self.together else 0.0
+        return self.state + kept + self.head + self.working
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Device memory of one GPU in one phase of a step, in bytes, by what holds it."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainMemory:
+    """Estimate the tensors of a training rank (of the first pipeline stage, which holds the most activations)."""
+    layout = train.layout
+    dense = model.dense_layers / layout.pp + model.head_and_embedding / min(layout.pp, 2 if not model.tied else 1)
+    trained = _trained(model, train)
+    if train.backend == "fsdp":
+        shards = train.shards or layout.world_size
+        whole = model.parameters
+        weights = (train.dtype_bytes if train.lora_rank else 4.0) * whole / shards
+        gradients, optimizer = 4.0 * trained / shards, (8.0 if train.moments else 0.0) * trained / shards
+        if train.lora_rank:
+            weights += 4.0 * trained / shards
+        held = train.lora_rank == 0 and batch.count > 1
+    else:
+        own = dense / layout.tp
+        experts = model.experts / (layout.ep * layout.etp * layout.pp)
+        weights, gradients = 2.0 * (own + experts), float(train.gradient_bytes) * (own + experts)
+        replicas = layout.dp * layout.cp
+        expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
+        if not train.distributed_optimizer:
+            replicas = expert_replicas = 1
+        optimizer = 0.0 if train.optimizer_on_cpu else 12.0 * (own / replicas + experts / expert_replicas)
+        held = True
+    layers = model.shape.layers / layout.pp
+    under_way = min(layout.pp, batch.count)
+    tokens = batch.tokens / layout.cp
+    again = train.recomputed_share(model.shape.layers)
+    per_layer = train.dtype_bytes * model.kept_width * tokens / layout.tp
+    inputs = train.dtype_bytes * model.shape.hidden * tokens / layout.tp
+    kept = layers * under_way * ((1 - again) * per_layer + again * inputs)
+    return TrainMemory(
+        weights, gradients, optimizer, kept, _head(model, train, batch), _working(model, train, per_layer), held
+    )
+
+
+def _trained(model: PlannedModel, train: TrainSetup) -> float:
+    """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the layers."""
+    if not train.lora_rank:
+        return float(model.parameters)
+    s = model.shape
+    q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
+    widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
+    return float(train.lora_rank * widths * s.layers)
+
+
+def _head(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
+    split = train.layout.tp * train.layout.cp
+    logits = train.dtype_bytes * model.shape.vocab * batch.scored / split
+    own = 0.0
+    if train.backend == "fsdp":  # the weight in bf16, and its gradient in bf16 and float32
+        own = (2.0 + (0.0 if train.lora_rank else 2.0 + 4.0)) * model.embedding
+    return min(logits, KEPT_LOGITS) + CHUNK + own
+
+
+def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
+    layer = (model.parameters - model.head_and_embedding) / model.shape.layers
+    gathered = 0.0
+    if train.backend == "fsdp":
+        ranks = train.shards or train.layout.world_size
+        if not train.reshard:
+            gathered = 2.0 * (model.parameters - model.embedding)
+        elif ranks > 1:
+            gathered = 2.0 * 2.0 * layer
+    return gathered + (per_layer if train.recomputed else 0.0)
+
+
+def phases(
+    model: PlannedModel,
+    kind: GpuKind,
+    train: TrainSetup | None,
+    engine: EngineSetup | None,
+    place: Placement,
+    batch: Packs,
+    communicators: float = COMMUNICATORS,
+) -> list[Phase]:
+    """List the device memory by phase, of a GPU that both sides share if they are colocated.
+
+    Otherwise the phase ``generate`` is that of an engine's GPU, and the others are those of a training GPU.
+
+    Args:
+        communicators: Bytes of NCCL in a trainer on several GPUs.
+    """
+    found: list[Phase] = []
+    shared = place.colocate and train is not None and engine is not None
+    trainer = train_memory(model, train, batch) if train is not None else None
+    outside = CONTEXT + LIBRARIES + (communicators if train is not None and train.layout.world_size > 1 else 0.0)
+    states = {"weights": trainer.weights, "optimizer": trainer.optimizer} if trainer is not None else {}
+    if trainer is not None and trainer.together and train is not None and train.backend == "megatron":
+        states["gradients"] = trainer.gradients  # Megatron's buffers live as long as the model
+    if engine is not None:
+        parts = {"engine's weights and KV cache": engine.fraction * kind.memory, "engine's context": ENGINE_ASLEEP}
+        if shared:
+            parts |= {} if place.offload_train else states
+            parts["outside of torch"] = outside
+        found.append(Phase("generate", parts))
+    if trainer is None or train is None:
+        return found
+    beside = {"outside of torch": outside}
+    if shared and engine is not None:
+        asleep = ENGINE_ASLEEP + (0.0 if place.offload_rollout else engine.fraction * kind.memory)
+        beside["engine"] = asleep
+    work = {"LM head": trainer.head, "a layer's work": trainer.working}
+    found.append(Phase("log-probs", {**states, **work, **beside}))
+    peak = {"weights": trainer.weights, "optimizer": trainer.optimizer}
+    if trainer.together:
+        peak["gradients"] = trainer.gradients
+    peak |= {"activations": trainer.activations, **work}
+    if not trainer.together:  # the rest of what the end of the backward pass needs beyond its start
+        peak["gradients"] = trainer.peak - sum(peak.values())
+    room = {"fragmentation": FRAGMENTATION * trainer.peak}
+    found.append(Phase("train", {**peak, **room, **beside}))
+    kept, buckets = (states, GATHERED_BUCKETS) if train.backend == "fsdp" else ({"weights": trainer.weights}, BUCKETS)
+    sync = {**kept, "buckets": buckets, **beside}
+    if shared and engine is not None and place.offload_rollout:
+        sync["engine's weights"] = engine_weights(model, engine)
+    found += [Phase("weight sync", sync), Phase("save", {**states, **beside})]
+    return found
+
+
+def engine_weights(model: PlannedModel, engine: EngineSetup) -> float:
+    """Bytes of the weights on each GPU of an engine."""
+    return float(engine.dtype_bytes * model.parameters / engine.gpus)
+
+
+def cache_tokens(model: PlannedModel, kind: GpuKind, engine: EngineSetup) -> float:
+    """Tokens that the KV cache of an engine holds; not positive if not even the weights fit."""
+    room = engine.fraction * kind.memory - engine_weights(model, engine)
+    copies = min(engine.gpus, max(model.shape.kv_heads, 1))  # beyond that, ranks hold the same heads
+    return room * copies / model.cache_bytes_per_token()

@@ -1,0 +1,185 @@
+"""A plan: memory by phase, seconds by phase, and whether the run fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .generation import rollout_seconds
+from .gpus import GpuKind
+from .memory import Phase, cache_tokens, phases, train_memory
+from .seconds import HOST_COPY, sync_seconds, train_seconds
+from .setups import EngineSetup, Packs, Placement, TrainSetup, Workload, packs
+from .shape import PlannedModel
+
+MEASURED = {"fsdp": ({"dp"}, 4), "megatron": ({"dp", "tp", "ep"}, 4)}
+"""By backend: the parallel sizes above 1 that were measured on H200s, and the largest number of GPUs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a plan is computed from. ``train`` or ``engine`` is None in runs with one side alone."""
+
+    model: PlannedModel
+    kind: GpuKind
+    train: TrainSetup | None
+    engine: EngineSetup | None
+    place: Placement
+    work: Workload
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be expected of a run.
+
+    Attributes:
+        phases: Device memory by phase.
+        seconds: Of each phase of a step.
+        step: Seconds of a step; of an asynchronous run, the longer of both sides.
+        extrapolated: What about this run was never measured.
+        problems: Why it does not fit; empty if it fits.
+    """
+
+    run: Run
+    phases: tuple[Phase, ...]
+    seconds: dict[str, float]
+    step: float
+    extrapolated: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def gpus(self) -> int:
+        trained = self.run.train.layout.world_size if self.run.train else 0
+        generating = self.run.engine.engines * self.run.engine.gpus if self.run.engine else 0
+        return max(trained, generating) if self.run.place.colocate else trained + generating
+
+    @property
+    def samples_per_gpu_second(self) -> float:
+        return self.run.work.count / self.step / self.gpus if self.step else 0.0
+
+
+def make_plan(run: Run) -> Plan:
+    """Compute the plan of a run."""
+    train, work = run.train, run.work
+    batch = full(packs(work, train or _no_training()), train)
+    memory = tuple(phases(run.model, run.kind, train, run.engine, run.place, batch))
+    seconds = _seconds(run)
+    step = sum(seconds.values())
+    if run.asynchronous:
+        generation = seconds.get("generate", 0.0)
+        step = max(generation, step - generation)
+    return Plan(run, memory, seconds, step, tuple(_extrapolated(run)), tuple(_problems(run, memory)))
+
+
+def full(batch: Packs, train: TrainSetup | None) -> Packs:
+    """Return the micro-batches as large as they can be: with several, one may be as large as the token budget."""
+    if train is None or batch.count == 1:
+        return batch
+    budget = train.tokens * train.layout.cp
+    return replace(batch, tokens=float(budget), scored=batch.scored * budget / batch.tokens)
+
+
+def slots(run: Run, engine: EngineSetup) -> int:
+    """Requests that fit into the KV cache of an engine at their mean length, at most ``engine.slots``."""
+    room = cache_tokens(run.model, run.kind, engine) / max(run.work.length, 1.0)
+    return max(min(engine.slots, int(room)), 1)
+
+
+def _no_training() -> TrainSetup:
+    from slime.config.layout import ParallelLayout
+
+    return TrainSetup("fsdp", ParallelLayout())
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    found: dict[str, float] = {}
+    shared = run.place.colocate and run.train is not None and run.engine is not None
+    if run.engine is not None:
+        found["generate"] = rollout_seconds(run.model, run.kind, run.engine, run.work, slots(run, run.engine))
+    if run.train is None:
+        return found
+    batch = packs(run.work, run.train)
+    step = train_seconds(run.model, run.kind, run.train, batch, run.place.gpus_per_node)
+    moved = train_memory(run.model, run.train, batch).state if shared and run.place.offload_train else 0.0
+    if moved:
+        found["wake up and sleep"] = 2 * moved / HOST_COPY
+    if run.work.log_prob_passes:
+        found["log-probs"] = run.work.log_prob_passes * run.work.steps * step.scoring
+    found["train"] = run.work.steps * step.step
+    if run.engine is not None:
+        found["weight sync"] = sync_seconds(run.model, run.engine)
+    return found
+
+
+def _problems(run: Run, memory: tuple[Phase, ...]) -> list[str]:
+    found = []
+    for phase in memory:
+        if phase.total > run.kind.memory:
+            largest = max(phase.parts, key=lambda name: phase.parts[name])
+            found.append(
+                f"{phase.name} needs {phase.total / 2**30:.1f} GiB of {run.kind.memory / 2**30:.1f} on each GPU, most "
+                f"of it for {largest} ({phase.parts[largest] / 2**30:.1f}): {_remedy(run, largest)}"
+            )
+    if (
+        run.engine is not None
+        and cache_tokens(run.model, run.kind, run.engine) < run.work.prompt_tokens + run.work.longest
+    ):
+        found.append(
+            f"the engine's memory ({run.engine.fraction:g} of the GPU) has no room for its weights and the KV cache of "
+            "one response of the largest length: raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+        )
+    return found
+
+
+def _remedy(run: Run, largest: str) -> str:
+    if largest in ("activations", "LM head"):
+        return "lower --max-tokens-per-gpu, or add --gradient-checkpointing"
+    if largest.startswith("engine"):
+        return "lower --sglang-mem-fraction-static, or leave offloading on"
+    if run.train is not None and run.train.backend == "megatron":
+        return "use more GPUs, a larger --tensor-model-parallel-size, or --optimizer-cpu-offload"
+    return "use more GPUs, or train an adapter with --lora-rank"
+
+
+def _extrapolated(run: Run) -> list[str]:
+    found = []
+    if not run.kind.measured:
+        found.append(f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 reaches")
+    if run.train is not None:
+        layout, (dimensions, most) = run.train.layout, MEASURED[run.train.backend]
+        sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
+        new = [f"{name.upper()}{size}" for name, size in sizes.items() if size > 1 and name not in dimensions]
+        if new:
+            found.append(f"layout {' '.join(new)} with {run.train.backend}: never measured")
+        if layout.tp > 2:
+            found.append(f"TP{layout.tp}: at most TP2 was measured")
+        if layout.world_size > most:
+            found.append(f"{layout.world_size} training GPUs: at most {most} were measured")
+        if run.train.backend == "fsdp" and run.model.shape.experts:
+            found.append("a model with experts on fsdp: measured on megatron only")
+        if run.train.lora_rank:
+            found.append("LoRA: one step was measured")
+        if not run.train.compiled:
+            found.append("layers that are not compiled: the factor is assumed")
+    if run.model.shape.kv_rank is not None:
+        found.append("multi-latent attention: no measurement")
+    if run.engine is not None:
+        if run.engine.gpus > 2:
+            found.append(f"engines of {run.engine.gpus} GPUs: at most 2 were measured")
+        if run.model.shape.experts:
+            found.append("generation with experts: no measurement")
+    if run.asynchronous:
+        found.append(
+            "asynchronous step: the longer of both sides; what waits for weights and for old samples is not simulated"
+        )
+    return found
+
+
+def with_engines(run: Run, engines: int, gpus: int) -> Run:
+    """Return the run with ``engines`` engines of ``gpus`` GPUs."""
+    assert run.engine is not None
+    return replace(run, engine=replace(run.engine, engines=engines, gpus=gpus))

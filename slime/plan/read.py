@@ -1,0 +1,88 @@
+"""What a plan is computed from, read from the flags of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.config.layout import ParallelLayout
+
+from .gpus import GpuKind
+from .plan import Run
+from .setups import EngineSetup, Placement, TrainSetup, Workload
+from .shape import PlannedModel
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+DEFAULT_FRACTION = 0.8
+"""Assumed where ``--sglang-mem-fraction-static`` is not given; SGLang chooses it by the GPU."""
+ASSUMED_PROMPT = 256.0
+
+
+def read_run(
+    args: Args,
+    kind: GpuKind,
+    asynchronous: bool = False,
+    prompt_tokens: float = ASSUMED_PROMPT,
+    response_tokens: float | None = None,
+    sigma: float = 0.0,
+) -> Run | None:
+    """Read a run from resolved flags; None if config.json of the model is not on this machine.
+
+    Args:
+        response_tokens: Mean length; None for the largest length, which overestimates memory and seconds.
+    """
+    model = PlannedModel.from_checkpoint(args.hf_checkpoint)
+    if model is None:
+        return None
+    work = Workload(
+        prompts=args.rollout_batch_size,
+        samples=args.n_samples_per_prompt,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens or float(args.rollout_max_response_len),
+        longest=args.rollout_max_response_len,
+        sigma=sigma,
+        steps=args.num_steps_per_rollout or 1,
+        log_prob_passes=int(bool(args.use_kl_loss or args.kl_coef)) + int((args.num_steps_per_rollout or 1) > 1),
+    )
+    place = Placement(
+        colocate=args.colocate,
+        offload_train=bool(args.offload_train),
+        offload_rollout=bool(args.offload_rollout),
+        gpus_per_node=max(args.actor_num_gpus_per_node or 1, 1 if args.actor_num_nodes > 1 else 8),
+    )
+    train = None if args.debug_rollout_only else _train(args, model)
+    engine = None if args.debug_train_only or args.rollout_external_engine_addrs else _engine(args)
+    return Run(model, kind, train, engine, place, work, asynchronous)
+
+
+def _train(args: Args, model: PlannedModel) -> TrainSetup:
+    given = args.megatron
+    layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
+    return TrainSetup(
+        backend=str(args.train_backend),
+        layout=ParallelLayout.from_args(args),
+        tokens=args.max_tokens_per_gpu or 16384,
+        shards=args.fsdp_shard_size or 0,
+        recomputed=int(layers or -1) if args.gradient_checkpointing else 0,
+        gradient_bytes=2 if given.get("grad_reduce_in_bf16") else 4,
+        moments=not args.use_stateless_adam,
+        optimizer_on_cpu=bool(given.get("optimizer_cpu_offload")),
+        distributed_optimizer=bool(given.get("use_distributed_optimizer", True)),
+        lora_rank=args.lora_rank or 0,
+        compiled=bool(args.compile_layers),
+        reshard=bool(args.fsdp_reshard_after_forward),
+        dtype_bytes=4 if args.train_dtype == "float32" else 2,
+    )
+
+
+def _engine(args: Args) -> EngineSetup:
+    gpus = max(args.rollout_num_gpus_per_engine, 1)
+    return EngineSetup(
+        engines=max((args.rollout_num_gpus or gpus) // gpus, 1),
+        gpus=gpus,
+        fraction=float(args.sglang.get("mem_fraction_static") or DEFAULT_FRACTION),
+        slots=args.sglang_server_concurrency,
+        cuda_graphs=not args.sglang.get("disable_cuda_graph"),
+        dtype_bytes=4 if args.rollout_dtype == "float32" else 2,
+    )

@@ -1,0 +1,211 @@
+"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates.
+
+Each constant holds for all models, layouts and kinds of GPU, as a share of what the data sheet says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.data.balance import forward_flops
+
+from .gpus import GpuKind
+from .setups import EngineSetup, Packs, TrainSetup
+from .shape import PlannedModel
+
+MATMUL = 0.726
+"""Share of the data sheet's FLOP/s that large bf16 products reach under load: 718 of 989 (790 on a cool GPU)."""
+GROUPED = 0.60
+"""The same for the grouped products of experts: 590 TFLOP/s (h200_kernels_experts)."""
+ATTENTION = 0.355
+"""The same for FlashAttention 2, forward, for long samples: 351 TFLOP/s (h200_kernels_alone)."""
+ATTENTION_HALF = 525.0
+"""Length at which it reaches half of that: 232 TFLOP/s for samples of 1k tokens."""
+ATTENTION_BACKWARD = 1.5
+"""Seconds of its backward pass over those of two forward passes (3.0 forward passes in all; h200_kernels_alone)."""
+MEMORY = 0.75
+"""Share of the data sheet's bandwidth that elementwise kernels and Adam reach: Adam moves 3.5 TB/s."""
+CACHE_READ = 0.60
+"""The same for decode attention with SGLang's Triton kernels."""
+ELEMENTWISE = 5.2
+"""Times that the kept tensors of a layer move through memory, forward and backward; a third of it forward."""
+UNCOMPILED = 3.0
+"""How often more without compiled layers."""
+ROUTING = 26.0
+"""Times that the rows of all experts move, forward and backward: sorting, gathers, sums (h200_kernels_experts)."""
+HEAD_BYTES = 12.0
+"""Bytes moved per logit for log-probs, entropy and gradient; a third of it forward."""
+LAUNCH = 0.7e-3
+"""Idle seconds of the GPU per layer and micro-batch between kernels, forward and backward; a third of it forward."""
+FSDP_STEP_BYTES, MEGATRON_STEP_BYTES = 40.0, 56.0
+"""Bytes per parameter and optimizer step: norm, clipping, Adam; Megatron also clears and copies its gradients."""
+CPU_ADAM = 20e9
+"""Bytes/s of Adam on 16 CPU cores, transfers included (h200_optimizer_cpu_offload is the only measurement)."""
+TENSOR_PARALLEL = 0.31
+"""Share of the link that the collectives around each layer reach: 140 of 450 GB/s (h200_train_mfu_gpus)."""
+BULK = 0.75
+"""The same for the large messages of data parallelism."""
+HOST_COPY = 45e9
+"""Bytes/s between host memory and GPU: 45 GiB of the trainer in 1.0 s (h200_step)."""
+DECODE_STEP = 1.5e-3
+"""Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA graphs."""
+DECODE_LAYER = 0.9e-3
+"""Seconds per layer and decode step without CUDA graphs, when the host launches each kernel."""
+ALL_REDUCE = 20e-6
+"""Seconds of one all-reduce of few tokens, of which a layer has two."""
+SYNC_FIXED = 0.35
+"""Seconds of a weight sync besides the copies: calls to the engines, digests, pause (h200_step 0.47)."""
+SYNC_RATE = 80e9
+"""Bytes/s of a weight sync over CUDA IPC or NCCL (h200_weight_sync: 8.0 GB in 0.10 s)."""
+
+
+@dataclass(frozen=True)
+class TrainSeconds:
+    """Seconds of an optimizer step, of its parts, and of a log-prob pass over the same samples."""
+
+    compute: float
+    exchange: float
+    optimizer: float
+    scoring: float
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.exchange + self.optimizer
+
+
+def train_seconds(
+    model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, gpus_per_node: int = 8
+) -> TrainSeconds:
+    """Estimate an optimizer step of ``batch.count`` micro-batches on every rank."""
+    layout = train.layout
+    again = train.recomputed_share(model.shape.layers)
+    layers_forward, head_forward = _forward(model, kind, train, batch)
+    attention = _attention(model, kind, batch) / (layout.tp * layout.cp)
+    layers_forward += attention
+    layers_backward = 2 * (layers_forward - attention) + 2 * ATTENTION_BACKWARD * attention
+    share = 1 / layout.pp  # The last stage has the LM head in addition, and the others wait for it.
+    forward = share * layers_forward + head_forward
+    backward = 2 * head_forward + share * (layers_backward + again * layers_forward)
+    rounds = batch.count + layout.pp - 1
+    exchange = share * _exchange(model, kind, train, batch, gpus_per_node)
+    scoring = rounds * (forward + exchange)
+    passes = 2.5 + again
+    compute = rounds * (forward + backward)
+    between = rounds * passes * exchange
+    sharded = _data_parallel(model, kind, train, batch, compute, gpus_per_node)
+    return TrainSeconds(compute, between + sharded, _optimizer(model, kind, train), scoring)
+
+
+def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs) -> tuple[float, float]:
+    """Seconds of a micro-batch's forward pass on one group of model-parallel ranks: layers without attention, and the
+    LM head."""
+    s, layout = model.shape, train.layout
+    split = layout.tp * layout.cp
+    tokens = batch.tokens / split
+    dense = 2.0 * (model.active - model.active_experts) * tokens / (MATMUL * kind.flops)
+    experts = 2.0 * model.active_experts * tokens / (GROUPED * kind.flops)
+    traffic = ELEMENTWISE / 3 * (1.0 if train.compiled else UNCOMPILED) * 2.0 * model.kept_width * s.layers * tokens
+    if s.experts:
+        traffic += ROUTING / 3 * 2.0 * s.experts_per_token * s.hidden * s.sparse_layers * tokens
+    moved = traffic / (MEMORY * kind.bandwidth)
+    head = 2.0 * model.embedding * batch.scored / split / (MATMUL * kind.flops)
+    head += HEAD_BYTES / 3 * s.vocab * batch.scored / split / (MEMORY * kind.bandwidth)
+    return dense + experts + moved + LAUNCH / 3 * s.layers, head
+
+
+def _attention(model: PlannedModel, kind: GpuKind, batch: Packs) -> float:
+    """Seconds of causal attention, forward, on one GPU for all tokens of a micro-batch."""
+    s, length = model.shape, batch.length * batch.squares
+    flops = s.layers * s.heads * (s.key_width + s.value_width) * length * batch.tokens
+    return flops / (ATTENTION * kind.flops * length / (length + ATTENTION_HALF))
+
+
+def _link(kind: GpuKind, size: int, gpus_per_node: int) -> float:
+    return kind.link if size <= gpus_per_node else kind.network
+
+
+def _exchange(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, gpus_per_node: int) -> float:
+    """Seconds of a micro-batch's forward pass in which ranks of one model wait for each other's tensors."""
+    s, layout = model.shape, train.layout
+    row = 2.0 * s.hidden * batch.tokens / layout.cp
+    seconds = 0.0
+    if layout.tp > 1:  # two gathers and two scatters of the sequence in each layer
+        moved = 4.0 * s.layers * row * (layout.tp - 1) / layout.tp
+        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.tp, gpus_per_node))
+    if layout.ep > 1:  # rows go to their experts and back
+        moved = 2.0 * s.sparse_layers * row / layout.tp * s.experts_per_token * (layout.ep - 1) / layout.ep
+        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.ep * layout.tp, gpus_per_node))
+    if layout.cp > 1:  # keys and values of the other ranks
+        moved = 2.0 * 2.0 * s.layers * s.kv_heads * s.key_width * batch.tokens * (layout.cp - 1) / layout.cp / layout.tp
+        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.cp * layout.tp, gpus_per_node))
+    if layout.pp > 1:
+        seconds += 2.0 * row * layout.pp / (TENSOR_PARALLEL * _link(kind, layout.world_size, gpus_per_node))
+    return seconds
+
+
+def _data_parallel(
+    model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, compute: float, gpus_per_node: int
+) -> float:
+    """Seconds in which a rank waits for gathered weights and summed gradients."""
+    layout = train.layout
+    rate = BULK * _link(kind, layout.world_size, gpus_per_node)
+    if train.backend == "fsdp":
+        ranks = train.shards or layout.world_size
+        moved = (2.0 * 2 + 4.0) * model.parameters * (ranks - 1) / ranks * batch.count
+        layers = max(model.shape.layers, 1)
+        # The exchange of one layer overlaps the computation of another; the first gather and the last sum do not.
+        return max(moved / rate - 0.9 * compute, 0.0) + moved / rate / layers
+    replicas = layout.dp * layout.cp
+    own = model.dense_layers / layout.pp / layout.tp + model.head_and_embedding / layout.tp
+    expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
+    experts = model.experts / (layout.ep * layout.etp * layout.pp)
+    each = train.gradient_bytes + 2.0
+    moved = each * (own * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas)
+    return moved / rate
+
+
+def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
+    layout = train.layout
+    if train.lora_rank:
+        return 0.0
+    if train.backend == "fsdp":
+        return FSDP_STEP_BYTES * model.parameters / (train.shards or layout.world_size) / (MEMORY * kind.bandwidth)
+    own = (model.dense_layers / layout.pp + model.head_and_embedding) / layout.tp
+    experts = model.experts / (layout.ep * layout.etp * layout.pp)
+    replicas = layout.dp * layout.cp if train.distributed_optimizer else 1
+    expert_replicas = layout.world_size // (layout.ep * layout.etp * layout.pp) if train.distributed_optimizer else 1
+    stepped = own / replicas + experts / max(expert_replicas, 1)
+    if train.optimizer_on_cpu:
+        return 28.0 * stepped / CPU_ADAM
+    # Clearing and copying concern the whole buffer of a rank, the optimizer its own share.
+    local = MEGATRON_STEP_BYTES - FSDP_STEP_BYTES
+    return (local * (own + experts) + FSDP_STEP_BYTES * stepped) / (MEMORY * kind.bandwidth)
+
+
+def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, running: float, context: float) -> float:
+    """Seconds of one decode step of an engine with ``running`` requests of ``context`` tokens (mean, prompt included).
+
+    The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step costs besides.
+    """
+    s, split = model.shape, engine.gpus
+    touched = float(model.parameters - model.experts)
+    if s.experts:  # the expected share of experts that some request chooses
+        missed = (1 - s.experts_per_token / s.experts) ** running
+        touched += model.experts * (1 - missed)
+    read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
+    cache = model.cache_bytes_per_token() * context * running / min(split, max(s.kv_heads, 1))
+    cache /= CACHE_READ * kind.bandwidth
+    multiply = 2.0 * (model.active + model.embedding) * running / split / (MATMUL * kind.flops)
+    fixed = DECODE_STEP if engine.cuda_graphs else DECODE_LAYER * s.layers
+    return read + cache + multiply + fixed + (2 * s.layers * ALL_REDUCE if split > 1 else 0.0)
+
+
+def prefill_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, tokens: float, length: float) -> float:
+    """Seconds of an engine for the prefill of ``tokens`` tokens in prompts of ``length``."""
+    one = forward_flops(model.shape, max(int(length), 1)) / max(length, 1.0) - 2.0 * model.embedding
+    return tokens * one / (0.5 * kind.flops * engine.gpus)
+
+
+def sync_seconds(model: PlannedModel, engine: EngineSetup) -> float:
+    """Seconds of a full weight sync. All engines receive the same buckets at the same time."""
+    return SYNC_FIXED + engine.dtype_bytes * model.parameters / SYNC_RATE

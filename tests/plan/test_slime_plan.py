@@ -1,0 +1,186 @@
+"""The models of memory and time on shapes whose numbers are known, the search, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_shapes import DENSE, EXPERTS, read
+
+from slime.cli.main import main
+from slime.config.layout import ParallelLayout
+from slime.plan.generation import response_lengths, rollout_seconds
+from slime.plan.gpus import GIB, KINDS
+from slime.plan.layouts import best, candidates, flags, layouts
+from slime.plan.memory import train_memory
+from slime.plan.plan import Run, make_plan
+from slime.plan.seconds import train_seconds
+from slime.plan.setups import EngineSetup, Placement, TrainSetup, Workload, packs
+from slime.plan.shape import PlannedModel
+
+H200 = KINDS["h200"]
+ONE = TrainSetup("fsdp", ParallelLayout())
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> PlannedModel:
+    return read(tmp_path, DENSE)
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> PlannedModel:
+    return read(tmp_path, EXPERTS)
+
+
+def a_run(model: PlannedModel, train: TrainSetup = ONE, work: Workload = Workload()) -> Run:  # noqa: B008 - frozen
+    return Run(model, H200, train, EngineSetup(), Placement(), work)
+
+
+def test_parameters_are_those_of_the_public_models(dense: PlannedModel, tmp_path: Path) -> None:
+    assert dense.parameters == pytest.approx(4.022e9, rel=1e-3)
+    sparse = read(tmp_path, EXPERTS)
+    assert sparse.parameters == pytest.approx(30.53e9, rel=1e-3)
+    assert sparse.active + 2 * sparse.embedding == pytest.approx(3.35e9, rel=1e-2)
+
+
+def test_parameters_are_those_in_the_header_of_a_checkpoint(smollm2: str) -> None:
+    from slime.cluster.memory_estimate import count_parameters
+
+    model = PlannedModel.from_checkpoint(smollm2)
+    assert model is not None
+    assert model.parameters == pytest.approx(count_parameters(smollm2), rel=1e-4)
+
+
+def test_state_of_fsdp_is_twelve_bytes_per_parameter_over_the_shards(dense: PlannedModel) -> None:
+    for shards in (1, 4):
+        train = replace(ONE, layout=ParallelLayout(world_size=shards))
+        memory = train_memory(dense, train, packs(Workload(), train))
+        assert memory.state == pytest.approx(12 * dense.parameters / shards)
+
+
+def test_experts_are_divided_by_expert_parallelism_alone(sparse: PlannedModel) -> None:
+    """8.8 billion parameters in bf16 on each of four GPUs, as benchmarks/README.md says."""
+    train = TrainSetup("megatron", ParallelLayout(world_size=4, ep=4), 8192, recomputed=-1, gradient_bytes=2)
+    memory = train_memory(sparse, train, packs(Workload(), train))
+    assert memory.weights / GIB == pytest.approx(16.4, abs=0.05)
+    assert memory.gradients == memory.weights
+    assert memory.optimizer / GIB == pytest.approx(85.3, abs=0.3)
+
+
+def test_recomputation_trades_memory_for_time(dense: PlannedModel) -> None:
+    again = replace(ONE, recomputed=-1)
+    batch = packs(Workload(), ONE)
+    assert train_memory(dense, again, batch).activations < 0.1 * train_memory(dense, ONE, batch).activations
+    assert train_seconds(dense, H200, again, batch).step > 1.2 * train_seconds(dense, H200, ONE, batch).step
+
+
+@given(tokens=st.integers(2048, 32768), more=st.integers(1, 8192))
+def test_more_tokens_need_more_memory(tmp_path_factory: pytest.TempPathFactory, tokens: int, more: int) -> None:
+    model = read(tmp_path_factory.mktemp("model"), DENSE)
+    work = Workload(prompts=1024)
+    small, large = (replace(ONE, tokens=count) for count in (tokens, tokens + more))
+    peaks = [train_memory(model, train, packs(work, train)).peak for train in (small, large)]
+    assert peaks[0] <= peaks[1] * 1.05, "micro-batches are equal parts of the samples, so sizes go in steps"
+
+
+def test_each_tail_has_the_mean_that_was_asked_for_and_takes_longer(dense: PlannedModel) -> None:
+    flat, spread = (
+        Workload(response_tokens=500, longest=100000),
+        Workload(response_tokens=500, longest=100000, sigma=1.0),
+    )
+    assert sum(response_lengths(spread, 4096)) / 4096 == pytest.approx(500, rel=0.02)
+    seconds = [rollout_seconds(dense, H200, EngineSetup(), work, 256) for work in (flat, spread)]
+    assert seconds[1] > 1.5 * seconds[0]
+
+
+def test_two_engines_are_faster_than_one_and_slower_than_twice_as_fast(dense: PlannedModel) -> None:
+    one, two = (rollout_seconds(dense, H200, EngineSetup(engines=engines), Workload(), 256) for engines in (1, 2))
+    assert one / 2 < two < one
+
+
+def test_layouts_are_legal(sparse: PlannedModel) -> None:
+    found = list(layouts(a_run(sparse), 16))
+    assert {backend for backend, _ in found} == {"fsdp", "megatron"}
+    assert len(found) == len(set(found)) > 20
+    for _, layout in found:
+        assert not layout.problems()
+        assert 32 % layout.tp == 4 % layout.tp == 48 % layout.pp == 128 % layout.ep == 256 % layout.dp == 0
+    assert any(layout.ep == 8 for _, layout in found)
+
+
+def test_the_best_plan_fits_and_is_the_fastest(dense: PlannedModel) -> None:
+    run = a_run(dense)
+    plans = [plan for one in candidates(run, 2) if (plan := make_plan(one)).fits]
+    found = best(run, 2, 3)
+    assert found[0].step <= 1.01 * min(plan.step for plan in plans)
+    assert len({(plan.run.train, plan.run.engine) for plan in found}) == 3
+    assert found[0].fits
+    assert f"--train-backend {found[0].run.train.backend}" in flags(found[0]) if found[0].run.train else False
+
+
+def test_a_model_of_thirty_billion_does_not_fit_on_one_gpu_and_says_what_to_do(sparse: PlannedModel) -> None:
+    plan = make_plan(a_run(sparse))
+    assert not plan.fits
+    assert any("train needs" in problem and "use more GPUs" in problem for problem in plan.problems)
+    assert not best(a_run(sparse), 1)
+
+
+def test_what_was_not_measured_is_marked(dense: PlannedModel) -> None:
+    assert make_plan(a_run(dense)).extrapolated == ()
+    other = replace(a_run(dense), kind=KINDS["a100"])
+    assert "no measurement" in make_plan(other).extrapolated[0]
+    piped = a_run(dense, TrainSetup("megatron", ParallelLayout(world_size=2, pp=2)))
+    assert any("PP2" in what for what in make_plan(piped).extrapolated)
+
+
+WORDS = [
+    "plan", "--train-backend", "fsdp", "--rollout-backend", "sglang", "--colocate", "--actor-num-gpus-per-node", "1",
+    "--rm-type", "random", "--num-rollout", "4", "--layouts", "2",
+]  # fmt: skip
+
+
+def test_the_command_prints_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--max-tokens-per-gpu", "12288"]
+    assert main(words) == 0
+    page = capsys.readouterr().out
+    assert "it fits" in page and "weight sync" in page and "--train-backend" in page
+    assert main([*words, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["fits"] and len(made["best"]) == 2
+    assert main([*words, "--json", "--mean-response", "100"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] < made["step_seconds"]
+    assert main([*words, "--json", "--kind", "a100"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"]
+
+
+def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--hf-checkpoint", str(tmp_path / "none")]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--kind", "h100"], ["--gpus", "2"], ["--async"], ["--mean-prompt", "900"], ["--mean-response", "300"],
+     ["--sigma", "0.7"], ["--layouts", "1"]],
+    ids=lambda option: option[0],
+)  # fmt: skip
+def test_each_option_changes_the_plan(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--max-tokens-per-gpu", "8192", "--json"]
+    words += ["--rollout-batch-size", "100"]  # more requests than an engine runs at once, so that lengths matter
+    main(words)
+    plain = json.loads(capsys.readouterr().out)
+    main([*words, *option])
+    assert json.loads(capsys.readouterr().out) != plain
+
+
+def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--kind", "none"])
+    named = capsys.readouterr().err.split("choose from")[1]
+    assert all(f"'{kind}'" in named or kind in named for kind in KINDS)
