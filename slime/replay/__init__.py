@@ -1,0 +1,1 @@
+"""Compute a recorded training step again, and compare it with the run (``slime replay``)."""

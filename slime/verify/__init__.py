@@ -1,0 +1,1 @@
+"""Compare a small model on any backend and layout with plain transformers (``slime verify``)."""

@@ -1,0 +1,123 @@
+"""Find the part of a model whose outputs are wrong, without looking into the backend.
+
+A *variant* of the model has zeros in all projections that write to the residual stream, except those of one part: the
+attention or the MLP of one layer. If only the variant of one part differs from the reference, this part is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_WRITES = re.compile(r"\.(o_proj|down_proj|out_proj|c_proj|dense_4h_to_h|w2|wo|dense)\.(weight|bias)$")
+OUTSIDE = "embeddings, final norm or output layer"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of the model.
+
+    Attributes:
+        name: Such as ``model.layers.1.mlp``, or :data:`OUTSIDE`.
+        parameters: The names of its parameters, in the order of the checkpoint.
+        variant: The folder of the model in which only this part has an effect.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    variant: Path
+
+
+def write_variants(model: Path, folder: Path) -> list[Place]:
+    """Write a variant for every part of the model below ``folder``; none if its projections have unknown names."""
+    weights = load_weights(model)
+    writers: dict[str, list[str]] = {}
+    for name in weights:
+        if _LAYER.search(name) and _WRITES.search(name):
+            writers.setdefault(part_of(name), []).append(name)
+    places = []
+    for number, part in enumerate([OUTSIDE, *sorted(writers, key=in_order)] if writers else []):
+        silent = {name for other, names in writers.items() if other != part for name in names}
+        variant = folder / f"variant_{number}"
+        write_model({name: t * 0 if name in silent else t for name, t in weights.items()}, model, variant)
+        inside = [name for name in weights if (part_of(name) if _LAYER.search(name) else OUTSIDE) == part]
+        places.append(Place(part, tuple(inside), variant))
+    return places
+
+
+def part_of(name: str) -> str:
+    """Return the part of a layer to which a tensor belongs. A norm of the layer belongs to the part that it surrounds.
+
+    >>> part_of("model.layers.1.mlp.experts.0.down_proj.weight")
+    'model.layers.1.mlp'
+    """
+    match = _LAYER.search(name)
+    assert match is not None, "only tensors of layers have a part"
+    layer, part = name[: match.end() - 1], name[match.end() :].partition(".")[0]
+    if "norm" in part or part.startswith("ln_"):
+        of_mlp = part in ("post_attention_layernorm", "ln_2") or "mlp" in part or "feedforward" in part
+        part = "mlp" if of_mlp else "self_attn"
+    return f"{layer}.{part}"
+
+
+def in_order(part: str) -> tuple[int, bool, str]:
+    """Return a key that sorts parts of layers by the order in which they run: a layer's attention before its MLP."""
+    match = _LAYER.search(f"{part}.")
+    return int(match[1]) if match else -1, "attn" not in part and "attention" not in part, part
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A change of the weights that may explain wrong outputs of a part."""
+
+    text: str
+    weights: dict[str, Tensor]
+
+
+def guesses(place: Place) -> Iterator[Guess]:
+    """Yield models with one mistake in a part: two kinds of its tensors swapped, a norm or a bias left out."""
+    weights = load_weights(place.variant)
+    kinds: dict[str, list[str]] = {}
+    for name in place.parameters:
+        kinds.setdefault(_kind(name), []).append(name)
+    for one, other in itertools.combinations(kinds, 2):
+        pairs = list(zip(kinds[one], kinds[other], strict=False))
+        if len(kinds[one]) == len(kinds[other]) and all(weights[a].shape == weights[b].shape for a, b in pairs):
+            swapped = {a: weights[b] for a, b in pairs} | {b: weights[a] for a, b in pairs}
+            yield Guess(f"as if {one} and {other} were swapped", weights | swapped)
+    for kind, names in kinds.items():
+        if weights[names[0]].dim() == 1:
+            bias = kind.endswith("bias")
+            plain = {
+                name: torch.zeros_like(weights[name]) if bias else torch.ones_like(weights[name]) for name in names
+            }
+            yield Guess(f"as if {kind} were {'0' if bias else '1'} everywhere", weights | plain)
+
+
+def write_model(weights: dict[str, Tensor], like: Path, folder: Path) -> None:
+    """Write a model with other weights than the model ``like``."""
+    folder.mkdir(parents=True)
+    for file in like.iterdir():
+        if not file.name.startswith("model"):
+            shutil.copy(file, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_weights(model: Path) -> dict[str, Tensor]:
+    """Return the tensors of a model, in the order of its files."""
+    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _kind(name: str) -> str:
+    """Return the name of a tensor within its layer, the same for all experts."""
+    match = _LAYER.search(name)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name[match.end() :] if match else name)

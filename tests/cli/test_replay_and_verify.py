@@ -1,0 +1,81 @@
+"""The words of ``slime replay`` and ``slime verify``, and what they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.cli import replay as replay_command
+from slime.cli import verify as verify_command
+from slime.cli.main import main
+from slime.cli.replay import ReplayOptions
+
+
+def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, bool]:
+    asked: list[tuple[Any, bool]] = []
+
+    def verify_model(target: Any, as_json: bool) -> int:
+        asked.append((target, as_json))
+        return 0
+
+    monkeypatch.setattr(verify_command, "verify_model", verify_model)
+    assert main(["verify", "models/mine", *words]) == 0
+    return asked[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "ranks"),
+    [
+        ([], {}, 1),
+        (["--dp", "2"], {}, 2),
+        (["--tp", "2", "--sp"], {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+        (
+            ["--pp", "2", "--vpp", "3"],
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            2,
+        ),
+        (["--cp", "2", "--dp", "2"], {"context_parallel_size": 2}, 4),
+        (
+            ["--ep", "2", "--etp", "2", "--tp", "4"],
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 4},
+            4,
+        ),
+    ],
+    ids=["one rank", "dp", "tp and sp", "pp and vpp", "cp and dp", "ep and etp"],
+)
+def test_layouts(monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[str, Any], ranks: int) -> None:
+    target, as_json = asked_of_verify(monkeypatch, *words)
+    assert (target.model, target.backend, target.engine, target.layers) == ("models/mine", "fsdp", "embedded", 4)
+    assert (target.sizes, target.world_size, as_json) == (sizes, ranks, False)
+
+
+def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--backend", "megatron", "--engine", "none", "--layers", "6", "--trust-remote-code", "--json"]
+    target, as_json = asked_of_verify(monkeypatch, *words)
+    assert (target.backend, target.engine, target.layers, target.trust_remote_code) == ("megatron", None, 6, True)
+    assert as_json
+
+
+def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, ReplayOptions]] = []
+
+    def replay(folder: Path, options: ReplayOptions) -> int:
+        asked.append((folder, options))
+        return 1
+
+    monkeypatch.setattr(replay_command, "replay", replay)
+    assert main(["replay", "outputs/mine", "--step", "3", "--context-parallel-size", "2"]) == 1
+    words = ["--step", "4", "--through", "--sample", "7", "--tensors", "t", "--tolerance", "0.5", "--json"]
+    assert main(["replay", "outputs/mine", *words]) == 1
+    flags = ["--context-parallel-size", "2"]
+    assert asked == [
+        (Path("outputs/mine"), ReplayOptions(3, False, None, None, None, False, flags)),
+        (Path("outputs/mine"), ReplayOptions(4, True, 7, Path("t"), 0.5, True, [])),
+    ]
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path), "--step", "0"]) == 1
+    assert "it has no config.yaml" in capsys.readouterr().err

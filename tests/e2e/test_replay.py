@@ -1,0 +1,47 @@
+"""``slime replay`` on a real run: any step again, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, tmp_path: Path) -> None:
+    ran = runner.run(
+        *flags, "--use-kl-loss", "--kl-loss-coef", "0.01", "--num-steps-per-rollout", 2,
+        "--save", "saved", "--save-interval", 2, "--dump-details", "details",
+    )  # fmt: skip
+    assert ran.code == 0, ran.output
+
+    def replay(*words: object) -> tuple[int, str]:
+        command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), *map(str, words)]
+        result = runner.finish(runner.spawn(command), "run")
+        return result.code, result.output
+
+    code, said = replay("--step", 2, "--sample", 33, "--tensors", tmp_path / "tensors")
+    assert code == 0 and "equal: this step is the recorded one, bit for bit" in said, said
+    assert "weights after the step: equal those that the engines had (version 0.3)" in said
+    assert "optimizer step 0: it adds" in said and "dloss/dlogp" in said
+    assert {"weights_before.safetensors", "actor_gradients_1.safetensors"} <= {
+        path.name for path in (tmp_path / "tensors").iterdir()
+    }
+
+    code, said = replay("--step", 1, "--through", "--json")
+    found = json.loads(said)
+    assert code == 0 and found["exact"] and found["differs"] is None and found["tensors"] > 0, said
+
+    code, said = replay("--step", 2, "--actor-num-gpus-per-node", 2)
+    assert code == 0 and "equal within the tolerance" in said and "2 ranks, DP 2" in said, said
+
+    file = tmp_path / "details" / "rollout_data" / "2.pt"
+    dump = torch.load(file, weights_only=False)
+    dump["samples"][0]["reward"] = dump["samples"][0]["reward"] + 0.5
+    torch.save(dump, file)
+    code, said = replay("--step", 2)
+    assert code == 1 and "DIFFERS, first in rollout/" in said, said

@@ -1,0 +1,134 @@
+"""Verification against plain transformers: what is right passes, and a planted error is named where it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
+from transformers.models.llama import modeling_llama
+
+from slime.cli.verify import table
+from slime.cluster.local_ranks import Place
+from slime.verify import run as verify_run
+from slime.verify.rank import VerifyJob, verify_rank
+from slime.verify.reference import Scores
+from slime.verify.run import Target, verify
+from slime.verify.small import VerifyError
+
+BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Only the config of a larger model: grouped-query heads, tied embeddings, a padding token."""
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        **BIG, num_key_value_heads=4, vocab_size=300, pad_token_id=290, tie_word_embeddings=True
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Let the only rank run in this process; returns a function that plants an error while it does."""
+    plants: list[Callable[[], None]] = []
+
+    def in_process(function: str, world_size: int, job: VerifyJob, folder: Path, **_: Any) -> list[list[Scores]]:
+        with pytest.MonkeyPatch.context() as patch:
+            for plant in plants:
+                plant(patch)  # type: ignore[call-arg]
+            return [verify_rank(Place(0, 1, 0), job)]
+
+    monkeypatch.setattr(verify_run, "run_ranks", in_process)
+    yield plants.append
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def target(model: str, **changes: Any) -> Target:
+    return Target(model, engine=None, layers=2, **changes)
+
+
+def test_a_model_of_experts_is_right(here: Any, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **BIG, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64,
+        mlp_only_layers=[0], vocab_size=300,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found = verify(target(str(tmp_path)))
+    assert found.good, found.checks
+    assert "4 experts" in found.small.description and found.small.layers == 2
+    assert [check.what for check in found.checks] == [
+        "weights round trip", "log-probs", "loss", "gradients", "gradient norm",
+    ]  # fmt: skip
+
+
+def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> None:
+    here(lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up))
+    found = verify(target(llama))
+    assert not found.good and found.checks[0].good, "the weights themselves are right"
+    assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
+    lines = "\n".join(table(target(llama), found))
+    assert "wrong outputs: model.layers.0.mlp" in lines and "its outputs are as if mlp.gate_proj" in lines
+    assert lines.endswith("NOT verified")
+
+
+def test_a_wrong_norm_of_one_layer_is_named(here: Any, llama: str) -> None:
+    original = modeling_llama.LlamaDecoderLayer.__init__
+
+    def init(self: Any, config: Any, layer_idx: int) -> None:
+        original(self, config, layer_idx)
+        if layer_idx == 1:
+            norm = self.input_layernorm
+            norm.forward = planted.norm_without_weight.__get__(norm)
+
+    here(lambda patch: patch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", init))
+    found = verify(target(llama))
+    assert found.places == ["model.layers.1.self_attn"]
+    assert found.guess == "as if input_layernorm.weight were 1 everywhere"
+
+
+def test_a_wrong_export_names_the_first_tensor(here: Any, llama: str) -> None:
+    from slime.backends.fsdp.backend import FsdpBackend
+
+    original = FsdpBackend.named_weights
+
+    def flipped(self: FsdpBackend) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in original(self):
+            yield name, tensor.flip(0) if name == "model.layers.1.self_attn.k_proj.weight" else tensor
+
+    here(lambda patch: patch.setattr(FsdpBackend, "named_weights", flipped))
+    found = verify(target(llama))
+    assert (found.checks[0].good, found.checks[0].first) == (False, "model.layers.1.self_attn.k_proj.weight")
+    assert found.checks[1].good and not found.places
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_missing_sum_over_ranks_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real ranks, each with a replica of its own: forward is right and every gradient is wrong."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    replicas = target(llama, data=2, flags={"fsdp_shard_size": 1}, ranks_function="planted:without_all_reduce")
+    found = verify(replicas)
+    by_name = {check.what: check for check in found.checks}
+    assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
+    assert "the sum of gradients over data-parallel ranks" in by_name["gradients"].note
+
+
+def test_layouts_that_cannot_be_are_refused(llama: str) -> None:
+    with pytest.raises(VerifyError, match="FSDP has no tensor_model_parallel_size"):
+        verify(target(llama, sizes={"tensor_model_parallel_size": 2}))
+    with pytest.raises(VerifyError, match="at most 4"):
+        verify(target(llama, data=8))
+    with pytest.raises(VerifyError, match=r"config\.json cannot be read"):
+        verify(target(str(Path(llama) / "missing")))
+    assert AutoConfig.from_pretrained(llama).num_hidden_layers == 24
