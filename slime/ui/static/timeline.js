@@ -1,0 +1,88 @@
+// The time line of a step as SVG: the driver's phases above, samples in work, and the calls of each sample by group.
+
+import { h, link, replace, s, seconds } from "slime/dom.js";
+
+const LEFT = 84, ROW = 22, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
+const KINDS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+
+export function drawTimeline(values, run) {
+  const colours = palette(values);
+  const scroll = h("div", { class: "scroll timeline", id: "timeline" });
+  const zoom = h("input", { type: "range", min: 1, max: 12, step: 0.5, value: 1, "aria-label": "zoom", oninput: () => draw() });
+  const draw = () => {
+    const width = Math.max(scroll.clientWidth || 800, 320) * +zoom.value;
+    replace(scroll, svg(values, colours, width, run));
+  };
+  new ResizeObserver(draw).observe(scroll);
+  return h("div", {},
+    h("ul", { class: "notes", id: "notes" }, values.notes.map((note) => h("li", {}, note))),
+    h("div", { class: "controls" },
+      h("span", { class: "legend" }, [...colours].map(([name, colour]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name))),
+      h("label", {}, "zoom ", zoom)),
+    scroll,
+    values.hidden ? h("p", { class: "muted" }, `${values.hidden} groups that ended earlier are not drawn.`) : null);
+}
+
+function palette(values) {
+  const names = [...new Set([...values.phases.map((span) => span[0]), ...values.groups.flatMap((group) => group.samples.flatMap((one) => one.spans.map((span) => span[0])))])];
+  return new Map(names.map((name, i) => [name, KINDS[i % KINDS.length]]));
+}
+
+// Phases may overlap (an asynchronous run, or nested phases): each goes to the first row where it has room.
+function stacked(spans) {
+  const ends = [];
+  return spans.map((span) => {
+    let row = ends.findIndex((end) => end <= span[1] + 1e-6);
+    if (row < 0) row = ends.push(0) - 1;
+    ends[row] = span[2];
+    return [row, span];
+  });
+}
+
+function svg(values, colours, width, run) {
+  const scale = (width - LEFT - 12) / (values.seconds || 1);
+  const x = (time) => LEFT + time * scale;
+  const parts = [];
+  const phases = stacked(values.phases);
+  let y = 20;
+  parts.push(label("driver", y + 12));
+  for (const [row, span] of phases) parts.push(bar(span, x, y + row * ROW, BAR, colours, true));
+  y += ROW * Math.max(1, ...phases.map(([row]) => row + 1)) + GAP;
+  parts.push(label("in work", y + AREA / 2), ...area(values, x, y));
+  y += AREA + GAP;
+  for (const group of values.groups) {
+    const height = Math.max(group.samples.length * LANE, 11);
+    parts.push(label(`group ${group.group}`, y + Math.min(height / 2 + 4, 16)),
+      s("rect", { x: x(group.start), y: y - 1, width: Math.max((group.end - group.start) * scale, 1), height: height + 1, class: "whole" }));
+    group.samples.forEach((one, i) => one.spans.forEach((span) => parts.push(bar(span, x, y + i * LANE, LANE - 1, colours, false, `sample ${one.sample}: `))));
+    y += height + GAP;
+  }
+  return s("svg", { width, height: y + 4, role: "img", "aria-label": `time line of step ${values.step}` }, ticks(values.seconds, x, y), parts);
+}
+
+const label = (text, y) => s("text", { x: LEFT - 8, y, class: "who" }, text);
+
+function bar([name, start, end], x, y, height, colours, text, who = "") {
+  const width = Math.max(x(end) - x(start), 0.7);
+  return s("g", {}, s("title", {}, `${who}${name} ${seconds(end - start)}, from ${start.toFixed(3)} s to ${end.toFixed(3)} s`),
+    s("rect", { x: x(start), y, width, height, rx: text ? 3 : 1, style: `fill: var(${colours.get(name)})` }),
+    text && width > name.length * 7 ? s("text", { x: x(start) + 5, y: y + 12, class: "inside" }, name) : null);
+}
+
+function area(values, x, y) {
+  const most = Math.max(...values.active, 1);
+  const points = values.active.map((count, i) => `${x((i / values.active.length) * values.seconds).toFixed(1)},${(y + AREA - (count / most) * AREA).toFixed(1)}`);
+  return [s("polygon", { class: "area", points: `${x(0)},${y + AREA} ${points.join(" ")} ${x(values.seconds)},${y + AREA}` }, s("title", {}, `at most ${most} samples in work`)),
+    s("text", { x: LEFT - 8, y: y + AREA / 2 + 14, class: "who small" }, `max ${most}`)];
+}
+
+function ticks(total, x, bottom) {
+  const width = x(total) - x(0);
+  const rough = total / Math.max(width / 90, 1);
+  const unit = 10 ** Math.floor(Math.log10(rough || 1));
+  const every = [1, 2, 5, 10].map((m) => m * unit).find((one) => one >= rough) ?? unit;
+  const lines = [];
+  for (let time = 0; time <= total; time += every)
+    lines.push(s("line", { x1: x(time), x2: x(time), y1: 14, y2: bottom, class: "tick" }), s("text", { x: x(time) + 2, y: 10, class: "time" }, seconds(time)));
+  return lines;
+}

@@ -1,0 +1,235 @@
+"""The tokens of a sample with what the engine and the trainer computed for each: read from the dumps of a run.
+
+A run writes these only with ``--save-debug-train-data`` or ``--save-debug-rollout-data``, which ``--dump-details`` both
+sets. Each file is read when the first of its samples is shown, and the newest one is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from slime.types import JsonObject
+
+if TYPE_CHECKING:
+    from slime.data.fields import Field
+
+MOST_BYTES = 2 << 30
+MOST_TOKENS = 20_000
+"""Of one sample; later ones are not shown."""
+_CONTEXT = 6
+ENGINE_ONLY = "The trainer's side was not recorded: --save-debug-train-data or --dump-details records it."
+NO_DUMP = "This run did not record its tokens: --dump-details FOLDER records them (ids, log-probs, mask, advantages)."
+NO_TRAINER = (
+    "The trainer's log-probs are not in the dump: a run that makes one optimizer step per rollout uses those of the "
+    "loss and keeps none. With --num-steps-per-rollout 2 or more, or with --get-mismatch-metrics, it recomputes and "
+    "records them."
+)
+
+
+class Decoder(Protocol):
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class TokenDumps:
+    """The dumps of one run. It is thread-safe.
+
+    Args:
+        folder: The folder of the run.
+        settings: Its ``config.yaml``.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+        self.folder, self.settings = folder, settings
+        self._lock = threading.Lock()
+        self._loaded: tuple[Path, int, list[dict[str, object]]] | None = None
+        self._decoder: Decoder | None = None
+        self._looked = False
+
+    def sample(self, step: int, index: int) -> dict[str, object]:
+        """Return the tokens of the sample with ``Sample.index`` ``index``.
+
+        Returns:
+            ``notes`` (what was not recorded, and which flag records it) and, unless nothing was, ``ids``, ``texts`` and
+            ``prompt`` (number of prompt tokens), and ``columns``: for each recorded quantity one number per token of
+            the response, with its meaning in ``meanings``.
+        """
+        with self._lock:
+            try:
+                found = self._find("save_debug_train_data", "sample_indices", step, index)
+                if found is not None:
+                    return self._of_training(found)
+                found = self._find("save_debug_rollout_data", "index", step, index)
+            except (ValueError, OSError) as error:
+                return {"notes": [str(error)]}
+            return self._of_rollout(found) if found is not None else {"notes": [self._reason(step)]}
+
+    def recorded(self, step: int) -> bool:
+        """Return whether there is a dump of a step."""
+        return any(self._path(flag, step) for flag in ("save_debug_train_data", "save_debug_rollout_data"))
+
+    def _reason(self, step: int) -> str:
+        if not self.settings.get("save_debug_train_data") and not self.settings.get("save_debug_rollout_data"):
+            return NO_DUMP
+        if self.recorded(step):
+            return "The dump of this step does not have this sample: it was not trained."
+        return f"The dump of step {step} is not where config.yaml names it; it may have been moved or removed."
+
+    def _path(self, flag: str, step: int) -> Path | None:
+        """Return the dump of a step. If the run's folder was moved or copied with the dumps in it, they are found."""
+        template = self.settings.get(flag)
+        if not isinstance(template, str):
+            return None
+        try:
+            named = Path(template.format(rollout_id=step)).expanduser()
+        except (KeyError, IndexError, ValueError):
+            return None
+        places = [named, self.folder / named, self.folder.parent.parent / named]
+        if self.folder.name in named.parts:
+            places.append(self.folder / Path(*named.parts[named.parts.index(self.folder.name) + 1 :]))
+        name = self.settings.get("run_name")
+        if isinstance(name, str) and name in named.parts:
+            places.append(self.folder / Path(*named.parts[named.parts.index(name) + 1 :]))
+        return next((place for place in places if place.is_file()), None)
+
+    def _find(self, flag: str, key: str, step: int, index: int) -> dict[str, object] | None:
+        path = self._path(flag, step)
+        if path is None:
+            return None
+        for sample in self._load(path):
+            if isinstance(number := sample.get(key), int) and number == index:
+                return sample
+        return None
+
+    def _load(self, path: Path) -> list[dict[str, object]]:
+        from slime.data.plain_files import load_plain
+
+        status = path.stat()
+        if self._loaded is not None and self._loaded[:2] == (path, status.st_mtime_ns):
+            return self._loaded[2]
+        if status.st_size > MOST_BYTES:
+            raise ValueError(
+                f"{path} has {status.st_size >> 20} MiB; the page reads dumps up to {MOST_BYTES >> 20} MiB"
+            )
+        dump = load_plain(path)
+        samples = dump.get("samples") if isinstance(dump, dict) else None
+        if not isinstance(samples, list):
+            raise ValueError(f"{path} is not a dump of a rollout")
+        self._loaded = path, status.st_mtime_ns, samples
+        return samples
+
+    # --- what is shown --------------------------------------------------------------------------------
+
+    def _of_training(self, sample: Mapping[str, object]) -> dict[str, object]:
+        from slime.data.fields import FIELDS
+
+        length = _integer(sample["response_lengths"])
+        fields = [field for field in FIELDS if field.per == "response token" and field.public_name in sample]
+        result = self._tokens(sample["tokens"], length)
+        result |= _columns(sample, fields, length)
+        notes = [] if "log_probs" in sample else [NO_TRAINER]
+        notes += [] if "rollout_log_probs" in sample else ["The engine's log-probs were not recorded."]
+        return result | {"notes": [*notes, *_list(result["notes"])]}
+
+    def _of_rollout(self, sample: Mapping[str, object]) -> dict[str, object]:
+        from slime.data.fields import BY_NAME
+
+        length = _integer(sample["response_length"])
+        renamed = dict(sample)
+        renamed["loss_masks"] = sample.get("loss_mask")
+        fields = [BY_NAME[name] for name in ("loss_masks", "rollout_log_probs", "teacher_log_probs")]
+        result = self._tokens(sample["tokens"], length)
+        result |= _columns(renamed, [field for field in fields if renamed.get(field.name) is not None], length)
+        return result | {"notes": [ENGINE_ONLY, *_list(result["notes"])]}
+
+    def _tokens(self, tokens: object, response_length: int) -> dict[str, object]:
+        ids = [int(token) for token in _values(tokens)]
+        decoder, notes = self._tokenizer(), []
+        if decoder is None:
+            notes.append("The tokenizer is not on this machine, so that tokens are shown as their ids.")
+        if len(ids) > MOST_TOKENS:
+            notes.append(f"Only the first {MOST_TOKENS} of {len(ids)} tokens are shown.")
+        shown = ids[:MOST_TOKENS]
+        texts = pieces(decoder, shown) if decoder is not None else [f"⟨{token}⟩" for token in shown]
+        prompt = min(len(ids) - response_length, len(shown))
+        return {"ids": shown, "texts": texts, "prompt": prompt, "notes": notes}
+
+    def _tokenizer(self) -> Decoder | None:
+        if not self._looked:
+            self._looked = True
+            self._decoder = _decoder_in(self._tokenizer_folders())
+        return self._decoder
+
+    def _tokenizer_folders(self) -> list[Path]:
+        folders = []
+        details, model = self.settings.get("dump_details"), self.settings.get("hf_checkpoint")
+        if isinstance(details, str):
+            name = Path(details).name
+            folders += [Path(details) / "tokenizer", self.folder / name / "tokenizer"]
+        if isinstance(model, str):
+            folders.append(Path(model).expanduser())
+        return folders
+
+
+def _decoder_in(folders: Sequence[Path]) -> Decoder | None:
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            decoder: Decoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return decoder
+    return None
+
+
+def pieces(decoder: Decoder, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token. A character of several tokens stands at the last of them."""
+    texts: list[str] = []
+    start = 0  # first token whose text is not yet given out
+    for end in range(1, len(ids) + 1):
+        context = ids[max(start - _CONTEXT, 0) : start]
+        before = decoder.decode(context, skip_special_tokens=False) if context else ""
+        text = decoder.decode([*context, *ids[start:end]], skip_special_tokens=False)[len(before) :]
+        if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
+            texts.append("")  # part of a character
+        else:
+            texts.append(text)
+            start = end
+    return texts
+
+
+def _columns(sample: Mapping[str, object], fields: Sequence[Field], length: int) -> dict[str, object]:
+    columns: dict[str, list[float | None]] = {}
+    meanings: dict[str, str] = {}
+    for field in fields:
+        values = [_rounded(value) for value in _values(sample[field.public_name])]
+        if len(values) == length:
+            columns[field.public_name] = values[:MOST_TOKENS]
+            meanings[field.public_name] = field.meaning
+    return {"columns": columns, "meanings": meanings}
+
+
+def _values(column: object) -> list[float]:
+    """Return a tensor, an array or a list as numbers."""
+    if hasattr(column, "tolist"):
+        column = column.tolist()
+    return list(column) if isinstance(column, list | tuple) else []
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if abs(value) < float("inf") else None
+
+
+def _integer(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else int(str(value))
+
+
+def _list(value: object) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def spans_of(record: JsonObject) -> list[list[object]]:
+    """Return ``[version, start, end]`` of a sample's record: which weights generated which tokens of the response."""
+    spans = record.get("version_spans")
+    return [list(span) for span in spans if isinstance(span, list)] if isinstance(spans, list) else []

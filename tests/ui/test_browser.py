@@ -1,0 +1,161 @@
+"""A click path through every view in headless Chromium, at the width of a desktop and of a phone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.observability.best_effort import replacing
+from slime.ui.export import Limits, export
+from slime.ui.runs import Refresher, Runs
+from tests.ui.browser import Browser, chromium
+from tests.ui.test_server import served
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(chromium() is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+PICTURES = Path(os.environ["SLIME_UI_PICTURES"]) if "SLIME_UI_PICTURES" in os.environ else None
+HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def make_hostile(folder: Path) -> None:
+    """Plant HTML in every text of a sample, of the run's state and of its logs."""
+    path = folder / "samples" / "rollout_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:4]:
+        row.update(response=HOSTILE, prompt=HOSTILE, label=HOSTILE, status=HOSTILE, metadata={HOSTILE: HOSTILE})
+    with replacing(path) as temporary:  # as a run does
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "status": "failed", "error": HOSTILE}))
+    (folder / "logs" / "engine-0.log").write_text(HOSTILE)
+
+
+async def unharmed(browser: Browser) -> None:
+    """Nothing of a run became HTML, nothing failed in the page, and nothing is wider than the window."""
+    assert await browser.run("document.title !== 'owned' && !document.querySelector('main script, main img')")
+    assert not browser.errors
+    wide = "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll, nav, pre')).map((e) => e.outerHTML.slice(0, 200))"  # fmt: skip  # noqa: E501
+    assert await browser.run(wide) == []
+    if PICTURES is not None:  # a recording of the click path
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        view = str(await browser.run("document.body.dataset.ready.split('/')[0]"))
+        await browser.picture(PICTURES / f"{len(list(PICTURES.iterdir())):03d}_{view}.png", whole=True)
+
+
+async def walk(browser: Browser) -> None:
+    """Go through all views by clicks, as a reader would."""
+    await browser.view("overview/tiny")
+    assert "slime doctor" in await browser.text("main")
+    await browser.until("document.querySelectorAll('.chart canvas').length > 3")
+    assert HOSTILE in await browser.text("main")
+    await unharmed(browser)
+
+    await browser.click("nav a[href='#/curves/tiny']")
+    await browser.view("curves/tiny")
+    await browser.until("document.querySelectorAll('.chart canvas').length > 10")
+    await browser.enter("#find", "grad_norm")
+    await browser.until("document.querySelectorAll('.chart').length === 1")
+    await browser.enter("#smoothing", "0.9")
+    await browser.until("document.querySelector('.u-legend')?.textContent.includes('(raw)')")
+    await unharmed(browser)
+
+    await browser.click("nav a[href='#/step/tiny']")
+    await browser.view("step/tiny")
+    await browser.until("document.querySelectorAll('#timeline svg rect').length > 8")
+    assert await browser.run("document.querySelector('#step').value") == "3"
+    await browser.click("#before")
+    await browser.view("step/tiny/2")
+    await browser.click("#before")
+    await browser.view("step/tiny/1")
+    assert await browser.text("#count") == "5 of 5 groups"
+    await browser.enter("#filter-state", "trained")
+    assert await browser.text("#count") == "2 of 5 groups"
+    await browser.click("#groups th:nth-child(4) button")  # the reward
+    assert await browser.run("document.querySelector('#groups th:nth-child(4)').ariaSort") == "descending"
+    rewards = await browser.run(
+        "[...document.querySelectorAll('#groups tbody tr')].map((row) => +row.cells[3].textContent)"
+    )
+    assert isinstance(rewards, list) and rewards == sorted(rewards, reverse=True)
+    await unharmed(browser)
+
+    await browser.click("#groups a.chip")
+    await browser.view("sample/tiny/rollout/1/")
+    await browser.until("document.querySelector('#tokens') !== null")
+    await browser.click("#tokens [data-i='30']")
+    assert "rollout_log_probs" in await browser.text("#token")
+    for name in ("advantages", "version", "loss_masks", "gap"):
+        await browser.enter("#colour", name)
+        await browser.until("document.querySelector('#legend').textContent !== ''")
+    await unharmed(browser)
+
+    await browser.click("#to-prompt")
+    await browser.view("prompt/tiny/")
+    await browser.until("document.querySelectorAll('#samples tbody tr').length >= 4")
+    await browser.click("nav a[href='#/prompts/tiny']")
+    await browser.view("prompts/tiny")
+    assert HOSTILE in await browser.text("#prompts")
+    await unharmed(browser)
+
+    await browser.click("nav a[href='#/evaluations/tiny']")
+    await browser.view("evaluations/tiny")
+    await browser.click("#compared button.link")
+    await browser.until("document.querySelectorAll('#pair .text').length === 2")
+    await unharmed(browser)
+
+    await browser.click("nav a[href='#/ledger/tiny']")
+    await browser.view("ledger/tiny")
+    assert "consistent" in await browser.text("#balance")
+    await browser.click("nav a[href='#/engines/tiny']")
+    await browser.view("engines/tiny")
+    assert HOSTILE in await browser.text("main")
+    await unharmed(browser)
+
+
+async def test_a_click_path_through_all_views(runs: Runs, folder: Path, tmp_path: Path) -> None:
+    make_hostile(folder)
+    runs.refresh()
+    file = tmp_path / "run.html"
+    file.write_text(export(runs, Limits()), encoding="utf-8")
+    async with served(runs) as (address, _), Browser(tmp_path / "profile") as browser:
+        for width, dark in ((1280, False), (390, True)):
+            await browser.size(width, 800, dark)
+            await browser.open("about:blank")
+            await browser.open(f"{address}/")
+            await walk(browser)
+        await browser.open(file.as_uri())  # the same path in the file, which has no server
+        await walk(browser)
+        assert "Exported on" in await browser.text("footer")
+
+
+async def test_the_page_follows_a_run(runs: Runs, folder: Path, tmp_path: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    state = json.loads((folder / "state.json").read_text())
+    refresher = Refresher(runs, seconds=0.1)
+    refresher.start()
+    try:
+        async with served(runs) as (address, _), Browser(tmp_path / "profile") as browser:
+            await browser.size(1280, 800)
+            await browser.open(f"{address}/#/overview/tiny")
+            await browser.view("overview/tiny")
+            assert "4 of 4 steps" in await browser.text("header")
+            last = next(line for line in reversed(metrics.read_text().splitlines()) if '"rollout/step": 3' in line)
+            with metrics.open("a") as file:
+                file.write(re.sub(r'"rollout/step": 3', '"rollout/step": 4', last) + "\n")
+            waiting = {
+                "status": "running",
+                "host": "elsewhere",
+                "waiting": "rollout 5 to be generated",
+                "deadline": 60.0,
+            }
+            (folder / "state.json").write_text(json.dumps({**state, **waiting}))
+            await browser.until("document.querySelector('header')?.textContent.includes('5 of 4 steps')")
+            await browser.until("document.querySelector('#waits')?.textContent.includes('rollout 5 to be generated')")
+            assert not browser.errors
+    finally:
+        refresher.stop()
