@@ -22,7 +22,7 @@ def doctor(folder: Path, as_json: bool = False) -> int:
     from slime.doctor.report import diagnose, page
 
     try:
-        facts = read_facts(folder.resolve())
+        facts = read_facts(folder.resolve(), with_stacks=True)
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)

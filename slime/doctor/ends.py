@@ -16,21 +16,28 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 LONG_SECONDS = 120.0
 LONG_FACTOR = 5.0
 """A phase hangs if it lasts longer than this, and longer than this many times its median."""
+WAIT_SHARE = 0.5
+"""A wait is long if it has lasted longer than this part of its deadline."""
 _LOOPS = ("train.py", "train_async.py")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 class Pattern(NamedTuple):
-    """A cause that is known by a text in the error or in a log."""
+    """A cause that is known by a text in the error or in a log.
+
+    Attributes:
+        with_logs: Whether the last lines of all logs may say more, because another process failed first.
+    """
 
     kind: str
     text: re.Pattern[str]
     title: str
     advice: str
+    with_logs: bool
 
 
-def _pattern(kind: str, text: str, title: str, advice: str) -> Pattern:
-    return Pattern(kind, re.compile(text), title, advice)
+def _pattern(kind: str, text: str, title: str, advice: str, with_logs: bool = False) -> Pattern:
+    return Pattern(kind, re.compile(text), title, advice, with_logs)
 
 
 PATTERNS = (
@@ -80,6 +87,7 @@ PATTERNS = (
         "A collective operation of the training ranks failed: one of them did not take part, or the network failed.",
         "Look for the first rank with an error in the logs of the train actors; with NCCL_DEBUG=INFO, NCCL names the "
         "connection.",
+        with_logs=True,
     ),
     _pattern(
         "gpu_fault",
@@ -102,6 +110,14 @@ PATTERNS = (
         "The message names the file or tensor: download or convert it again, or correct --hf-checkpoint or --load.",
     ),
     _pattern(
+        "data_exhausted",
+        r"prompts of the data set are longer than --rollout-max-prompt-len|"
+        r"the data source has no more groups",
+        "The data has no prompts that can be used.",
+        "Raise --rollout-max-prompt-len, or look at the slice of the file and at the columns (--input-key): "
+        "slime train --dry-run counts the rows.",
+    ),
+    _pattern(
         "ledger",
         r"LedgerError",
         "The account of the groups does not close: a group was lost or counted twice.",
@@ -113,6 +129,7 @@ PATTERNS = (
         "A process did not answer within its deadline.",
         "The line names who waited for what. Look at the end of that process's log below; --phase-timeout and the "
         "other flags of deadlines give slow machines more time.",
+        with_logs=True,
     ),
     _pattern(
         "process_lost",
@@ -120,6 +137,7 @@ PATTERNS = (
         "A process of the run died.",
         "Its log below may say why. With --max-restarts N and --save, a run continues by itself from its last "
         "snapshot.",
+        with_logs=True,
     ),
 )  # fmt: skip
 
@@ -141,7 +159,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "driver_killed",
             f"The driver (pid {facts.state.pid}) was killed from outside, {_phase(facts)}.",
-            _last_lines(facts),
+            facts.last_lines(),
             "Nothing in the logs says why: often the kernel ran out of memory (dmesg -T | grep -i kill), or a session "
             "or a job of a cluster ended. Continue from the last snapshot (--load); --max-restarts does so by itself.",
         )
@@ -150,7 +168,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "error",
             f"The run ended with an error, {_phase(facts)}.",
-            (*lines[-1:], *_last_lines(facts)),
+            (*lines[-1:], *facts.last_lines()),
             "The whole traceback is in state.json in the folder of the run.",
         )
 
@@ -166,7 +184,7 @@ def hanging(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "process_stopped",
             "A process of the run is stopped by a signal (SIGSTOP or a debugger), so that the others wait for it.",
-            tuple(stopped),
+            (*_named_wait(facts), *stopped, *facts.looked_into()),
             "Let it go on with kill -CONT PID.",
         )
         return
@@ -176,9 +194,34 @@ def hanging(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "phase_hangs",
             f"The run is in the phase {state.phase} for {seconds:.0f} s; its median is {median(usual):.1f} s.",
-            _last_lines(facts),
-            "py-spy dump --pid PID shows what a process does; the logs above end with what each has done last.",
+            (*_named_wait(facts), *facts.looked_into(), *facts.last_lines()),
+            "The process that the others wait for is the one whose stack is not in a wait. py-spy dump --pid PID shows "
+            "all threads of a process; the logs end with what each has done last.",
         )
+    elif state.waiting and facts.now - state.waiting_since > max(LONG_SECONDS, WAIT_SHARE * state.deadline):
+        yield Finding(
+            "long_wait",
+            f"The driver waits for {state.waiting} since {facts.now - state.waiting_since:.0f} s; "
+            f"after {state.deadline:.0f} s it gives up.",
+            (*_named_wait(facts), *facts.looked_into(), *facts.last_lines()),
+            "Look at the process that it waits for; --phase-timeout and other flags of deadlines give it more time.",
+        )
+
+
+def _named_wait(facts: Facts) -> Iterator[str]:
+    """What the driver waits for, and what the processes that it waits for have last said."""
+    state = facts.state
+    if state is None or not state.waiting:
+        return
+    yield (
+        f"the driver waits for {state.waiting} since {facts.now - state.waiting_since:.0f} s "
+        f"(deadline {state.deadline:.0f} s)"
+    )
+    for name, said in state.said.items():
+        if said:
+            total = f"/{said['total']}" if said.get("total") else ""
+            ago = facts.now - said.get("updated", facts.now)
+            yield f"{name} said {ago:.0f} s ago: {said.get('phase', '?')} {said.get('done', 0)}{total}"
 
 
 def _phase(facts: Facts) -> str:
@@ -192,14 +235,9 @@ def _match(facts: Facts, texts: Mapping[str, str]) -> Finding | None:
         for where, text in texts.items():
             if (found := pattern.text.search(text)) is not None:
                 line = _line_at(text, found.start())
-                shown = (
-                    (f"{where}: {line}", *_last_lines(facts)) if pattern.kind in _WITH_LOGS else (f"{where}: {line}",)
-                )
+                shown = f"{where}: {line}", *(facts.last_lines() if pattern.with_logs else ())
                 return Finding(pattern.kind, f"{pattern.title[:-1]} ({_phase(facts)}).", shown, pattern.advice)
     return None
-
-
-_WITH_LOGS = ("wait_expired", "process_lost", "collective_timeout")
 
 
 def _own_function(error: str) -> Finding | None:
@@ -219,12 +257,6 @@ def _own_function(error: str) -> Finding | None:
         (f"{file}:{line}", error.strip().splitlines()[-1]),
         "Correct it; slime check-hooks calls it on many kinds of samples in seconds.",
     )
-
-
-def _last_lines(facts: Facts) -> tuple[str, ...]:
-    """The last line of each log that has one; of the newest eight logs."""
-    ends = ((name, text.strip().splitlines()) for name, text in facts.logs.items())
-    return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[-8:]
 
 
 def _line_at(text: str, position: int) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
+
+if TYPE_CHECKING:
+    import psutil
 
 Row = Mapping[str, float | None]
 LOG_BYTES = 200_000
@@ -44,6 +48,7 @@ class Facts:
             An empty list means that the driver has ended.
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
+        stacks: Returns the stacks of processes, given by id and name; None if they are not wanted.
     """
 
     folder: Path
@@ -55,6 +60,7 @@ class Facts:
     processes: Sequence[Process] | None = None
     now: float = 0.0
     free_bytes: int | None = None
+    stacks: Callable[[Sequence[tuple[int, str]]], list[str]] | None = None
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric in the steps that have it."""
@@ -73,6 +79,17 @@ class Facts:
         values = self.series(name)
         return median(values[-5:]) if len(values) >= least else None
 
+    def last_lines(self, part: str = "", most: int = 8) -> tuple[str, ...]:
+        """Return the last line of each log whose name contains ``part``; of the last ``most`` logs."""
+        ends = ((name, text.strip().splitlines()) for name, text in self.logs.items() if part in name)
+        return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[-most:]
+
+    def looked_into(self) -> tuple[str, ...]:
+        """Return the stacks of the living processes of the run, if they are wanted."""
+        if self.stacks is None:
+            return ()
+        return tuple(self.stacks([(one.pid, one.name) for one in self.processes or ()]))
+
     @property
     def samples(self) -> float:
         """The number of samples of a rollout; 0 if the settings do not say."""
@@ -90,8 +107,11 @@ class Facts:
         return self.state is not None and self.state.status in ("failed", "restarting")
 
 
-def read_facts(folder: Path) -> Facts:
+def read_facts(folder: Path, with_stacks: bool = False) -> Facts:
     """Read the folder of a run.
+
+    Args:
+        with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
 
     Raises:
         NoRun: The folder has no ``config.yaml``.
@@ -99,6 +119,8 @@ def read_facts(folder: Path) -> Facts:
     import shutil
 
     import yaml
+
+    from slime.doctor.stacks import stacks
 
     run = RunDir(folder)
     if not run.config.is_file():
@@ -118,9 +140,10 @@ def read_facts(folder: Path) -> Facts:
         [row for row in rows if "eval/step" in row],
         {path.name: _end_of(path) for path in sorted(run.logs.glob("*.log"))},
         state,
-        _processes(state),
+        processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
+        stacks if with_stacks else None,
     )
 
 
@@ -134,7 +157,8 @@ def _end_of(path: Path) -> str:
         return ""
 
 
-def _processes(state: RunState | None) -> list[Process] | None:
+def processes_of(state: RunState | None) -> list[Process] | None:
+    """Return the driver of a run and its descendants; see :attr:`Facts.processes`."""
     import psutil
 
     if state is None or state.host != socket.gethostname():
@@ -151,10 +175,9 @@ def _processes(state: RunState | None) -> list[Process] | None:
         return None
 
 
-def _process(process: object) -> Process:
+def _process(process: psutil.Process) -> Process:
     import psutil
 
-    assert isinstance(process, psutil.Process)
     try:
         words = process.cmdline()
         name = " ".join(words)[:80] if words else process.name()

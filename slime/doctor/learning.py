@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from slime.doctor.facts import Facts
+from slime.doctor.facts import Facts, Row
 from slime.doctor.findings import Finding
 from slime.observability.evaluations import figures
 
@@ -103,7 +104,9 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
             "quantized engines are the usual causes.",
         )
         return
-    change, latest = facts.change(GAP, least=6), facts.lately(GAP)
+    # Tokens of older weights differ because the policy has changed since: see gap_by_age.
+    fresh = replace(facts, steps=[{GAP: _gap_of_fresh_tokens(row)} for row in facts.steps])
+    change, latest = fresh.change(GAP, least=6), fresh.lately(GAP)
     grown = change is not None and change[1] > max(5 * change[0], 0.05)
     if latest is not None and (latest > 0.1 or grown):
         yield Finding(
@@ -112,6 +115,43 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
             (f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""),),
             "Correct the loss for it (--use-tis), use the same precision and attention on both sides, and with experts "
             "replay their routes (--use-rollout-routing-replay).",
+        )
+
+
+def _gap_of_fresh_tokens(row: Row) -> float | None:
+    """The log-prob gap of the tokens whose weights are trained; None if a step has no such token."""
+    by_age = any(name.startswith("train/logprob_gap_staleness_") for name in row)
+    return row.get("train/logprob_gap_staleness_0") if by_age else row.get(GAP)
+
+
+def gap_by_age(facts: Facts) -> Iterator[Finding]:
+    """Log-probs that differ for tokens of older weights only."""
+    names = [f"train/logprob_gap_staleness_{age}" for age in ("0", "1", "2+")]
+    gaps = [facts.lately(name) for name in names]
+    older = [gap for gap in gaps[1:] if gap is not None]
+    if not older or max(older) <= 0.1 or (gaps[0] is not None and max(older) < 3 * gaps[0]):
+        return
+    yield Finding(
+        "gap_of_old_tokens",
+        "The tokens of older weights have other log-probs by now than when they were generated.",
+        tuple(f"{name} {gap:.3f}" for name, gap in zip(names, gaps, strict=True) if gap is not None),
+        "This is the age of the samples, not an error of the engines: correct the loss for it (--use-tis), or lower "
+        "--max-weight-staleness or --lr.",
+        hint=True,
+    )
+
+
+def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
+    """A few tokens with wholly different log-probs, while the rest agree."""
+    most, mean = facts.lately(f"{GAP}_max"), facts.lately(GAP)
+    if most is not None and mean is not None and most > 10.0 and mean <= 0.1:
+        yield Finding(
+            "logprob_outliers",
+            f"Log-probs of single tokens differ by {most:.1f} between engine and trainer, on average by {mean:.3f}.",
+            (f"{GAP}_max: {_list(facts.series(f'{GAP}_max')[-5:])}",),
+            "slime ui shows them in colour (a sample, token by token, with --dump-details). Usual causes: tokens that "
+            "a tool or the chat template wrote are not masked, a forced end token, a sampling mask of one side only.",
+            hint=True,
         )
 
 
@@ -268,7 +308,7 @@ def verifiers(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 kind,
                 f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples are left out.",
-                (f"{count:.0f} of {facts.samples:.0f} samples of a rollout", *_log_lines(facts, "reward")),
+                (f"{count:.0f} of {facts.samples:.0f} samples of a rollout", *facts.last_lines("reward", most=4)),
                 "slime check-hooks measures a reward function; --reward-timeout is its deadline.",
             )
 
@@ -280,7 +320,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "engines_lost",
             f"{lost:.0f} times an engine was lost and started again.",
-            _log_lines(facts, "engine-"),
+            facts.last_lines("engine-", most=4),
             "The log of the engine says why: out of memory (a smaller --sglang-mem-fraction-static) is the usual "
             "cause.",
         )
@@ -304,14 +344,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _log_lines(facts: Facts, part: str) -> tuple[str, ...]:
-    """The last line of each log whose name contains ``part``, four at most."""
-    ends = ((name, text.strip().splitlines()) for name, text in facts.logs.items() if part in name)
-    return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[:4]
-
-
-def _list(values: object) -> str:
-    assert isinstance(values, list | tuple)
+def _list(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3g}" for value in values)
 
 

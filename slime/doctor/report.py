@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from slime.doctor import ends, learning, speed
+from slime.doctor import ends, flight, learning, speed
 from slime.doctor.facts import Facts
 from slime.doctor.findings import Finding, Rule
 
 RULES: tuple[Rule, ...] = (
+    flight.collectives,
     ends.end_of_run,
     ends.hanging,
     learning.not_finite,
     learning.no_reward,
     learning.nothing_trained,
     learning.weights_differ,
+    learning.gap_by_age,
+    learning.gap_of_tokens,
     learning.verifiers,
     learning.engines,
     learning.reward_falls,

@@ -22,7 +22,8 @@ def slower(facts: Facts) -> Iterator[Finding]:
     if len(times) < 9:
         return
     third = len(times) // 3
-    first, last = median(times[:third]), median(times[-third:])
+    # Both in a third of the run and now: a pause that is over is no trend.
+    first, last = median(times[:third]), min(median(times[-third:]), median(times[-3:]))
     if last < 1.8 * first:
         return
     growth = {name: _growth(facts, name, third) for name in PHASES}

@@ -24,10 +24,11 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 HEALTHY = sorted(
     [
         *(Path(__file__).parent / "healthy").glob("*.jsonl"),
-        *(CHECKOUT / "benchmarks" / "results").glob("h200_*curve_metrics.jsonl"),
-        *(CHECKOUT / "benchmarks" / "results").glob("h200_quickstart_metrics.jsonl"),
+        *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
     ]
 )
+"""Real runs that ended well: on the CPU quickstarts, an asynchronous one and one with an environment, and on H200s."""
+HINTS_OF_HEALTHY = {"quickstart_cpu_16_steps": ["solved"], "async_filter_cpu": ["gap_of_old_tokens"]}
 SETTINGS = {"rollout_batch_size": 8, "n_samples_per_prompt": 8}
 Rows = list[dict[str, float | None]]
 
@@ -52,7 +53,28 @@ def kinds(found: Facts) -> list[str]:
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
 def test_a_healthy_run_has_no_findings(path: Path) -> None:
-    assert kinds(facts(rows_of(path))) == []
+    found = diagnose(facts(rows_of(path)))
+    assert [one.kind for one in found if not one.hint] == []
+    assert [one.kind for one in found] == HINTS_OF_HEALTHY.get(path.stem, [])
+
+
+def test_there_are_recordings_of_healthy_runs() -> None:
+    assert len(HEALTHY) >= 9
+
+
+def test_a_disagreement_about_fresh_tokens_is_found_beside_stale_ones() -> None:
+    rows = quickstart()
+    both(
+        constant("train/train_rollout_logprob_abs_diff", 0.3), constant("train/logprob_gap_staleness_0", 0.3),
+        constant("train/logprob_gap_staleness_1", 0.3),
+    )(rows)  # fmt: skip
+    assert kinds(facts(rows))[0] == "logprob_gap"
+
+
+def test_a_slow_time_that_is_over_is_no_finding() -> None:
+    rows = quickstart()
+    set_all("perf/step_time", lambda step, steps: 90.0 if steps - 5 <= step < steps - 2 else 20.0)(rows)
+    assert kinds(facts(rows)) == []
 
 
 def state(status: str = "running", phase: str = "train", error: str = "", since: float = 1000.0) -> RunState:
@@ -147,6 +169,13 @@ HINTS = {
         constant("rollout/response_len/max", 4000.0),
         constant("rollout/response_len/mean", 300.0),
     ),
+    "gap_of_old_tokens": both(
+        constant("train/logprob_gap_staleness_0", 0.01), constant("train/logprob_gap_staleness_2+", 0.4)
+    ),
+    "logprob_outliers": both(
+        constant("train/train_rollout_logprob_abs_diff", 0.02),
+        constant("train/train_rollout_logprob_abs_diff_max", 30.0),
+    ),
     "clock": set_all("time", lambda step, steps: 1e9 + step * 10 - (3600 if step > 5 else 0)),
     "aborted": constant("rollout/aborted_group_count", 30.0),
     "solved": both(
@@ -190,6 +219,7 @@ ERRORS = {
     "gpu_fault": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
     "gpu_software": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
     "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+    "data_exhausted": "slime.rollout.loop.X: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
     "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s) for rank 1 to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
@@ -296,7 +326,13 @@ def test_a_run_without_a_state_is_read(tmp_path: Path) -> None:
 
 def test_advice_names_flags_that_exist() -> None:
     known = {flag.option for flag in FLAGS.values()}
-    known |= {f"--no-{option[2:]}" for option in known} | {"--recompute-granularity", "--shm-size", "--pid", "--n"}
+    known |= {f"--no-{option[2:]}" for option in known} | {
+        "--recompute-granularity",
+        "--shm-size",
+        "--pid",
+        "--n",
+        "--nonblocking",
+    }
     for file in (CHECKOUT / "slime" / "doctor").glob("*.py"):
         named = set(re.findall(r"--[a-z][\w-]+", file.read_text()))
         assert not [name for name in named - known if not name.startswith("--sglang-")], file.name
