@@ -164,9 +164,9 @@ def readers(flag: Flag) -> list[str]:
 
 
 def _derives(file: str, name: str) -> bool:
-    """Whether other settings are derived from a flag in a file that has checks, too."""
+    """Whether a value is derived from a flag, or chosen by it, in a file that has checks, too."""
     functions = [n for n in ast.parse((ROOT / file).read_text()).body if isinstance(n, ast.FunctionDef)]
-    return any(name in _names_read(n) for n in functions if n.name.startswith("derive_"))
+    return any(name in _names_read(n) for n in functions if n.name.startswith(("derive_", "chosen_")))
 
 
 @functools.cache

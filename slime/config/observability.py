@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.flag import flag, flags_of, hook_flag, path_flag
+from slime.config.flag import flag, flags_of, hook_flag, is_hook_path, path_flag
+from slime.config.machine import installed
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 if TYPE_CHECKING:
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 class ObservabilityConfig:
     _title = "observability"
 
+    tracker: list[str] | None = flag(
+        None,
+        kind="list",
+        help="Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or commas "
+        "between them, and classes of your own (file.py:Name). Default: tensorboard, and wandb with --use-wandb",
+    )
+    tracker_project: str = flag("slime", help="Project of the run in Trackio and SwanLab, experiment of it in MLflow")
     use_tensorboard: bool = flag(True, kind="toggle", help="Write TensorBoard events to the run's folder")
     tb_project_name: str | None = flag(
         None, help="Folder in tensorboard_log/ for TensorBoard events. Default: the run's folder"
@@ -191,14 +199,52 @@ def check_debug_files(args: Args) -> list[str]:
     return problems
 
 
+TRACKER_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "'slime[wandb]'",
+    "mlflow": "'slime[mlflow]'",
+    "trackio": "'slime[trackio]'",
+    "swanlab": "'slime[swanlab]'",
+}
+"""What to install for each tracker that has a name, which is also the name of its module."""
+
+
+def chosen_trackers(args: Args) -> list[str]:
+    """Return the trackers of a run: those of ``--tracker``, or those that the older switches choose."""
+    if args.tracker is not None:
+        return list(dict.fromkeys(name for word in args.tracker for name in word.split(",") if name))
+    return ["tensorboard"] * args.use_tensorboard + ["wandb"] * args.use_wandb
+
+
+def tracker_package(name: str) -> str:
+    """Return what ``pip install`` needs for a tracker."""
+    return TRACKER_PACKAGES.get(name, name)
+
+
+def _check_trackers(args: Args) -> list[str]:
+    problems = []
+    for name in chosen_trackers(args):
+        if name in TRACKER_PACKAGES:
+            if args.tracker is not None and not installed(name):
+                problems.append(f"--tracker {name}: it is not installed; run pip install {tracker_package(name)}")
+        elif not is_hook_path(name):
+            problems.append(
+                f"--tracker {name}: known are {', '.join(TRACKER_PACKAGES)}, and classes of your own (file.py:Name)"
+            )
+    given = [f"--{name.replace('_', '-')}" for name in ("use_tensorboard", "use_wandb") if name in args.explicit]
+    if args.tracker is not None and given:
+        problems.append(f"--tracker and {', '.join(given)} exclude each other: name all trackers in --tracker")
+    return problems
+
+
 def check_sinks(args: Args) -> list[str]:
-    if not args.use_wandb:
+    if "wandb" not in chosen_trackers(args):
         flags = flags_of(type(args)).items()
         idle = [flag.option for name, flag in flags if name.startswith("wandb_") and name in args.explicit]
         idle = [option for option in idle if option != "--wandb-always-use-train-step"]
         if idle:
             args.notices.append(f"without --use-wandb, these flags have no effect: {', '.join(idle)}")
-    problems = []
+    problems = _check_trackers(args)
     if args.tb_experiment_name and not args.tb_project_name:
         problems.append("--tb-experiment-name needs --tb-project-name, its parent folder")
     try:

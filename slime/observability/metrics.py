@@ -1,4 +1,4 @@
-"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard, and optionally Weights & Biases.
+"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard, and the other trackers of ``--tracker``.
 
 A row of ``metrics.jsonl`` is ``{"<step key>": step, "time": wall seconds, "<name>": number, ...}``.
 The step keys are ``train/step``, ``rollout/step`` and ``eval/step``.
@@ -15,12 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from slime.config.observability import chosen_trackers
 from slime.observability.best_effort import AppendedFile, best_effort, replacing
 from slime.observability.run_dir import RunDir, public_settings
+from slime.observability.samples import KeptTexts, read_samples, sample_files
+from slime.observability.trackers import Trackers
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+_TABLE_ROWS = 8  # samples of a rollout in the table of a tracker
 STEP_KEYS = ("train/step", "rollout/step", "eval/step")
 
 
@@ -55,10 +59,13 @@ class MetricsLogger:
             roll_back(run_dir.metrics, resume_from)
         self._rows = AppendedFile(run_dir.metrics, "metrics.jsonl")
         self._tensorboard = None
-        if args.use_tensorboard:
+        chosen = chosen_trackers(args)
+        if "tensorboard" in chosen:
             folder = _tensorboard_dir(args.tb_project_name, args.tb_experiment_name, run_dir)
             self._tensorboard = _TensorBoard(folder, purge_step=resume_from)
-        self._wandb = _start_wandb(args, run_dir) if args.use_wandb else None
+        self._wandb = _start_wandb(args, run_dir) if "wandb" in chosen else None
+        self._trackers = Trackers(args, run_dir.path, resume_from is not None)
+        self._run = run_dir.path
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:
         """Write one row.
@@ -87,6 +94,14 @@ class MetricsLogger:
             if self._global_batch_size:
                 step_key, step = "train/step", step * self._samples_per_rollout // self._global_batch_size
             self._wandb.log({step_key: step, **numbers})
+        self._trackers.log(numbers, step, step_key)
+        if self._trackers and step_key == "rollout/step":
+            self._trackers.samples(self._shown(step), step)
+
+    def _shown(self, step: int) -> list[dict[str, Any]]:
+        """Some samples of a rollout, from the file that the rollout manager has written."""
+        path = sample_files(self._run, "rollout").get(f"rollout_{step:06d}")
+        return KeptTexts(_TABLE_ROWS).chosen(read_samples(path)) if path else []
 
     def _number(self, name: str, value: SupportsFloat) -> float:
         try:
@@ -104,6 +119,7 @@ class MetricsLogger:
         if self._tensorboard is not None:
             with best_effort("TensorBoard events"):
                 self._tensorboard.close()
+        self._trackers.close()
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None

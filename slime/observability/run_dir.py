@@ -55,6 +55,14 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights.jsonl"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

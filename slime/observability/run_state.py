@@ -1,6 +1,7 @@
 """``state.json`` in the folder of a run: which process drives the run, what it does, and how it ended.
 
-The driver replaces the file whenever a phase begins or ends. ``slime doctor`` reads it, also while the run goes on and
+The driver replaces the file whenever a phase begins or ends, and every few seconds while it waits for other processes.
+``slime doctor`` and ``slime ui`` read it, also while the run goes on and
 after the driver was killed.
 """
 
@@ -9,17 +10,24 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slime.observability.best_effort import best_effort, replacing
+from slime.observability.progress import Progress
 
 Status = Literal["running", "completed", "stopped", "failed", "restarting"]
 FILE = "state.json"
 _MOST_CHARACTERS = 20_000
+_MOST_SAID = 16
+_NO_WAIT: Mapping[str, Any] = {"waiting": "", "waiting_since": 0.0, "deadline": 0.0, "said": {}}
+WAIT_SECONDS = 2.0
+"""A wait is recorded when it has lasted so long, and again after each such time."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,11 @@ class RunState:
         phase: The innermost open phase, such as ``rollout`` or ``train``; empty between phases and during the start.
         since: Wall time at which this phase began, or the previous one ended, in seconds since 1970.
         error: The traceback of the error that ended the run; empty if there was none.
+        waiting: What the driver waits for, if it has waited for some seconds; empty otherwise. After an error, what it
+            had waited for.
+        waiting_since: Wall time at which this wait began.
+        deadline: Seconds after which this wait ends with an error.
+        said: What the processes that it waits for last said, by name.
     """
 
     status: Status
@@ -40,6 +53,10 @@ class RunState:
     phase: str
     since: float
     error: str = ""
+    waiting: str = ""
+    waiting_since: float = 0.0
+    deadline: float = 0.0
+    said: Mapping[str, Progress] = field(default_factory=dict)
 
 
 class StateFile:
@@ -48,20 +65,44 @@ class StateFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._state = RunState("running", os.getpid(), socket.gethostname(), "", time.time())
+        self._wrote_wait = 0.0
+        self._lock = threading.Lock()  # an asynchronous run has a second thread that waits
 
     def enter(self, phase: str) -> None:
         """Record the innermost open phase; an empty text if there is none."""
-        self._write(replace(self._state, phase=phase, since=time.time()))
+        self._write(phase=phase, since=time.time(), **_NO_WAIT)
+
+    def wait(self, what: str, since: float, deadline: float, said: Mapping[str, Progress]) -> None:
+        """Record a wait that goes on, at most every :data:`WAIT_SECONDS`.
+
+        Args:
+            since: Wall time at which it began.
+            deadline: Seconds that it may take.
+            said: What the processes last said, by name; that of the first few is kept.
+        """
+        now = time.time()
+        if now - max(self._wrote_wait, since) >= WAIT_SECONDS:
+            self._wrote_wait = now
+            shown = dict(sorted(said.items())[:_MOST_SAID])
+            self._write(waiting=what, waiting_since=since, deadline=deadline, said=shown)
+
+    def wait_over(self) -> None:
+        """Record that the driver got what it waited for."""
+        if self._state.waiting:
+            self._write(**_NO_WAIT)
 
     def end(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended. The phase remains, since it says where an error arose."""
         text = "".join(traceback.format_exception(error)) if error is not None else ""
-        self._write(replace(self._state, status=status, error=text[-_MOST_CHARACTERS:]))
+        self._write(status=status, error=text[-_MOST_CHARACTERS:])
 
-    def _write(self, state: RunState) -> None:
-        self._state = state
-        with best_effort(FILE), replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
+    def _write(self, **changes: Any) -> None:
+        with self._lock:
+            if self._state.status != "running" and "status" not in changes:
+                return  # a thread still waited when the run ended
+            self._state = replace(self._state, **changes)
+            with best_effort(FILE), replacing(self._path) as temporary:
+                temporary.write_text(json.dumps(asdict(self._state)), encoding="utf-8")
 
 
 def read_state(folder: Path) -> RunState | None:

@@ -181,7 +181,7 @@ def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
     ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
     return [
-        f"reward {_reward(sample.reward)} │ {_short(_last_user_text(sample.prompt), width // 2)} → "
+        f"reward {_reward(sample.reward)} │ {_short(last_user_text(sample.prompt), width // 2)} → "
         f"{_short(sample.response, width // 2)} │ label {sample.label}"
         for sample in chosen
     ]
@@ -198,7 +198,7 @@ def _reward(reward: Reward) -> str:
     return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
 
 
-def _last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
+def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """Return the last text of the user, from a list of messages or from a rendered chat template."""
     if isinstance(prompt, str):
         turns = _USER_TURN.findall(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slime.observability.display import Display
+from slime.observability.progress import Progress
 from slime.observability.run_dir import RunDir
-from slime.observability.run_state import FILE, StateFile, read_state
+from slime.observability.run_state import FILE, RunState, StateFile, read_state
 
 
 def display(folder: Path) -> Display:
@@ -68,3 +70,47 @@ def test_the_lines_of_the_terminal_are_in_the_log(tmp_path: Path) -> None:
         pass
     lines = (tmp_path / "logs" / "driver.log").read_text().splitlines()
     assert len(lines) == 2 and lines[0].endswith(" warning: a line") and "train" in lines[1]
+
+
+def test_a_wait_is_recorded_when_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("slime.observability.run_state.time.time", lambda: clock[0])
+    file = StateFile(tmp_path)
+    file.enter("rollout")
+    said: dict[str, Progress] = {f"rank {i:02d}": {"phase": "generate", "done": i} for i in range(40)}
+    for clock[0] in (1001.0, 1001.9):  # most waits are short, and cost no write
+        file.wait("rollout 3 to be generated", 1000.0, 60.0, said)
+        assert read_state(tmp_path) == RunState("running", os.getpid(), socket.gethostname(), "rollout", 1000.0)
+    clock[0] = 1002.0
+    file.wait("rollout 3 to be generated", 1000.0, 60.0, said)
+    state = read_state(tmp_path)
+    assert state is not None and (state.waiting, state.deadline, len(state.said)) == (
+        "rollout 3 to be generated",
+        60.0,
+        16,
+    )
+    clock[0] = 1003.0
+    file.wait("rollout 3 to be generated", 1000.0, 60.0, {})
+    assert read_state(tmp_path) == state  # written again only after some seconds
+    file.end("failed", TimeoutError("too late"))
+    assert (state := read_state(tmp_path)) is not None and state.waiting == "rollout 3 to be generated"
+    other = StateFile(tmp_path)
+    other.wait("rollout 3 to be generated", 1000.0, 60.0, said)
+    other.wait_over()
+    assert (state := read_state(tmp_path)) is not None and (state.waiting, state.said) == ("", {})
+
+
+def test_a_thread_that_still_waits_does_not_undo_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.observability.run_state.WAIT_SECONDS", 0.0)
+    state = StateFile(tmp_path)
+    state.end("failed", ValueError("why"))
+    state.wait("the engines", 0.0, 60.0, {})
+    found = read_state(tmp_path)
+    assert found is not None and found.status == "failed" and "why" in found.error and not found.waiting
+
+
+def test_a_state_of_an_older_release_is_read(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(
+        '{"status": "failed", "pid": 1, "host": "h", "phase": "train", "since": 1.0, "error": "E"}'
+    )
+    assert read_state(tmp_path) == RunState("failed", 1, "h", "train", 1.0, "E")

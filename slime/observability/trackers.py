@@ -1,0 +1,227 @@
+"""The trackers of ``--tracker`` beside TensorBoard and Weights & Biases: MLflow, Trackio, SwanLab, and the user's own.
+
+Each package is imported when a run with it begins. An error of a tracker while the run trains is told once, and the run
+goes on: ``metrics.jsonl`` has all numbers in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.config.hooks import load_function
+from slime.config.observability import chosen_trackers, tracker_package
+from slime.observability.run_dir import public_settings
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+logger = logging.getLogger(__name__)
+Cells = Mapping[str, object]
+"""One row of a table of samples: ``prompt``, ``response``, ``label``, ``reward``."""
+COLUMNS = ("prompt", "response", "label", "reward")
+
+
+class TrackerError(ValueError):
+    """A tracker cannot be started; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a tracker is told about its run.
+
+    Attributes:
+        project: Project, or experiment of MLflow (``--tracker-project``).
+        folder: Folder of the run; its name is the name of the run.
+        config: All settings of the run without secrets.
+        resumed: Whether the run continues one of the same name.
+    """
+
+    project: str
+    folder: Path
+    config: Mapping[str, object]
+    resumed: bool = False
+
+    @classmethod
+    def from_args(cls, args: Args, folder: Path, resumed: bool) -> Tracked:
+        return cls(args.tracker_project, folder, public_settings(vars(args)), resumed)
+
+
+class Tracker(ABC):
+    """Where the metrics of a run go. A class of the user's is created with a :class:`Tracked`."""
+
+    @abstractmethod
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        """Take the metrics of a step; ``step_key`` is ``rollout/step``, ``train/step`` or ``eval/step``. Numbers that
+        are not finite are left out."""
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        """Take some samples of a rollout."""
+        return None
+
+    def close(self) -> None:
+        """The run has ended."""
+        return None
+
+
+class Mlflow(Tracker):
+    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files lie in ``mlruns/`` of the run's folder. A resumed run
+    continues the MLflow run of its name."""
+
+    def __init__(self, run: Tracked) -> None:
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a run without a server needs no database
+            uri = (run.folder / "mlruns").resolve().as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        self._id = (
+            self._earlier(experiment, run) or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
+        )
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+
+    def _earlier(self, experiment: str, run: Tracked) -> str | None:
+        if not run.resumed:
+            return None
+        runs = self._client.search_runs([experiment], order_by=["attributes.start_time DESC"])
+        return next((found.info.run_id for found in runs if found.info.run_name == run.folder.name), None)
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        names = {name: re.sub(r"[^\w\-. /:]", "_", name) for name in numbers}
+        metrics = [Metric(names[name], value, now, step) for name, value in numbers.items()]
+        for begin in range(0, len(metrics), 1000):  # the most that a server takes at once
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        table = {"step": [step] * len(rows), **{column: [_cell(row, column) for row in rows] for column in COLUMNS}}
+        self._client.log_table(self._id, table, "samples.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio(Tracker):
+    """Trackio. Its database lies in ``TRACKIO_DIR``; ``trackio show`` serves it."""
+
+    def __init__(self, run: Tracked) -> None:
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(
+            project=run.project,
+            name=run.folder.name,
+            config=dict(run.config),
+            resume="allow" if run.resumed else "never",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        self._trackio.log(dict(numbers), step=step)
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        data = [[_cell(row, column) for column in COLUMNS] for row in rows]
+        self._trackio.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class Swanlab(Tracker):
+    """SwanLab. Its files lie in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` says whether they are sent."""
+
+    def __init__(self, run: Tracked) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        folder = run.folder / "swanlog"
+        folder.mkdir(exist_ok=True)
+        swanlab.init(project=run.project, experiment_name=run.folder.name, config=dict(run.config), logdir=str(folder))
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        self._swanlab.log(dict(numbers), step=step)
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        texts = ["\n\n".join(f"{column}: {_cell(row, column)}" for column in COLUMNS) for row in rows]
+        self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Tracked], Tracker]] = {"mlflow": Mlflow, "trackio": Trackio, "swanlab": Swanlab}
+
+
+class Trackers:
+    """All trackers of a run that are not part of :class:`slime.observability.metrics.MetricsLogger` itself.
+
+    Raises:
+        TrackerError: A package is missing, or a tracker cannot be started.
+    """
+
+    def __init__(self, args: Args, folder: Path, resumed: bool) -> None:
+        run = Tracked.from_args(args, folder, resumed)
+        names = [name for name in chosen_trackers(args) if name not in ("tensorboard", "wandb")]
+        self._started = {name: _start(name, run) for name in names}
+        self._told: set[str] = set()
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        self._each(lambda tracker: tracker.log(finite, step, step_key))
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        if rows:
+            self._each(lambda tracker: tracker.samples(rows, step))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+        self._started = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._started)
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._started.items():
+            try:
+                call(tracker)
+            except Exception as error:  # a tracker is a program of others, often behind a network
+                if name not in self._told:
+                    self._told.add(name)
+                    logger.warning(
+                        "--tracker %s: %s: %s (told once; the run goes on)", name, type(error).__name__, error
+                    )
+
+
+def _start(name: str, run: Tracked) -> Tracker:
+    try:
+        made: Any = TRACKERS[name](run) if name in TRACKERS else load_function(name)(run)
+    except ImportError as error:
+        raise TrackerError(f"--tracker {name}: {error}; run pip install {tracker_package(name)}") from error
+    except Exception as error:  # as above
+        raise TrackerError(f"--tracker {name}: it cannot be started: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Tracker):
+        raise TrackerError(
+            f"--tracker {name}: it is a {type(made).__name__}, not a slime.observability.trackers.Tracker"
+        )
+    return made
+
+
+def _cell(row: Cells, column: str) -> object:
+    value = row.get(column)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)

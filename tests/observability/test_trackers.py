@@ -1,0 +1,142 @@
+"""``--tracker``: the real packages on local stores, a class of the user's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from make_args import make_args
+
+from slime.config.args import Args
+from slime.config.observability import check_sinks
+from slime.observability.metrics import MetricsLogger, read_metrics
+from slime.observability.run_dir import RunDir
+from slime.observability.trackers import TrackerError
+
+OWN = """
+from slime.observability.trackers import Tracker
+
+class Lines(Tracker):
+    def __init__(self, run):
+        self.file = (run.folder / "lines.txt").open("a")
+        self.file.write(f"{run.project} {run.config['lr']} {run.config['wandb_key']}\\n")
+
+    def log(self, numbers, step, step_key):
+        if step == 1:
+            raise OSError("no network")
+        self.file.write(f"{step_key} {step} {numbers}\\n")
+
+    def samples(self, rows, step):
+        self.file.write(f"{[row['response'] for row in rows]}\\n")
+
+    def close(self):
+        self.file.write("closed\\n")
+        self.file.close()
+"""
+
+
+def run_args(folder: Path, *trackers: str, **flags: object) -> Args:
+    return make_args(tracker=list(trackers), output_dir=str(folder), run_name="r", **flags)
+
+
+def log_three(args: Args, resume: bool = False) -> RunDir:
+    run = RunDir.create(args, resume=resume)
+    log = MetricsLogger(args, run, 2 if resume else None)
+    for step in range(2, 4) if resume else range(3):
+        rows = [{"prompt": "p", "response": f"r{step}{i}", "label": None, "reward": i / 20} for i in range(20)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (run.path / "samples" / f"rollout_{step:06d}.jsonl").write_text(text)
+        log.log({"rollout/reward": step / 4, "train/loss@k": 1.0, "train/odd": float("nan")}, step)
+    log.log({"eval/x": 0.5}, 2, "eval/step")
+    log.close()
+    return run
+
+
+def test_a_class_of_the_users_gets_all_and_cannot_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    run = log_three(run_args(tmp_path, f"{tmp_path}/own.py:Lines", tracker_project="mine", wandb_key="s3cret"))
+    lines = (run.path / "lines.txt").read_text().splitlines()
+    assert lines[0].startswith("mine ") and "s3cret" not in lines[0]
+    assert lines[1] == "rollout/step 0 {'rollout/reward': 0.0, 'train/loss@k': 1.0}"
+    assert lines[2] == "['r00', 'r02', 'r05', 'r07', 'r010', 'r012', 'r015', 'r017']"
+    assert lines[-2:] == ["eval/step 2 {'eval/x': 0.5}", "closed"]
+    assert caplog.text.count("OSError: no network") == 1 and len(read_metrics(run.metrics)) == 4
+    assert not list(run.tensorboard.glob("events*")), "only the trackers that are named"
+
+
+def test_tensorboard_is_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    run = log_three(run_args(tmp_path, f"tensorboard,{tmp_path}/own.py:Lines"))
+    assert list(run.tensorboard.glob("events*")) and (run.path / "lines.txt").exists()
+
+
+def test_mlflow_has_the_curve_the_table_and_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'slime[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    args = run_args(tmp_path, "mlflow", tracker_project="sums", lr=2e-6)
+    run = log_three(args)
+    log_three(args, resume=True)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("sums")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == "r" and found.info.status == "FINISHED", "the resumed run went on in the same one"
+    curve = [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, "rollout/reward")]
+    assert sorted(set(curve)) == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
+    assert found.data.metrics["train/loss_k"] == 1.0 and "train/odd" not in found.data.metrics
+    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))).read_text())
+    assert set(table["columns"]) == {"step", "prompt", "response", "label", "reward"} and len(table["data"]) == 40
+    config = Path(client.download_artifacts(found.info.run_id, "config.yaml", str(tmp_path))).read_text()
+    assert "lr: 2.0e-06" in config
+
+
+TRACKIO = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from test_trackers import log_three, run_args
+log_three(run_args(Path(sys.argv[3]), "trackio", tracker_project="sums"))
+"""
+
+
+def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="pip install 'slime[trackio]'")
+    here = Path(__file__).parent
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db")}  # it is read at import, so in another process
+    command = [sys.executable, "-c", TRACKIO, str(here), str(here.parent), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)
+    with sqlite3.connect(tmp_path / "db" / "sums.db") as database:
+        rows = database.execute("select step, metrics from metrics where run_name = 'r' order by id").fetchall()
+    logged = [(step, json.loads(text)) for step, text in rows]
+    assert {step: row["rollout/reward"] for step, row in logged if "rollout/reward" in row} == {0: 0.0, 1: 0.25, 2: 0.5}
+    assert any("r017" in json.dumps(row.get("samples")) for _, row in logged)
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "said"),
+    [
+        (["tensorbord"], {}, "--tracker tensorbord: known are tensorboard, wandb, mlflow"),
+        (["tensorboard"], {"use_wandb": True}, "--tracker and --use-wandb exclude each other"),
+        (["swanlab"], {}, "--tracker swanlab: it is not installed; run pip install 'slime[swanlab]'"),
+    ],
+)
+def test_mistakes_are_told_before_the_run(
+    words: list[str], flags: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.config.observability.installed", lambda module: module != "swanlab")
+    (problem,) = check_sinks(make_args(tracker=words, **flags))
+    assert said in problem
+
+
+def test_a_class_that_is_no_tracker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("class Other:\n    def __init__(self, run):\n        pass\n")
+    args = run_args(tmp_path, f"{tmp_path}/other.py:Other")
+    with pytest.raises(TrackerError, match=r"it is a Other, not a slime\.observability\.trackers\.Tracker"):
+        MetricsLogger(args, RunDir.create(args), None)
