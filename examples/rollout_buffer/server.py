@@ -30,7 +30,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -39,6 +39,7 @@ MAX_BODY_BYTES = 64 << 20
 KEY_FILE = Path("~/.cache/slime/rollout_buffer.key")
 OWN_NAMES = {"localhost", "[::1]", socket.gethostname()}
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,7 +54,10 @@ class TaskBuffer:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def start(self, task: Row) -> None:
-        self.waiting.update(group["group_index"] for group in task["groups"])
+        groups = need(task, "groups", list)
+        if not all(isinstance(group, dict) for group in groups):
+            raise ValueError("groups must be a list of objects")
+        self.waiting.update([need(group, "group_index", int) for group in groups])
         running = asyncio.get_running_loop().create_task(self.generator.run_rollout(task))
         self.tasks.add(running)
         running.add_done_callback(self._ended)
@@ -69,9 +73,10 @@ class TaskBuffer:
             raise ValueError(f"group {group_index} was not asked for, or was written before")
         for sample in samples:
             check_sample(sample)
-        self.waiting.discard(group_index)
         samples = getattr(self.generator, "transform_group", lambda group: group)(samples)
-        if getattr(self.generator, "is_valid_group", lambda group: True)(samples):
+        valid = getattr(self.generator, "is_valid_group", lambda group: True)(samples)
+        self.waiting.discard(group_index)  # not before: a group that is refused can be written again
+        if valid:
             self.ready.append({"group_index": group_index, "samples": samples})
         else:
             self.rejected.append(group_index)
@@ -83,15 +88,31 @@ class TaskBuffer:
         return {"groups": groups, "rejected": rejected, "waiting": len(self.waiting), "error": self.error}
 
 
+def need(body: Row, name: str, kind: type[T]) -> T:
+    """A field of a request.
+
+    Raises:
+        ValueError: it is missing or of another type.
+    """
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {str(value)[:100]}")
+    return value
+
+
 def check_sample(sample: Row) -> None:
     """Training needs ids and the log-prob of each: text alone cannot be trained on exactly.
 
     Raises:
         ValueError: a field is missing, or lengths do not go together.
     """
+    if not isinstance(sample, dict):
+        raise ValueError("a sample must be an object")
     if missing := [name for name in NEEDED if sample.get(name) is None]:
         raise ValueError(f"a sample lacks {', '.join(missing)}")
-    length = sample["response_length"]
+    length = need(sample, "response_length", int)
+    for name in ("tokens", "rollout_log_probs", "loss_mask"):
+        need(sample, name, list)
     for name in ("rollout_log_probs", "loss_mask"):
         if len(sample[name]) != length:
             raise ValueError(f"a sample has {len(sample[name])} entries in {name}, but response_length is {length}")
@@ -154,7 +175,9 @@ def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Appli
     buffers = {name: TaskBuffer(module) for name, module in generators.items()}
 
     def buffer_of(body: Row) -> TaskBuffer:
-        if body.get("task_type") not in buffers:
+        if not isinstance(body, dict):
+            raise ValueError("the body must be an object")
+        if body.get("task_type") not in [*buffers]:
             raise ValueError(f"no generator for task_type {body.get('task_type')!r}; there are {', '.join(buffers)}")
         return buffers[body["task_type"]]
 
@@ -163,18 +186,19 @@ def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Appli
         return {"started": len(body["groups"])}
 
     async def write(body: Row) -> Row:
-        buffer_of(body).write(body["group_index"], body["samples"])
+        buffer_of(body).write(need(body, "group_index", int), need(body, "samples", list))
         return {"ok": True}
 
     async def get_rollout_data(body: Row) -> Row:
-        return buffer_of(body).take(body["num_groups"])
+        return buffer_of(body).take(need(body, "num_groups", int))
 
     def post(path: str, call: Any) -> web.RouteDef:
         async def handler(request: web.Request) -> web.Response:
             try:
                 return web.json_response(await call(await request.json()))
-            except (ValueError, KeyError) as error:
-                return web.json_response({"error": f"{path}: {error}"}, status=400)
+            # A generator's own checks of a group raise what they like.
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                return web.json_response({"error": f"{path}: {type(error).__name__}: {error}"}, status=400)
 
         return web.post(path, handler)
 

@@ -155,6 +155,7 @@ class EnginePool:
         log.pending["perf/update_weights_wire_bytes"] = float(report.nbytes)
         log.pending["perf/update_weights_density"] = report.density
         log.pending["perf/update_weights_audit_time"] = report.audit_seconds
+        log.record_weights(report)
         return True
 
     def _send(self, actor: TrainGroup, urls: list[str]) -> UpdateReport:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slime.cluster.polling import WaitExpired
 from slime.cluster.stop_signals import StopSignals
 from slime.observability.progress import Progress
+from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,12 +35,17 @@ class Waiter:
         on_status: Called with what the processes report, about twice a second.
         silence: Seconds without an answer to ``status()`` after which an actor that has answered before counts as
             lost. None: It is waited for until the deadline.
+        state: Where the wait is recorded while it goes on, for ``slime ui``.
     """
 
     def __init__(
-        self, stop: StopSignals, on_status: Callable[[Progress], None] | None = None, silence: float | None = None
+        self,
+        stop: StopSignals,
+        on_status: Callable[[Progress], None] | None = None,
+        silence: float | None = None,
+        state: StateFile | None = None,
     ) -> None:
-        self.stop, self.on_status, self.silence = stop, on_status, silence
+        self.stop, self.on_status, self.silence, self.state = stop, on_status, silence, state
         # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known in the next.
         self._polls: dict[str, _Poll] = {}
 
@@ -71,7 +77,7 @@ class Waiter:
         """
         import ray
 
-        start = time.monotonic()
+        start, began = time.monotonic(), time.time()
         status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
@@ -81,6 +87,8 @@ class Waiter:
                 ray.get(ready)
             if pending and status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
+            if pending and self.state is not None:
+                self.state.wait(what, began, deadline, status.latest)
             self.stop.check()
             if pending and meanwhile is not None:
                 meanwhile()
@@ -95,6 +103,8 @@ class Waiter:
                     f"{', '.join(silent)} did not answer for {self.silence:.0f} s (--status-timeout); waited for {what}"
                     f"\n{status.report()}"
                 )
+        if self.state is not None:  # after an error, the state keeps what was waited for
+            self.state.wait_over()
         return list(ray.get(list(refs)))
 
 

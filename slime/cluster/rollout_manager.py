@@ -85,8 +85,7 @@ class RolloutManager(EngineManager):
         import ray
 
         from slime.cluster.manager_client import RolloutBatch
-        from slime.data.convert import samples_to_train_data, split_train_data
-        from slime.data.staleness import add_staleness
+        from slime.data.convert import parts_of_ranks
         from slime.observability.best_effort import take_warnings
 
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
@@ -94,14 +93,10 @@ class RolloutManager(EngineManager):
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
-        train_data = samples_to_train_data(self.args, groups)
-        add_staleness(train_data, flatten(groups), rollout_id)
-        parts = split_train_data(self.args, train_data, self.layout.dp, self.layout.schedule())
+        parts = parts_of_ranks(self.args, groups, rollout_id, self.layout)
         # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.
         if all("group_indices" in part for part in parts):
             self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
-        for part in parts:
-            part["rollout_id"] = rollout_id
         return RolloutBatch([ray.put(part) for part in parts], metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:

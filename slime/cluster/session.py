@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ class ClusterError(RuntimeError):
 def connect() -> None:
     """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private one.
 
-    A private cluster listens only on the loopback interface and ends with this process. If the program has called
+    A private cluster listens only on the loopback interface, asks for a token that only this run has, and ends with
+    this process. If the program has called
     ``ray.init`` itself, its connection is used, and :func:`disconnect` leaves it open.
     """
     global _connected
@@ -46,12 +48,16 @@ def connect() -> None:
     _connected, before = True, psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
-        common["runtime_env"] = {"env_vars": {"PYTHONPATH": _python_path()}}
+        common["runtime_env"] = {"env_vars": {"PYTHONPATH": python_path()}}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
+    _require_own_token()
     # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's default, is useless.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    # Every actor has an environment of its own, so workers that Ray starts in advance would never be used.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
     # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
     ray.init(
         address="local",
@@ -62,6 +68,21 @@ def connect() -> None:
         **common,
     )
     _started[:] = [process for process in psutil.Process().children() if process not in before]
+
+
+def _require_own_token() -> None:
+    """Let Ray's processes of a private cluster refuse everyone who does not have this run's token.
+
+    Other users of the machine can reach the ports on the loopback interface, and whoever submits a task there runs code
+    as this user. Ray's own default is one token for all clusters of a user, in a file that others may read
+    (``~/.ray/auth_token``, mode 0644). This token is only in the environment of this process and of its descendants. It
+    remains for later runs of the same program, because Ray reads it once per process.
+
+    ``RAY_AUTH_MODE`` is not set here. Ray reads it when it is imported, and if it is not set, ``ray.init`` turns tokens
+    on for a new local cluster.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def disconnect() -> None:
@@ -105,7 +126,7 @@ def _object_store_bytes(shared: str = "/dev/shm") -> int:
     return int(max(most, 256 * 2**20))
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """The import path for actors, so that they find hooks in the working directory, and this package."""
     here = str(Path(__file__).resolve().parents[2])
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

@@ -98,7 +98,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         check_resources(args, slots.total)
         placement = parts.placement = Placement(slots)
         args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
-        waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
+        waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None, log.display.state)
         manager = parts.manager = _start_manager(args, parts, placement, waiter, keys := RunKeys.from_args(args))
         shares_memory = args.offload_rollout and placement.slots.train > 0
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
@@ -129,7 +129,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
         settings = settings_of(args)
         restore_rollouts(begin, settings, manager, log)
-        metrics = open_metrics(args, parts)
+        metrics = _open_records(args, asynchronous, parts, placement)
     pool_settings = EnginePoolSettings.from_args(args)
     pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     save = SnapshotSettings.from_args(args, begin.attempt, placement.slots.train, settings)
@@ -193,6 +193,25 @@ def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainG
         for group in groups:
             answers |= group.try_folder(*where)
         trial.check(answers)
+
+
+def _open_records(args: Args, asynchronous: bool, parts: Parts, placement: Placement) -> MetricsLogger:
+    """Write the values that the start has settled to the folder of the run, and open the metrics log."""
+    from slime.observability.run_record import Settled, append_attempt
+
+    settled = Settled(
+        asynchronous=asynchronous,
+        on_gpu=placement.on_gpu,
+        num_rollout=int(args.num_rollout or 0),
+        threads=int(args.threads_per_process or 1),
+        max_tokens=args.max_tokens_per_gpu,
+        forward_tokens=args.log_probs_max_tokens_per_gpu,
+        first_rollout=parts.begin.first_rollout,
+        loaded=str(parts.begin.snapshot.path.absolute()) if parts.begin.snapshot is not None else None,
+        working_directory=str(Path.cwd()),
+    )
+    append_attempt(parts.dir, settled)
+    return open_metrics(args, parts)
 
 
 def open_metrics(args: Args, parts: Parts) -> MetricsLogger:

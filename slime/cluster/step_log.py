@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from slime.observability.metrics import MetricsLogger
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
+    from slime.weights.update import UpdateReport
 
 MOST_SPANS = 500
 """How many of the newest timed phases are kept for the trace of a rollout."""
@@ -71,6 +74,13 @@ class StepLog:
     def note(self, text: str) -> None:
         """Print a line."""
         self.display.note(text)
+
+    def record_weights(self, report: UpdateReport) -> None:
+        """Write the digest of the weights that the engines hold, if the audit has computed those of all tensors."""
+        if self.display.run_dir is None or not report.digests:
+            return
+        digest = digest_of_digests(report.digests)
+        append_weights(self.display.run_dir, SentWeights(report.version, digest, report.dtype, len(report.digests)))
 
     def add_rollout(self, batch: RolloutBatch) -> None:
         """Add a rollout's metrics to the current step, and show a few of its texts and its warnings."""

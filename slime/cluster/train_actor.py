@@ -44,6 +44,19 @@ class TrainResult(TypedDict):
     values: Values | None
 
 
+def refresh_old_actor(backend: TrainBackend, behind: bool) -> None:
+    """Update the copy ``old_actor`` after the engines have got the actor's weights (``--keep-old-actor``).
+
+    Args:
+        behind: Make the copy equal to the weights that the engines held before, if there are any, instead of the
+            new ones. The copy ``rollout_actor``, which exists from the first call on, keeps what the engines hold.
+    """
+    before: ModelTag = "rollout_actor" if behind and "rollout_actor" in backend.moving_copies else "actor"
+    backend.copy_weights(before, "old_actor")
+    if behind:
+        backend.copy_weights("actor", "rollout_actor")
+
+
 class TrainActor:
     """One rank. All calls run on one thread in the order of their arrival, except those in ``OWN_THREADS``."""
 
@@ -230,16 +243,7 @@ class TrainActor:
         self.backend.copy_weights(source, target)
 
     def refresh_old_actor(self, behind: bool) -> None:
-        """Update the copy ``old_actor`` after the engines have got the actor's weights (``--keep-old-actor``).
-
-        Args:
-            behind: Make the copy equal to the weights that the engines held before, if there are any, instead of the
-                new ones. The copy ``rollout_actor``, which exists from the first call on, keeps what the engines hold.
-        """
-        before: ModelTag = "rollout_actor" if behind and "rollout_actor" in self.backend.moving_copies else "actor"
-        self.backend.copy_weights(before, "old_actor")
-        if behind:
-            self.backend.copy_weights("actor", "rollout_actor")
+        refresh_old_actor(self.backend, behind)
 
     def save(self, directory: str) -> None:
         self.written = self.backend.save(Path(directory))

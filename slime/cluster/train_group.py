@@ -50,7 +50,13 @@ class TrainGroup:
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
         actors = actor_class_with_own_threads(TrainActor)
-        environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
+        # A collective that times out leaves a record of each rank's last operations, which slime doctor compares.
+        recorder = {
+            "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        }
+        own = {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}
+        environment = {"env_vars": {**recorder, **own}}
         self.ranks = [
             actors.options(**placement.train_options(rank), runtime_env=environment).remote(
                 args, role, rank, world_size, str(log_dir), engine_keys

@@ -4,11 +4,12 @@ copy ``old_actor`` holds."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slime.config.rollout import old_actor_lag
 
 if TYPE_CHECKING:
+    from slime.backends.base import ModelTag
     from slime.cluster.step_log import StepLog
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches
@@ -36,6 +37,14 @@ class TrainerSettings:
         return cls(bool(args.offload_train), colocated, args.num_critic_only_steps, args.ref_update_interval)
 
 
+class HoldsCopies(Protocol):
+    """The training ranks of an actor, as :class:`OldActor` sees them."""
+
+    def copy_weights(self, source: ModelTag, target: ModelTag) -> None: ...
+
+    def refresh_old_actor(self, behind: bool) -> None: ...
+
+
 class OldActor:
     """Keeps the copy ``old_actor`` equal to the weights that generated the rollout that is trained next.
 
@@ -61,7 +70,7 @@ class OldActor:
         is_kept = bool(args.keep_old_actor)
         return cls(is_kept, (old_actor_lag(args) or 0) if asynchronous and is_kept else 0)
 
-    def updated(self, actor: TrainGroup, version: str) -> None:
+    def updated(self, actor: HoldsCopies, version: str) -> None:
         """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does nothing.
 
         Calls are repeated when a weight update is repeated because engines were lost.
@@ -71,7 +80,7 @@ class OldActor:
             self._steps_behind = 0 if self.lag == 1 else None
             actor.refresh_old_actor(behind=self.lag == 1)
 
-    def before_step(self, actor: TrainGroup) -> None:
+    def before_step(self, actor: HoldsCopies) -> None:
         """Prepare the copy for the rollout that is about to be trained."""
         # The first rollout after an update still has the weights from before it. With the second one, the copy moves on
         # to ``rollout_actor``, in which the ranks keep what the engines hold.

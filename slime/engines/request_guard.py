@@ -52,7 +52,7 @@ def _refusal(request: web.Request, own: set[str], keys: ServerKeys) -> tuple[int
     if "Origin" in headers or headers.get("Sec-Fetch-Site") in _FROM_A_PAGE:
         return 403, "requests from web pages are refused (the request has an Origin or Sec-Fetch-Site header)"
     host = headers.get("Host", "")
-    if not _is_own(host, own):
+    if not names_this_server(host, own):
         return 403, f"the Host header names {host!r}, which is not this server; use its IP address or localhost"
     if not keys.admits(request.path, headers.get("Authorization", "")):
         return 401, "the request needs the key of this run in its header 'Authorization: Bearer …'"
@@ -63,7 +63,7 @@ def _refusal(request: web.Request, own: set[str], keys: ServerKeys) -> tuple[int
     return None
 
 
-def _is_own(host: str, own: set[str]) -> bool:
+def names_this_server(host: str, own: set[str]) -> bool:
     """Return whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
     if host.startswith("["):
         name = host[1:].partition("]")[0]

@@ -24,7 +24,7 @@ class AdapterSync:
     """What a trainer of an adapter (LoRA) sends.
 
     Attributes:
-        changing: The names of the tensors that training changes. Engines that have a version of this run need only
+        changing: The names of the tensors that training changes. Engines that hold a version of this run need only
             these.
         config: The content of PEFT's ``adapter_config.json`` with the whole names of the layers, if the factors of the
             adapter are sent. None if it is merged into the weights.
@@ -48,6 +48,8 @@ class WeightSyncSettings:
             each engine.
         train_dtype, rollout_dtype: Names of dtypes such as ``bfloat16``.
         only_train, freeze: Regular expressions for parameter names.
+        engines_lose_weights: Whether engines lose their weights while their memory is released, so that frozen tensors
+            must be sent each time. SGLang does; the embedded engine keeps them in host memory.
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
@@ -71,6 +73,7 @@ class WeightSyncSettings:
     audit_threshold: float | None
     only_train: tuple[str, ...]
     freeze: tuple[str, ...]
+    engines_lose_weights: bool
     step_seconds: float
     phase_seconds: float
     on_written: Written | None = None
@@ -107,6 +110,7 @@ class WeightSyncSettings:
             audit_threshold=args.audit_threshold,
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
+            engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang",
             step_seconds=min(args.distributed_timeout_minutes * 60.0, args.phase_timeout * _DRIVER_MARGIN),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),

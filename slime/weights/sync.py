@@ -185,10 +185,10 @@ class _Sender:
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Divide the stream into buckets and pass them on, and compute the digests that the audit needs."""
         dtype, leave_out_frozen = _engine_dtype(plan, self.settings.rollout_dtype), self._engines_are_ours(plan)
+        self.report.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         try:
             if self.peers is not None:
-                name = str(dtype).removeprefix("torch.") if dtype is not None else None
-                self.peers.open({"dtype": name, "leave_out_frozen": leave_out_frozen})
+                self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
             transforms = _transforms(self.settings, dtype, leave_out_frozen)
             size = self.settings.bucket_bytes(self.transport.bucket_bytes)
             for bucket in _finished(iter_buckets(source, size, transforms)):
@@ -201,11 +201,11 @@ class _Sender:
         handoff.close()
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
-        """Return whether every engine has a version that this run has sent, so that it has the frozen tensors already.
+        """Return whether every engine still holds a version that this run has sent, with the frozen tensors.
 
         Then frozen tensors need not be sent, except with transports that write complete versions to files.
         """
-        if self.transport.name in ("disk", "delta") or self.check_equal:
+        if self.transport.name in ("disk", "delta") or self.check_equal or self.settings.engines_lose_weights:
             return False
         attempt = parse_version(self.version).attempt
         held = [info.weight_version for info in plan.infos.values()]

@@ -83,6 +83,8 @@ class UpdateReport:
     density: float = 1.0  # changed bytes divided by all bytes
     audit_seconds: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
+    dtype: str | None = None
+    """The dtype to which floating-point tensors were cast, without ``torch.``; None if they were not cast."""
 
 
 class WeightSyncError(RuntimeError):

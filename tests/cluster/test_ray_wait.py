@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from slime.cluster.polling import WaitExpired, wait_for
 from slime.cluster.ray_wait import Waiter
 from slime.cluster.stop_signals import StopRequested, StopSignals
+from slime.observability.run_state import StateFile
 
 pytestmark = pytest.mark.real
 
@@ -48,6 +50,25 @@ def worker_class() -> Iterator:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
     yield actor_class_with_own_threads(Worker).options(num_cpus=0.01)
     ray.shutdown()
+
+
+def test_a_wait_that_lasts_is_in_the_state_of_the_run(worker_class, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("slime.observability.run_state.WAIT_SECONDS", 0.3)
+    seen = []
+
+    class Watched(StateFile):
+        def _write(self, **changes: Any) -> None:
+            super()._write(**changes)
+            seen.append(self._state)
+
+    one, other, waited = worker_class.remote(), worker_class.remote(), Watched(tmp_path)
+    stop = StopSignals()
+    Waiter(stop, state=waited).get([one.work.remote(3)], "the product", 60, actors={"rank 0": other})
+    assert {state.waiting for state in seen[:-1]} == {"the product"} and seen[-1].waiting == ""
+    assert seen[-2].said["rank 0"]["total"] == 8 and seen[-2].deadline == 60
+    count = len(seen)
+    Waiter(stop, state=waited).get([one.work.remote(0)], "nothing", 30)
+    assert len(seen) == count  # a short wait writes nothing
 
 
 def test_the_private_cluster_listens_on_the_loopback_only(worker_class) -> None:

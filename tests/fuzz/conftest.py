@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
+for _room in ("engines", "config", "agent", "examples"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / _room))
 
-from config_parts import workplace
+from config_parts import workplace  # noqa: E402
 
 __all__ = ["workplace"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
+
+CASES = int(os.environ.get("SLIME_FUZZ_CASES", "300"))
+"""The number of cases of each fuzzer. CONTRIBUTING has the command for more of them."""
 
 TEXTS = (
     *(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from odd_values import TEXTS, value
+from odd_values import CASES, TEXTS, value
 
 from slime.config import passthrough
 from slime.config.args import FLAGS
@@ -17,7 +17,7 @@ from slime.engines.plan import plan_engines
 from slime.rollout.rm_hub import check_label
 from slime.rollout.rm_hub.checks import check_rewards
 
-CASES, CHUNKS = 300, 20
+CHUNKS = 20
 OPTIONS = [flag.option for flag in FLAGS.values()]
 NAMES = [*FLAGS, *(f"sglang_{name}" for name in passthrough.by_name("sglang")), *passthrough.by_name("megatron")]
 SETTINGS = [

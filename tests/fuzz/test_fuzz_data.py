@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from engine_parts import make_tokenizer
-from odd_values import TEXTS, value
+from odd_values import CASES, TEXTS, value
 
 from slime.config.files import first_row
 from slime.data.dataset import Dataset
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, RowFile
 
-CASES, CHUNKS = 300, 10
+CHUNKS = 10
 COLUMNS = ("prompt", "label", "metadata", "tools", "images")
 MOST_ROWS = 200
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from engine_parts import save_tiny_llama
-from odd_values import value
+from odd_values import CASES, value
 from served_engine import Served, served
 
-CASES, CHUNKS = 300, 10
+CHUNKS = 10
 SAMPLING = [
     "max_new_tokens",
     "min_new_tokens",

@@ -161,6 +161,9 @@ def test_frozen_tensors_travel_once(pair: list[EngineHandle], model: Path, tmp_p
     total = len(named_weights(trained))
     assert sync(args, trained, pair, transport, "7.0").tensors == total  # nothing from this attempt is there yet
     assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained)).tensors == total - 1
+    # SGLang's memory saver frees the weights of colocated engines, also those that are not trained.
+    args = sync_args(freeze_params_name_list=["embed_tokens"], rollout_backend="sglang", offload_rollout=True)
+    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained)).tensors == total
 
 
 def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.models.shards import ModelError, read_headers, shorten
 from slime.weights.published import publishing
 from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, stream
@@ -51,9 +52,10 @@ class DiskTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         result = SendResult()
-        path = await self._write(update, result)
+        path, names = await self._write(update, result)
         if self.written is not None:
             await asyncio.to_thread(self.written, path, engines)
+        await asyncio.to_thread(require_whole, path, names)
         ready = await open_window() if open_window is not None else engines
         what = f"load {path}"
         _, result.failed = await on_each(
@@ -71,7 +73,7 @@ class DiskTransport:
             await asyncio.to_thread(shutil.rmtree, self._published, True)
         self._published = None
 
-    async def _write(self, update: WeightUpdate, result: SendResult) -> Path:
+    async def _write(self, update: WeightUpdate, result: SendResult) -> tuple[Path, Set[str]]:
         name = f"weight_v{update.version}"
         async with publishing(self.folder, name) as aside:
             await asyncio.to_thread(copy_model_files, self.model, aside)
@@ -80,7 +82,21 @@ class DiskTransport:
                 result.count(bucket)
                 files.update(await asyncio.to_thread(write_shard, aside, bucket))
             write_index(aside, files, result.nbytes)
-        return self.folder / name
+        return self.folder / name, files.keys()
+
+
+def require_whole(folder: Path, names: Set[str]) -> None:
+    """Check that the files of a version have all its tensors, before an engine reads any of them.
+
+    An engine may write some tensors before it finds a damaged file (SGLang reads the files one after the other, and
+    keeps its old values of tensors that no file has). So what a full disk or a hook has damaged is found here.
+
+    Raises:
+        ModelError: A file is missing, damaged or truncated, or tensors are missing. The message names them.
+    """
+    lost = sorted(names - read_headers(folder).keys())
+    if lost:
+        raise ModelError(f"{folder} lacks {len(lost)} of the tensors that were written to it: {shorten(lost)}")
 
 
 def copy_model_files(model: Path, folder: Path) -> None:
