@@ -6,6 +6,7 @@
 # SLIME_ENV_DIR  where (default: .venv in the checkout; with CI set, the user's cache folder)
 # SLIME_EXTRA    sglang-cpu: with real SGLang for the CPU, in an environment of its own beside the plain one
 # SLIME_DEVICE   cpu or cuda (default: cuda where nvidia-smi lists a GPU)
+# SLIME_INSTALLER  pip: install with pip also where uv is there
 # PYTHON         which Python to build it with (default: the first python3 that is 3.11 or newer)
 set -euo pipefail
 

@@ -2,6 +2,7 @@
 
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.
+The hashes of all files of each version come from ``uv``, which must be there (``pip install uv``).
 ``--extra sglang-cpu`` writes what that extra adds to it, requirements/cpu-sglang.txt.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
 import sys
+import tempfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +33,8 @@ EXTRA_HEADER = """\
 """
 HEADER = """\
 # Every package of the CPU environment, pinned; made by scripts/lock.py, do not edit by hand.
-# scripts/env.sh installs it with --no-deps, torch first. Made with Python {python} on {system}.
+# scripts/env.sh installs it with --no-deps and checks the hashes; torch first, which has none: its CPU build is
+# another file on every platform. Made with Python {python} on {system}.
 # torch: {torch}
 # download-mb: {megabytes}
 """
@@ -67,6 +71,18 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def hashed(lines: list[str]) -> str:
+    """The pins with the hashes of all files that the registry has for each version. torch has no pin here and so no
+    hash: its CPU build is another file on every platform, and some machines have it from a folder of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        pins, made = Path(folder) / "pins.txt", Path(folder) / "hashed.txt"
+        pins.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        command = ["uv", "pip", "compile", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate", "--quiet",
+                   "--python-version", "3.11", str(pins), "-o", str(made)]  # fmt: skip
+        subprocess.run(command, check=True, timeout=600)
+        return made.read_text(encoding="utf-8")
+
+
 def lock_extra(extra: str, megabytes: int) -> int:
     """Write the packages of ``extra`` that cpu.txt does not have."""
     family = extra.removesuffix("-cpu")
@@ -76,7 +92,7 @@ def lock_extra(extra: str, megabytes: int) -> int:
     pins |= {canonicalize_name(name): metadata.version(name) for name in (a.partition("==")[0] for a in ALONE[extra])}
     lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in {*have, *LEFT_OUT}]
     header = EXTRA_HEADER.format(extra=extra, megabytes=megabytes)
-    target.write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
+    target.write_text(header + hashed(lines), encoding="utf-8")
     print(f"{target}: {len(lines)} packages", file=sys.stderr)
     return 0
 
@@ -95,7 +111,7 @@ def main() -> int:
         python=platform.python_version(), system=platform.system(), torch=torch, megabytes=args.megabytes
     )
     lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT]
-    args.output.write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
+    args.output.write_text(header + hashed(lines), encoding="utf-8")
     print(f"{args.output}: {len(lines)} packages, torch {torch}", file=sys.stderr)
     return 0
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The quick tests, in the environment of scripts/env.sh. The last line is pytest's own summary.
 #
-#   bash scripts/test.sh [pytest arguments]
+#   bash scripts/test.sh                        # the quick tests, shared by two processes
+#   bash scripts/test.sh tests/engines -k keys  # any arguments of pytest
 #
-# Without -m this runs everything that is not marked slow (scripts/test_runs.sh), sglang (scripts/test_sglang.sh) or
-# megatron (scripts/test_megatron.sh). Without arguments two processes share the tests.
+# Neither runs what is marked slow (scripts/test_runs.sh), sglang (scripts/test_sglang.sh) or megatron
+# (scripts/test_megatron.sh), unless there is a -m. Without arguments, tests that start engines, Ray or other processes
+# (marked real) are left out as well: scripts/test_processes.sh runs them.
 # The model that some tests need is fetched once (93 MB); without a network these tests are skipped.
 set -euo pipefail
 
@@ -21,7 +23,7 @@ fi
 
 if [ $# -eq 0 ]; then
     # A process that has finished its share takes tests from the end of the other's, so that both end together.
-    set -- -n 2 --dist worksteal
+    set -- -n 2 --dist worksteal -m "not real and not slow and not sglang and not megatron"
 fi
 # pytest takes the last -m, so one among the arguments replaces this one.
 exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@"

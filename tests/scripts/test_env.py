@@ -241,6 +241,33 @@ def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
     assert code == 1 and out == "" and "3.11 or newer" in err and "Python 3.8.1" in err
 
 
+def test_a_wheel_with_another_hash_than_the_locks_is_not_installed(tiny: Tiny) -> None:
+    (wheel,) = tiny.wheels.glob("first-1.0*.whl")
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    tiny.lock(f"first==1.0 \\\n    --hash=sha256:{'0' * 64}")
+    code, _, err = tiny.run()
+    assert code == 1 and "could not install packages" in err and "first==1.0" in err
+    tiny.lock(f"first==1.0 \\\n    --hash=sha256:{right}")
+    code, out, err = tiny.run()
+    assert code == 0 and version(out.splitlines()[-1], "first") == "1.0", err
+
+
+def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_path: Path) -> None:
+    tools, said = tmp_path / "tools", tmp_path / "said.txt"
+    tools.mkdir()
+    (tools / "uv").write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
+    (tools / "uv").chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    code, out, err = tiny.run(PATH=path)
+    assert code == 0 and "trying pip" in err and version(out.splitlines()[-1], "first") == "1.0"
+    assert "pip install --python" in said.read_text() and "--no-deps" in said.read_text()
+    said.unlink()
+    code, _, err = tiny.run(PATH=path, SLIME_INSTALLER="pip", SLIME_ENV_DIR=str(tmp_path / "other"))
+    assert code == 0 and not said.exists()
+    code, _, err = tiny.run(SLIME_INSTALLER="conda", SLIME_ENV_DIR=str(tmp_path / "third"))
+    assert code == 1 and "SLIME_INSTALLER=conda: use uv or pip" in err
+
+
 def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(tiny: Tiny, tmp_path: Path) -> None:
     make_wheel(tiny.wheels, "second", "2.0")
     (tiny.root / "requirements" / "cpu-sglang.txt").write_text("# download-mb: 1\nsecond==2.0\n")

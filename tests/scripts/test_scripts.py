@@ -43,7 +43,8 @@ def test_the_lock_pins_everything_that_pyproject_asks_for_but_torch() -> None:
     from packaging.utils import canonicalize_name
 
     text = (CHECKOUT / "requirements" / "cpu.txt").read_text()
-    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    pins = dict(line.split()[0].split("==") for line in text.splitlines() if line and line[0] not in "# ")
+    assert all(block.count("--hash=sha256:") for block in re.split(r"\n(?=\w)", text)[1:]), "each has its hashes"
     pins["torch"] = re.search(r"^# torch: (\S+)$", text, re.MULTILINE).group(1)  # type: ignore[union-attr]
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -63,7 +64,7 @@ def test_the_lock_of_sglang_pins_what_its_extra_asks_for_and_nothing_twice() -> 
 
     def pins(name: str) -> dict[str, str]:
         lines = (CHECKOUT / "requirements" / name).read_text().splitlines()
-        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+        return dict(line.split()[0].split("==") for line in lines if line and line[0] not in "# ")
 
     own, plain = pins("cpu-sglang.txt"), pins("cpu.txt")
     assert not set(own) & {*plain, "torch"} and own["sglang"] == "0.5.23"
