@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The training commands have a parser of their own, whose flags this one would take for its own (--help).
     flags = words[1:] if words and words[0] in TRAINING else []
     options, rest = build_parser().parse_known_args(words[:1] if flags else words)
-    if rest and options.command not in ("check-hooks", "translate"):
+    if rest and options.command not in ("check-hooks", "plan", "replay", "translate"):
         build_parser().parse_args(words)  # prints the error and exits
     options.rest = flags or rest
     from slime.cli.errors import CommandError
@@ -82,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     data.set_defaults(run=_make_data)
 
     _add_of_runs(commands)
+    _add_replay(commands)
+    _add_verify(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -127,6 +130,8 @@ def _add_of_runs(commands: Subparsers) -> None:
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
     doctor.set_defaults(run=_doctor)
 
+    _add_ui(commands)
+
     merge = commands.add_parser(
         "merge-lora",
         help="write the model that a LoRA adapter and its base are together",
@@ -143,6 +148,165 @@ def _add_of_runs(commands: Subparsers) -> None:
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
     ledger.set_defaults(run=_ledger)
+
+
+def _add_ui(commands: Subparsers) -> None:
+    page = commands.add_parser(
+        "ui",
+        help="open a local page with curves, steps, samples and tokens of runs, also while they go on",
+        description="Reads the folders that runs leave. The page needs no network: every file of it is in the package.",
+    )
+    page.add_argument(
+        "runs",
+        type=Path,
+        nargs="*",
+        default=[Path("outputs")],
+        metavar="RUN",
+        help="folder of a run, or a folder that has such folders in it (default: outputs)",
+    )
+    page.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; on any but a loopback address, the page needs the token in the printed address (default: 127.0.0.1)",  # noqa: E501
+    )
+    page.add_argument("--port", type=int, help="port to listen on (default: 8321, or a free one if it is taken)")
+    page.add_argument(
+        "--token", action="store_true", help="ask for the token on a loopback address too, which other users can reach"
+    )
+    page.add_argument("--export", type=Path, metavar="FILE", help="write the page as one HTML file instead")
+    page.add_argument("--export-steps", type=int, default=12, help="steps of each run in this file (default: 12)")
+    page.add_argument("--export-samples", type=int, default=32, help="samples of each of these steps (default: 32)")
+    page.set_defaults(run=_ui)
+
+
+def _ui(args: argparse.Namespace) -> int:
+    from slime.cli.ui import ui
+
+    return ui(args.runs, args.host, args.port, args.token, args.export, args.export_steps, args.export_samples)
+
+
+def _add_replay(commands: Subparsers) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="compute a training step of a run again and compare it; exit code 1 if it differs",
+        usage="slime replay RUN --step N [options] [flags of train.py that replace settings of the run]",
+        description="Needs the dump of the step's samples (--save-debug-rollout-data) and the snapshot of the step "
+        "before it (--save-interval). Further flags of train.py replace settings of the run, for example its layout.",
+        allow_abbrev=False,
+    )
+    replay.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    replay.add_argument("--step", type=int, required=True, help="the step, as in rollout/step of metrics.jsonl")
+    replay.add_argument(
+        "--through", action="store_true", help="without a snapshot right before it, train the steps since the last one"
+    )
+    replay.add_argument("--sample", type=int, metavar="INDEX", help="show this sample token by token")
+    replay.add_argument(
+        "--tensors", type=Path, metavar="DIR", help="write weights, gradients, batch and the sample's activations there"
+    )
+    replay.add_argument(
+        "--tolerance", type=float, help="allowed difference of metrics (default: 0 on the CPU in the layout of the run)"
+    )
+    replay.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    replay.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from slime.cli.replay import ReplayOptions, replay
+
+    options = ReplayOptions(args.step, args.through, args.sample, args.tensors, args.tolerance, args.json, args.rest)
+    return replay(args.run_dir, options)
+
+
+def _add_verify(commands: Subparsers) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare a cut-down model on a backend, a layout and an engine with plain transformers on one rank",
+        description="Compares weights, log-probs, loss and the gradient of each parameter; exit code 1 if they differ.",
+    )
+    verify.add_argument("model", help="Hugging Face folder or hub id; only its config.json is read")
+    verify.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp")
+    for name, what in PARALLEL.items():
+        verify.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} parallel size (default: 1)")
+    verify.add_argument("--sp", action="store_true", help="sequence parallelism (with --tp)")
+    verify.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks of a pipeline rank (default: 1)")
+    verify.add_argument(
+        "--engine", choices=["embedded", "sglang", "none"], default="embedded", help="default: embedded"
+    )
+    verify.add_argument("--layers", type=int, default=4, help="layers of the cut-down model (default: 4)")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    verify.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    verify.set_defaults(run=_verify)
+
+
+def _add_plan(commands: Subparsers) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say without a GPU whether a run fits, how long its steps take and which layout is best",
+        usage="slime plan [--kind KIND] [--gpus N] [--async] [options] <flags of train.py>",
+        description="Needs config.json of the model and no weights. Exit code 1 if the run does not fit.",
+        allow_abbrev=False,
+    )
+    kinds = ["h200", "h100", "h20", "a100", "a100-40gb", "b200", "l40s"]
+    plan.add_argument("--kind", choices=kinds, default="h200", help="kind of the GPUs (default: h200)")
+    plan.add_argument("--gpus", type=int, help="number of GPUs to find layouts for (default: those of the flags)")
+    plan.add_argument("--async", dest="asynchronous", action="store_true", help="plan the run of train_async.py")
+    plan.add_argument("--mean-prompt", type=float, default=256.0, help="mean tokens of a prompt (default: 256)")
+    plan.add_argument("--mean-response", type=float, help="mean tokens of a response (default: the largest length)")
+    plan.add_argument("--sigma", type=float, default=0.0, help="spread of the logarithm of the lengths (default: 0)")
+    plan.add_argument("--layouts", type=int, default=5, help="layouts to show, 0 for none (default: 5)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from slime.cli.plan import PlanOptions, plan
+
+    options = PlanOptions(
+        args.kind,
+        args.gpus,
+        args.asynchronous,
+        args.mean_prompt,
+        args.mean_response,
+        args.sigma,
+        args.layouts,
+        args.json,
+    )
+    return plan(args.rest, options)
+
+
+PARALLEL = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert tensor"}
+"""The flags of parallel sizes of ``slime verify``, with their help."""
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from slime.cli.verify import verify_model
+    from slime.verify.run import Target
+
+    names = {
+        "tp": "tensor_model",
+        "pp": "pipeline_model",
+        "cp": "context",
+        "ep": "expert_model",
+        "etp": "expert_tensor",
+    }
+    sizes: dict[str, int | bool] = {
+        f"{name}_parallel_size": size for flag, name in names.items() if (size := vars(args)[flag]) != 1
+    }
+    if args.vpp != 1:
+        sizes["virtual_pipeline_model_parallel_size"] = args.vpp
+    if args.sp:
+        sizes["sequence_parallel"] = True
+    engine = None if args.engine == "none" else args.engine
+    target = Target(
+        args.model,
+        args.backend,
+        sizes,
+        args.dp,
+        engine=engine,
+        layers=args.layers,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return verify_model(target, args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -15,10 +15,12 @@ from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, from_hook_n
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
+from slime.data.staleness import add_staleness
 from slime.data.token_fields import TOKEN_FIELDS, is_unset
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,22 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     }
     data.update(_optional(args, samples, masks))
     return data
+
+
+def parts_of_ranks(
+    args: Args, groups: Sequence[Group | Sample], rollout_id: int, layout: ParallelLayout
+) -> list[wire.Wire]:
+    """Convert the samples of a rollout, and return the part of each data-parallel rank (see :mod:`slime.data.wire`).
+
+    Raises:
+        ValueError: As for :func:`samples_to_train_data`.
+    """
+    train_data = samples_to_train_data(args, groups)
+    add_staleness(train_data, flatten(groups), rollout_id)
+    parts = split_train_data(args, train_data, layout.dp, layout.schedule())
+    for part in parts:
+        part["rollout_id"] = rollout_id
+    return parts
 
 
 def split_train_data(

@@ -242,6 +242,13 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
         assert check_rollout(make_args(rollout_backend="sglang", **cut, **untrained)) == []
 
 
+def test_sampling_from_a_part_of_the_vocabulary_needs_logits_without_a_soft_cap(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"final_logit_softcapping": 30.0}')
+    (problem,) = check_rollout(make_args(rollout_top_p=0.9, hf_checkpoint=str(tmp_path)))
+    assert "soft-caps its logits" in problem and "leave the flags out" in problem
+    assert check_rollout(make_args(hf_checkpoint=str(tmp_path))) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "asynchronous", "said"),
     [

@@ -28,14 +28,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"config", "models", "engines"},
     "checkpoint": {"data", "observability"},
     "doctor": {"observability"},
+    "ui": {"data", "observability", "checkpoint", "doctor", "engines"},
     "backends": LOW | {"weights", "observability", "checkpoint"},
     "rollout": {"config", "data", "engines", "observability", "utils"},
     "agent": {"config", "data", "engines", "rollout", "observability"},
     "environments": {"config", "data", "engines", "rollout", "agent", "observability"},
     "utils": {"config", "data", "engines", "algorithms", "observability"},
+    "plan": {"config", "data"},
     "ray": {"rollout"},  # import paths of older plug-ins
-    "cluster": LOW | {"engines", "weights", "checkpoint", "backends", "rollout", "environments", "observability"},
+    "cluster": LOW
+    | {"engines", "weights", "checkpoint", "backends", "rollout", "environments", "observability", "plan"},
     "api": LOW | {"cluster", "observability"},
+    "replay": LOW | {"weights", "checkpoint", "backends", "rollout", "observability", "cluster"},
+    "verify": LOW | {"engines", "weights", "backends", "cluster"},
     "cli": LOW
     | {
         "cluster",
@@ -48,6 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "agent",
         "utils",
         "doctor",
+        "ui",
+        "replay",
+        "verify",
+        "plan",
     },
 }
 _DOTTED = re.compile(r"\bslime(?:\.\w+)+")

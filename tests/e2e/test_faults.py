@@ -18,9 +18,10 @@ from slime.doctor.report import diagnose
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SABOTAGE = '''
-"""A generate function, and a hook of the trainer, that each strike one engine once."""
+"""A generate function, and a hook of the trainer, that strike engines."""
 import asyncio
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -43,14 +44,14 @@ def engines():
     return sorted(found, key=lambda process: process.pid)
 
 
-def planned(phase):
-    return phase in (HERE / "blow").read_text().split()[:-1]
+def plan():
+    """[phase, rollout, signal] of each blow."""
+    return json.loads((HERE / "plan.json").read_text())
 
 
-def strike(phase, url=None):
-    """Once per run and phase: the first engine, or that at ``url``."""
-    mark = HERE / f"struck-{phase}-{os.environ['SLIME_TEST_RUN']}"
-    blow = (HERE / "blow").read_text().split()
+def strike(phase, rollout, number, url=None):
+    """Once per run: the first engine, or that at ``url``."""
+    mark = HERE / f"struck-{phase}-{rollout}-{os.environ['SLIME_TEST_RUN']}"
     try:
         mark.touch(exist_ok=False)
     except FileExistsError:
@@ -60,16 +61,17 @@ def strike(phase, url=None):
     mark.write_text(str(victims[0].pid))
     for process in [*victims[0].children(recursive=True), victims[0]]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, int(blow[-1]))
+            os.kill(process.pid, number)
 
 
 async def generate(args, sample, sampling_params):
     from slime.rollout.sglang_rollout import generate
 
     request = asyncio.ensure_future(generate(args, sample, sampling_params))
-    if planned("generate") and sample.group_index >= 5:
-        await asyncio.sleep(0.05)
-        strike("generate")
+    for phase, rollout, number in plan():
+        if phase == "generate" and sample.group_index > 4 * rollout:
+            await asyncio.sleep(0.05)
+            strike(phase, rollout, number)
     return await request
 
 
@@ -78,20 +80,20 @@ async def reward(args, sample, **kwargs):
 
 
 def in_trainer(args, rollout_id, rollout_data):
-    """Called in the trainer in each step: arm the next weight update.
+    """Called in the trainer in each step: arm the weight update after it."""
+    for phase, rollout, number in plan():
+        if phase == "sync" and rollout == rollout_id:
+            arm(rollout, number)
 
-    An engine that was struck in the second rollout is back in the third.
-    """
+
+def arm(rollout, number):
     from slime.engines import handle
 
-    if rollout_id < (2 if planned("generate") else 1) or not planned("sync"):
-        return
-    push, pushed = handle.EngineHandle.push, []
+    push = handle.EngineHandle.push
 
     async def deadly(self, bucket, *more):
-        pushed.append(bucket.index)
         if bucket.index == 3:
-            strike("sync", self.url)
+            strike("sync", rollout, number, self.url)
         await push(self, bucket, *more)
 
     handle.EngineHandle.push = deadly
@@ -99,24 +101,28 @@ def in_trainer(args, rollout_id, rollout_data):
 
 QUICK = [
     "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--rollout-health-check-timeout", 20,
-    "--num-rollout", 4, "--deterministic", "--update-weight-buffer-size", 20000, "--phase-timeout", 120,
+    "--deterministic", "--update-weight-buffer-size", 20000, "--phase-timeout", 120,
 ]  # fmt: skip
+
+
+Blow = tuple[str, int, int]
+"""The phase (generate or sync), the rollout, and the signal."""
 
 
 @pytest.fixture
 def sabotage(tmp_path: Path, tiny_model: Path, prompts: Path) -> Callable[..., list[object]]:
-    """Flags of a run in which engines are struck: ``sabotage("generate sync", signal.SIGKILL)``, once per phase."""
+    """Flags of a run in which an engine is struck by each blow: ``sabotage(("generate", 1, signal.SIGKILL))``."""
     file = tmp_path / "sabotage.py"
     file.write_text(SABOTAGE)
 
-    def flags(phases: str, blow: int) -> list[object]:
-        (tmp_path / "blow").write_text(f"{phases} {int(blow)}")
+    def flags(*blows: Blow, rollouts: int = 4) -> list[object]:
+        (tmp_path / "plan.json").write_text(json.dumps(blows))
         return [
             "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template",
             "--custom-rm-path", f"{file}:reward", "--rollout-data-postprocess-path", f"{file}:in_trainer",
-            "--custom-generate-function-path", f"{file}:generate", "--lr", "1e-3",
+            "--custom-generate-function-path", f"{file}:generate", "--lr", "1e-3", "--num-rollout", rollouts,
             "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 64,
-            "--train-backend", "fsdp", "--rollout-backend", "embedded", "--rollout-shuffle",
+            "--train-backend", "fsdp", "--rollout-backend", "embedded", "--rollout-shuffle", *QUICK,
         ]  # fmt: skip
 
     return flags
@@ -143,13 +149,13 @@ def struck(runner) -> list[int]:
     return [int(file.read_text()) for file in runner.tmp.glob(f"struck-*-{runner.marker}")]
 
 
-def assert_went_on(runner, result, strikes: int = 1) -> list[dict]:
+def assert_went_on(runner, result, strikes: int, rollouts: int = 4) -> list[dict]:
     assert result.code == 0, result.output
     rows = result.metrics()
-    assert [row["rollout/step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["rollout/step"] for row in rows] == list(range(rollouts))
     lost = [row["rollout/engine_lost_count"] for row in rows]
     assert sum(lost) == strikes, lost
-    assert trained_groups(result.folder) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert trained_groups(result.folder) == [list(range(4 * step, 4 * step + 4)) for step in range(rollouts)]
     pids = struck(runner)
     assert len(pids) == strikes
     assert runner.wait_gone() == []
@@ -157,107 +163,88 @@ def assert_went_on(runner, result, strikes: int = 1) -> list[dict]:
     return rows
 
 
-@pytest.mark.slow
-def test_the_only_engine_is_killed_while_it_generates(runner, sabotage) -> None:
-    """It is started again, gets the trainer's weights, and the requests wait for it."""
-    result = runner.run(*sabotage("generate", signal.SIGKILL), *QUICK)
-    rows = assert_went_on(runner, result)
-    assert sum(row["rollout/engine_restart_count"] for row in rows) == 1
-    assert sum(row["rollout/http_retry_count"] for row in rows) > 0
-    log = (result.folder / "logs" / "rollout-manager.log").read_text()
-    for words in ("is lost: its process", "is up again", "and waits for weights", "serves"):
-        assert words in log, log
-    assert "started again, with the current weights" in result.output
+KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
+# An engine that was struck in a rollout is back in the next one.
+APART: tuple[Blow, ...] = (("generate", 1, KILL), ("sync", 2, STOP), ("generate", 4, STOP), ("sync", 5, KILL))
+COLOCATED: tuple[Blow, ...] = (("generate", 1, KILL), ("generate", 3, STOP))
+ROLLOUTS = 7
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    return {}
+def undisturbed() -> list[dict]:
+    """The numbers of the run without blows; filled by the first test that needs them."""
+    return []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("phases", "blow", "engines", "more"),
-    [
-        *(("generate sync", blow, n, []) for blow in ("SIGKILL", "SIGSTOP") for n in (1, 2)),
-        *(("generate", "SIGKILL", n, ["--colocate"]) for n in (1, 2)),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, phases, blow, engines, more) -> None:
-    more = [*QUICK, "--rollout-num-gpus", engines, "--distributed-timeout-minutes", 1, *more]
-    if "rows" not in undisturbed:
-        whole = runner.run(*sabotage("never", 0), *QUICK, name="whole")
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("blows", [APART, COLOCATED], ids=["apart", "colocated"])
+def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, blows, engines) -> None:
+    """An engine is started again and gets the trainer's weights; if it is the only one, the requests wait for it."""
+    if not undisturbed:
+        whole = runner.run(*sabotage(rollouts=ROLLOUTS), name="whole")
         assert whole.code == 0, whole.output
-        undisturbed["rows"] = numbers(whole.metrics())
-    result = runner.run(*sabotage(phases, signal.Signals[blow]), *more, timeout=400)
-    rows = assert_went_on(runner, result, len(phases.split()))
-    assert numbers(rows) == undisturbed["rows"]
+        undisturbed += numbers(whole.metrics())
+    more = ["--rollout-num-gpus", engines, "--distributed-timeout-minutes", 1]
+    more += ["--colocate"] if blows is COLOCATED else []
+    result = runner.run(*sabotage(*blows, rollouts=ROLLOUTS), *more, timeout=550)
+    rows = assert_went_on(runner, result, len(blows), ROLLOUTS)
+    assert numbers(rows) == undisturbed
+    if engines == 1:  # otherwise the other engine takes the requests
+        assert sum(row["rollout/http_retry_count"] for row in rows) > 0
+        assert sum(row["rollout/engine_restart_count"] for row in rows) == len(blows)
+        assert "started again, with the current weights" in result.output
+    log = (result.folder / "logs" / "rollout-manager.log").read_text()
+    for words in ("is lost: ", "is up again", "and waits for weights", "serves"):
+        assert words in log, log
 
 
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("phase", "blow"), [("generate", signal.SIGKILL), ("sync", signal.SIGSTOP)], ids=["generate", "sync"]
-)
-def test_real_sglang_is_struck_and_comes_back(runner, sabotage, phase, blow) -> None:
+@pytest.mark.parametrize("blow", [("generate", 1, KILL), ("sync", 1, STOP)], ids=["generate", "sync"])
+def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:
     """The only server, on the CPU: killed over its requests, or stopped in the middle of a weight update."""
-    flags = [*sabotage(phase, blow), *QUICK, "--distributed-timeout-minutes", 1]
+    flags = [*sabotage(blow), "--distributed-timeout-minutes", 1]
     flags[flags.index("--deterministic")] = "--no-deterministic"
     flags[flags.index("embedded")] = "sglang"
     flags += ["--sglang-device", "cpu", "--sglang-max-total-tokens", 8192, "--phase-timeout", 400]
-    rows = assert_went_on(runner, runner.run(*flags, timeout=800))
+    rows = assert_went_on(runner, runner.run(*flags, timeout=800), 1)
     assert all(row["perf/audit_logprob_diff"] < 1e-3 for row in rows)
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-3 for row in rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_an_idle_engine_is_lost_while_the_trainer_works(runner, sabotage, blow) -> None:
-    """From outside, at a random moment; asynchronous, so that the trainer is often busy when it is needed."""
-    flags = [*sabotage("never", 0), *QUICK, "--rollout-num-gpus", 2, "--num-rollout", 8]
-    process = runner.start("--run-name", "run", *flags, "--async-buffer-size", 2, script="train_async.py")
+def test_engines_and_router_are_struck_from_outside(runner, sabotage) -> None:
+    """At random moments; asynchronous, so that the trainer is often busy when an engine needs its weights."""
+    flags = [*sabotage(rollouts=16), "--rollout-num-gpus", 2, "--async-buffer-size", 2]
+    process = runner.start("--run-name", "run", *flags, script="train_async.py")
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
-    victim = next(p for p in runner.alive() if "slime.engines.embedded.server" in p.cmdline())
-    os.kill(victim.pid, blow)
+    victims = {
+        "engine": lambda p: "slime.engines.embedded.server" in p.cmdline(),
+        "router": lambda p: p.name().startswith("sglang::router"),
+    }
+    for count, (victim, number) in enumerate([("engine", KILL), ("router", STOP), ("engine", STOP), ("router", KILL)]):
+        until = time.monotonic() + 200
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2 + 3 * count):
+            assert process.poll() is None and time.monotonic() < until, (victim, number, process.communicate()[0])
+            time.sleep(0.05)
+        os.kill(next(p for p in runner.alive() if victims[victim](p)).pid, number)
     result = runner.finish(process, "run", 200)
     assert result.code == 0, result.output
-    assert [row["rollout/step"] for row in result.metrics()] == list(range(8))
+    rows = result.metrics()
+    assert [row["rollout/step"] for row in rows] == list(range(16))
+    assert sum(row["rollout/router_restart_count"] for row in rows) == 2
     assert runner.wait_gone() == []
 
 
 @pytest.mark.slow
 def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabotage) -> None:
-    flags = [flag for flag in QUICK if flag != "--use-fault-tolerance"]
-    result = runner.run(*sabotage("generate", signal.SIGKILL), *flags, "--rollout-num-gpus", 2)
+    flags = [flag for flag in sabotage(("generate", 1, KILL)) if flag != "--use-fault-tolerance"]
+    result = runner.run(*flags, "--rollout-num-gpus", 2)
     assert result.code not in (0, None)
     for words in ("was lost: its process", "ended", "--use-fault-tolerance goes on without it"):
         assert words in result.output, result.output
     assert runner.wait_gone() == []
     found = diagnose(read_facts(result.folder))
     assert found[0].kind == "process_lost" and "was lost: its process" in found[0].evidence[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_router_is_started_again(runner, sabotage, blow) -> None:
-    flags = [*sabotage("never", 0), *QUICK, "--rollout-num-gpus", 2, "--num-rollout", 6]
-    process = runner.start("--run-name", "run", *flags)
-    metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
-    router = next(p for p in runner.alive() if p.name().startswith("sglang::router"))
-    os.kill(router.pid, blow)
-    result = runner.finish(process, "run", 200)
-    assert result.code == 0, result.output
-    rows = result.metrics()
-    assert [row["rollout/step"] for row in rows] == list(range(6))
-    assert sum(row["rollout/router_restart_count"] for row in rows) == 1
-    assert runner.wait_gone() == []
