@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import read_config
+from slime.plan.parameters import count_parameters, parameter_shapes
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.models.shards import TensorHeader
 
 MASTER_AND_GRADIENTS = 8
 """Bytes per parameter of float32 master weights and float32 gradients."""
 MOMENTS = 8
 """Bytes per parameter of Adam's two moments, also in float32."""
-STORED_BITS = {"I32": 32, "U32": 32, "I8": 8, "U8": 8}
-"""The bits of an integer, which can hold several weights, by its dtype in a header."""
-_BESIDE = re.compile(
-    r"(^|[._])(\w*scales?(_inv|_2)?|zero_point|qzeros|shape|g_idx|absmax|quant_map|quant_state[\w.]*)$"
-)
 
 
 def memory_lines(args: Args) -> Iterator[str]:
@@ -47,11 +39,6 @@ def snapshot_bytes(args: Args) -> int:
     return count_trained(args) * (4 + moments) * (2 if args.use_critic else 1)
 
 
-def count_parameters(checkpoint: str | None) -> int:
-    """Return the number of parameters in the headers of a Hugging Face checkpoint; 0 if they cannot be read."""
-    return sum(map(prod, _shapes(checkpoint)))
-
-
 def count_trained(args: Args) -> int:
     """Return the number of parameters that the optimizer changes: all, or the adapter's.
 
@@ -59,56 +46,7 @@ def count_trained(args: Args) -> int:
     """
     if not args.lora_rank:
         return count_parameters(args.hf_checkpoint)
-    return sum(args.lora_rank * sum(shape) for shape in _shapes(args.hf_checkpoint) if len(shape) == 2)
-
-
-def _shapes(checkpoint: str | None) -> list[tuple[int, ...]]:
-    from slime.models.folder import local_folder
-    from slime.models.shards import ModelError, read_headers
-
-    folder = local_folder(checkpoint) if checkpoint else None
-    if folder is None:
-        return []
-    try:
-        headers = read_headers(folder)
-        quantization = _quantization(read_config(str(folder)) or {})
-        if quantization is not None:
-            return list(_unpacked(headers, packed_bits(quantization)))
-        return [tuple(header.shape) for header in headers.values()]
-    except ModelError:  # Another check reports it, or the files have PyTorch's older format.
-        return []
-
-
-def _quantization(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    for part in (config, config.get("text_config")):
-        for name in ("quantization_config", "compression_config"):
-            if isinstance(part, Mapping) and isinstance(found := part.get(name), Mapping):
-                return found
-    return None
-
-
-def packed_bits(quantization: Mapping[str, object]) -> int:
-    """Return the bits of a weight in a checkpoint with this ``quantization_config``: 4, or 8 if it names no others."""
-    found: list[object] = [quantization.get("bits"), quantization.get("num_bits")]
-    groups = quantization.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        found.append(weights.get("num_bits") if isinstance(weights, dict) else None)
-    if quantization.get("quant_method") == "mxfp4" or quantization.get("load_in_4bit"):
-        found.append(4)
-    return min((bits for bits in found if isinstance(bits, int) and bits in (2, 4, 8)), default=8)
-
-
-def _unpacked(headers: Mapping[str, TensorHeader], bits: int) -> Iterator[tuple[int, ...]]:
-    """The shapes of the weights of a quantized checkpoint: several integers of ``bits`` bits share a stored one.
-
-    The tensors beside a weight (scales, zero points, shapes) are no parameters.
-    """
-    for name, header in headers.items():
-        if not header.shape or _BESIDE.search(name):
-            continue
-        share = STORED_BITS.get(header.dtype, bits) // bits
-        yield (*header.shape[:-1], header.shape[-1] * max(share, 1))
+    return sum(args.lora_rank * sum(shape) for shape in parameter_shapes(args.hf_checkpoint) if len(shape) == 2)
 
 
 def _training(args: Args, parameters: int) -> str:

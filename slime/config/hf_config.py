@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,14 @@ def _dimensions(checkpoint: str) -> dict[str, Any] | None:
     return _READ.get(checkpoint)
 
 
-def lookup_dimension(config: dict[str, Any], name: str) -> tuple[str, Any]:
+def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
     """Return the key of config.json that holds a dimension, and its value (None if it is missing)."""
     for key in SHAPE[name]:
         if config.get(key) is not None:
             return key, config[key]
-    if name == "kv_channels" and config.get("hidden_size") and config.get("num_attention_heads"):
-        return "hidden_size / num_attention_heads", config["hidden_size"] // config["num_attention_heads"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if name == "kv_channels" and isinstance(hidden, int) and isinstance(heads, int) and hidden and heads:
+        return "hidden_size / num_attention_heads", hidden // heads
     if name == "num_query_groups" and config.get("num_attention_heads"):
         return "num_attention_heads", config["num_attention_heads"]  # multi-head attention: one group per head
     rope = config.get("rope_parameters")

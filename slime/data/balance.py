@@ -134,7 +134,7 @@ class ModelShape:
         if not hidden or not layers:
             return None
         heads = given.get("num_attention_heads") or max(hidden // 64, 1)
-        width = given.get("kv_channels") or hidden // heads
+        width = given.get("kv_channels") or max(hidden // heads, 1)
         ffn = given.get("ffn_hidden_size") or 4 * hidden
         mla, experts = bool(given.get("multi_latent_attention")), given.get("num_experts") or 0
         rope = given.get("qk_pos_emb_head_dim", 64) if mla else 0
@@ -164,18 +164,34 @@ class ModelShape:
     def from_checkpoint(cls, checkpoint: str | None) -> ModelShape | None:
         """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this machine."""
         config = read_config(checkpoint) if checkpoint else None
-        if config is None:
-            return None
-        given = {name: value for name in SHAPE if (value := lookup_dimension(config, name)[1]) is not None}
-        width, dense = given.get("moe_ffn_hidden_size") or 0, config.get("first_k_dense_replace") or 0
+        return cls.from_config(config) if config is not None else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
+        """Read the shape from the content of a config.json; None if it lacks the number of layers or the hidden size.
+
+        A dimension that is not a positive integer counts as missing; of a list of sizes, the mean counts.
+        """
+        given = {name: size for name in SHAPE if (size := _size(lookup_dimension(config, name)[1]))}
+        width, dense = given.get("moe_ffn_hidden_size", 0), _size(config.get("first_k_dense_replace"))
         # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
         # models, such as GPT-2 and Phi, name plain GELU.
-        given["swiglu"] = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
-        given["multi_latent_attention"] = "kv_lora_rank" in given
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
-        given["moe_shared_expert_intermediate_size"] = shared
-        given["moe_layer_freq"] = [int(layer >= dense) for layer in range(given.get("num_layers", 0))]
-        return cls.from_megatron(given)
+        swiglu = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
+        shared = _size(config.get("shared_expert_intermediate_size")) or _size(config.get("n_shared_experts")) * width
+        other: dict[str, object] = {
+            "swiglu": swiglu,
+            "multi_latent_attention": "kv_lora_rank" in given,
+            "moe_shared_expert_intermediate_size": shared,
+            "moe_layer_freq": [int(layer >= dense) for layer in range(given.get("num_layers", 0))],
+        }
+        return cls.from_megatron({**given, **other})
+
+
+def _size(value: object) -> int:
+    """Return a dimension of config.json; 0 if it is none."""
+    if isinstance(value, list) and value and all(map(_size, value)):
+        return round(sum(map(_size, value)) / len(value))
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def forward_flops(shape: ModelShape | None, length: int) -> float:

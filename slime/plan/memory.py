@@ -208,4 +208,4 @@ def cache_tokens(model: PlannedModel, kind: GpuKind, engine: EngineSetup) -> flo
     """Tokens that the KV cache of an engine holds; not positive if not even the weights fit."""
     room = engine.fraction * kind.memory - engine_weights(model, engine)
     copies = min(engine.gpus, max(model.shape.kv_heads, 1))  # beyond that, ranks hold the same heads
-    return room * copies / model.cache_bytes_per_token()
+    return room * copies / max(model.cache_bytes_per_token(), 1)

@@ -167,6 +167,8 @@ def _extrapolated(run: Run) -> list[str]:
             found.append("layers that are not compiled: the factor is assumed")
     if run.model.shape.kv_rank is not None:
         found.append("multi-latent attention: no measurement")
+    if run.model.others:
+        found.append(f"layers of kind {', '.join(run.model.others)}: their work is counted as that of attention layers")
     if run.engine is not None:
         if run.engine.gpus > 2:
             found.append(f"engines of {run.engine.gpus} GPUs: at most 2 were measured")

@@ -190,7 +190,7 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     s, split = model.shape, engine.gpus
     touched = float(model.parameters - model.experts)
     if s.experts:  # the expected share of experts that some request chooses
-        missed = (1 - s.experts_per_token / s.experts) ** running
+        missed = (1 - min(s.experts_per_token / s.experts, 1.0)) ** running
         touched += model.experts * (1 - missed)
     read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
     cache = model.cache_bytes_per_token() * context * running / min(split, max(s.kv_heads, 1))

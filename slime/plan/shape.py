@@ -8,6 +8,10 @@ from functools import cached_property
 from slime.config.hf_config import read_config
 from slime.data.balance import ModelShape, forward_flops
 
+from .parameters import count_parameters
+
+_WITH_CACHE = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -15,18 +19,37 @@ class PlannedModel:
 
     Attributes:
         tied: Whether the LM head is the embedding.
+        stored: Parameters in the headers of the checkpoint's files; 0 if only config.json is there.
+        others: Kinds of layers that are no attention and keep no KV cache, by their names in config.json.
+        cached_layers: Layers with a KV cache; None for all.
     """
 
     shape: ModelShape
     tied: bool
+    stored: int = 0
+    others: tuple[str, ...] = ()
+    cached_layers: int | None = None
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | None) -> PlannedModel | None:
-        """Read config.json; None if it is not on this machine, or the size of the vocabulary is not in it."""
-        shape = ModelShape.from_checkpoint(checkpoint)
-        if shape is None or checkpoint is None or not shape.vocab:
+        """Read config.json, and headers of weights where they are.
+
+        None if config.json is not on this machine, or if layers, hidden size or vocabulary are not in it.
+        """
+        config = read_config(checkpoint) if checkpoint else None
+        if config is None:
             return None
-        return cls(shape, bool((read_config(checkpoint) or {}).get("tie_word_embeddings", False)))
+        kinds = config.get("layer_types") or config.get("layers_block_type")
+        kinds = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+        if kinds and not config.get("num_hidden_layers"):
+            config = config | {"num_hidden_layers": len(kinds)}
+        shape = ModelShape.from_config(config)
+        if shape is None or not shape.vocab:
+            return None
+        others = tuple(sorted({kind for kind in kinds if kind not in _WITH_CACHE}))
+        cached = sum(kind in _WITH_CACHE for kind in kinds) if others else None
+        stored = count_parameters(checkpoint)
+        return cls(shape, bool(config.get("tie_word_embeddings", False)), stored, others, cached)
 
     @property
     def matrices(self) -> int:
@@ -64,7 +87,12 @@ class PlannedModel:
 
     @property
     def dense_layers(self) -> int:
-        """Parameters of all layers except routed experts: attention, routers, dense and shared MLPs, norms."""
+        """Parameters of all layers except routed experts: attention, routers, dense and shared MLPs, norms.
+
+        Where the files say how many parameters there are, these are what the other parts leave.
+        """
+        if self.stored:
+            return max(self.stored - self.experts - self.head_and_embedding, 0)
         return self.active - self.active_experts + 2 * self.shape.layers * self.shape.hidden
 
     @property
@@ -88,7 +116,7 @@ class PlannedModel:
 
     def cache_bytes_per_token(self, width: int = 2) -> int:
         """Bytes of the KV cache per token, with ``width`` bytes per element."""
-        s = self.shape
+        s, layers = self.shape, self.shape.layers if self.cached_layers is None else self.cached_layers
         if s.kv_rank is not None:
-            return s.layers * (s.kv_rank + s.rope_width) * width
-        return s.layers * s.kv_heads * (s.key_width + s.value_width) * width
+            return layers * (s.kv_rank + s.rope_width) * width
+        return layers * s.kv_heads * (s.key_width + s.value_width) * width
