@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(leftovers, "LEAST_AGE_SECONDS", -1.0)
+    monkeypatch.setattr(leftovers, "MANAGER_AGE_SECONDS", -1.0)
     return tmp_path
 
 
@@ -56,10 +58,22 @@ def test_folders_of_dead_shared_memory_managers_are_removed(folders: Path) -> No
     sockets[1].close()
 
 
+def test_a_short_run_sweeps_its_own_manager(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that was started half a minute ago and is dead now; one that starts at this moment is left alone."""
+    monkeypatch.undo()
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(folders))
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", folders)
+    dead, starts = folders / "torch-shm-dir-dead00", folders / "torch-shm-dir-new000"
+    for folder, age in ((dead, 30.0), (starts, 0.0)):
+        folder.mkdir()
+        os.utime(folder, (time.time() - age,) * 2)
+    assert leftovers.sweep_leftovers() == [str(dead)] and starts.exists()
+
+
 def test_a_folder_that_vanishes_meanwhile_is_no_error(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run on this machine sweeps at the same time."""
     gone = folders / "torch-shm-dir-gone00"
-    monkeypatch.setattr(leftovers, "_own", lambda folder, name, kind: [gone] if name is leftovers._MANAGERS else [])
+    monkeypatch.setattr(leftovers, "_own", lambda folder, name, *_: [gone] if name is leftovers._MANAGERS else [])
     assert leftovers.sweep_leftovers() == []
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import MARK, alive, command_line
 from seed_desk import Desk, lay_out
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,7 @@ class Runner:
         return self.spawn([sys.executable, str(CHECKOUT / script), *map(str, flags)], env)
 
     def spawn(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
-        environment = {**os.environ, "SLIME_TEST_RUN": self.marker, "PYTHONPATH": str(CHECKOUT), **(env or {})}
+        environment = {**os.environ, MARK: self.marker, "PYTHONPATH": str(CHECKOUT), **(env or {})}
         environment.pop("RAY_ADDRESS", None) if not env or "RAY_ADDRESS" not in env else None
         process = subprocess.Popen(
             command,
@@ -153,21 +154,14 @@ class Runner:
 
     def alive(self) -> list[psutil.Process]:
         """Processes that carry this test's mark in their environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("SLIME_TEST_RUN") == self.marker and process.status() != "zombie":
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return alive(self.marker)
 
     def wait_gone(self, seconds: float = 120) -> list[str]:
         """Wait until nothing of the run is alive; returns the command lines of what is left."""
         until = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < until:
             time.sleep(0.25)
-        return [" ".join(process.cmdline())[:200] for process in left]
+        return [" ".join(command_line(process))[:200] for process in left]
 
     def stop(self) -> None:
         for process in self.started:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import of_role
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 FULLY = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -154,19 +155,11 @@ def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) 
     assert numbers(second.metrics()) == numbers(first.metrics())
 
 
-VICTIMS = {
-    "engine": lambda words, _: "slime.engines.embedded.server" in words,
-    "manager": lambda words, _: words[0].startswith("ray::RolloutManager"),
-    "rank": lambda words, _: words[0].startswith("ray::TrainActor"),
-    "driver": lambda words, process: words[1].endswith(SCRIPT),
-    "raylet": lambda words, _: words[0].endswith("/raylet"),
-    "head": lambda words, _: words[0].endswith("/gcs_server"),
-}
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 BLOWS = {
     "actors": (("rank", KILL), ("engine", KILL), ("manager", STOP), ("manager", KILL)),
     "processes": (("raylet", KILL), ("rank", STOP), ("driver", KILL)),
-    "head": (("head", KILL),),
+    "GCS": (("GCS", KILL),),
 }
 APART = 5
 """So many steps lie between blows: more than an asynchronous run can go on for without one of its processes."""
@@ -176,7 +169,7 @@ def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Proc
     """Send a signal to one process of a run that has made so many steps."""
     folder = runner.tmp / "outputs" / "run"
     wait_until(process, lambda: steps_logged(folder) >= steps)
-    struck = next(p for p in runner.alive() if len(p.cmdline()) > 1 and VICTIMS[victim](p.cmdline(), p))
+    struck = of_role(runner.marker, victim)[0]
     os.kill(struck.pid, number)
     return struck
 
@@ -186,7 +179,7 @@ def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Proc
 def test_whatever_is_struck_the_run_ends_and_the_ledger_closes(runner, asynchronous, blows) -> None:
     """One process after the other. A frozen one is noticed long before the time limit of the phase."""
     # Ray itself ends the driver some time after the head of the cluster is gone.
-    steps = 60 if blows == "head" else APART * (len(BLOWS[blows]) + 1)
+    steps = 60 if blows == "GCS" else APART * (len(BLOWS[blows]) + 1)
     flags = [*asynchronous, "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--save-interval", 1]
     flags += ["--num-rollout", steps, "--status-timeout", 20, "--phase-timeout", 1000]
     process = runner.start("--run-name", "run", *flags, script=SCRIPT)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import of_role
 
 from slime.doctor.facts import read_facts
 from slime.doctor.report import diagnose
@@ -220,16 +221,12 @@ def test_engines_and_router_are_struck_from_outside(runner, sabotage) -> None:
     flags = [*sabotage(rollouts=16), "--rollout-num-gpus", 2, "--async-buffer-size", 2]
     process = runner.start("--run-name", "run", *flags, script="train_async.py")
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
-    victims = {
-        "engine": lambda p: "slime.engines.embedded.server" in p.cmdline(),
-        "router": lambda p: p.name().startswith("sglang::router"),
-    }
     for count, (victim, number) in enumerate([("engine", KILL), ("router", STOP), ("engine", STOP), ("router", KILL)]):
         until = time.monotonic() + 200
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2 + 3 * count):
             assert process.poll() is None and time.monotonic() < until, (victim, number, process.communicate()[0])
             time.sleep(0.05)
-        os.kill(next(p for p in runner.alive() if victims[victim](p)).pid, number)
+        os.kill(of_role(runner.marker, victim)[0].pid, number)
     result = runner.finish(process, "run", 200)
     assert result.code == 0, result.output
     rows = result.metrics()
