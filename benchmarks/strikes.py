@@ -328,8 +328,8 @@ class StruckRun:
         self.process.wait()
         if over:
             left += [f"shared memory {name}" for name in self._own(shared_memory() - self.shared_before)]
-            # Ray keeps the folder of a session, with its logs and the dead sockets.
-            left += [entry.name for entry in self.temporary.iterdir() if entry.name != "ray"]
+            # Ray keeps the folder of a session, with its logs and dead sockets, and torch its compiled kernels.
+            left += [one.name for one in self.temporary.iterdir() if not one.name.startswith(("ray", "torchinductor"))]
         shutil.rmtree(self.temporary, ignore_errors=True)
         return left
 
