@@ -69,7 +69,10 @@ class RunEnd:
     def __init__(self, args: Args, parts: Parts) -> None:
         self.parts, self.max_restarts = parts, args.max_restarts or 0
         name, folder = args.run_name, args.output_dir
-        self._settings = Settings(max_restarts=self.max_restarts, save=args.save, run_name=name, output_dir=folder)
+        self._settings = Settings(
+            max_restarts=self.max_restarts, status_timeout=args.status_timeout, save=args.save, run_name=name,
+            output_dir=folder,
+        )  # fmt: skip
 
     def __enter__(self) -> None:
         self.parts.stop.__enter__()

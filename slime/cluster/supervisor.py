@@ -44,6 +44,7 @@ class Settings(TypedDict):
     """The arguments that decide whether and how a lost run continues."""
 
     max_restarts: int
+    status_timeout: float
     save: str | None
     run_name: str | None
     output_dir: str | None
@@ -139,6 +140,8 @@ class Driver:
     pipe: int
     said: dict[str, Any] = field(default_factory=dict)
     _rest: bytes = b""
+    _looked: float = field(default_factory=time.monotonic)
+    _stopped: float = 0.0  # seconds
 
     def listen(self, seconds: float) -> None:
         """Wait for a report, at most ``seconds``, and take in all that has arrived."""
@@ -153,6 +156,23 @@ class Driver:
         if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(seconds)
+
+    def kill_if_stopped(self) -> None:
+        """Kill a driver that a signal (SIGSTOP) has stopped for longer than ``--status-timeout``; 0 disables this.
+
+        After Ctrl-Z, this process is stopped as well, and that time does not count.
+        """
+        import psutil
+
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 2 * _POLL_SECONDS), now
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stopped = psutil.Process(self.child.pid).status() == psutil.STATUS_STOPPED
+            self._stopped = self._stopped + passed if stopped else 0.0
+        limit = self.said["began"]["status_timeout"] if "began" in self.said else 0.0
+        if 0 < limit < self._stopped:
+            print(f"the driver was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
+            self.child.kill()
 
     def ended_in_order(self) -> bool:
         """Whether the driver reported that the run is over.
@@ -189,6 +209,7 @@ class Supervisor:
                 driver.child.send_signal(FORWARDED[signal.Signals(self.stopped_by)])
             while driver.child.poll() is None:
                 driver.listen(_POLL_SECONDS)
+                driver.kill_if_stopped()
                 _reap_others(driver.child.pid)
             driver.listen(0.0)  # The last reports may have come after the last look into the pipe.
             os.close(driver.pipe)

@@ -15,7 +15,13 @@ from slime.cluster.start import Parts
 from slime.cluster.supervisor import restart_settings
 from slime.config.parser import read_settings
 
-VALUES = {"max_restarts": 3, "save": "outputs/run/checkpoints", "run_name": "run", "output_dir": "outputs"}
+VALUES = {
+    "max_restarts": 3,
+    "status_timeout": 120.0,
+    "save": "outputs/run/checkpoints",
+    "run_name": "run",
+    "output_dir": "outputs",
+}
 ENDING = {"max_restarts": 2, "run_name": "run", "output_dir": "outputs"}
 
 

@@ -32,7 +32,7 @@ with (here / "starts").open("a") as file:
     print(*sys.argv[1:], json.dumps(REPORTS.settings), file=file)
 if how == "before":
     os._exit(3)
-REPORTS.began({"max_restarts": restarts, "save": "ckpt", "run_name": "r", "output_dir": "o"})
+REPORTS.began({"max_restarts": restarts, "status_timeout": 1.0, "save": "ckpt", "run_name": "r", "output_dir": "o"})
 if restarts == 2:
     REPORTS.saved()
 stop = StopSignals()
@@ -156,6 +156,23 @@ def test_the_second_signal_ends_at_once(start: Callable, tmp_path: Path) -> None
     os.kill(run.pid, signal.SIGINT)  # another number, or the two would be one while it is stopped
     driver.resume()
     assert run.wait(120) in (130, 143)
+
+
+def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
+    """One that is stopped for a moment goes on, one that is stopped for longer than the limit is run again."""
+    run = start("waits", restarts=1)
+    wait_until((tmp_path / "pid").exists)
+    first = psutil.Process(int((tmp_path / "pid").read_text()))
+    first.suspend()
+    first.resume()
+    (tmp_path / "pid").unlink()
+    first.suspend()
+    wait_until((tmp_path / "pid").exists)
+    assert not psutil.pid_exists(first.pid)
+    run.terminate()
+    _, words = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert "the driver was stopped for 1 s (--status-timeout)" in words and "(signal 9): going on from" in words
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:

@@ -145,6 +145,16 @@ def test_a_process_that_is_lost_at_work_is_replaced_and_the_call_made_again(pool
     assert pool.submit(f"{path}:judge", timeout=20).result(60).value == 1
 
 
+def test_a_process_that_is_stopped_at_work_is_replaced_and_the_call_made_again(pool, tmp_path):
+    path, mark = tmp_path / "verifier.py", tmp_path / "stopped"
+    path.write_text(
+        f"import os, signal\nfrom pathlib import Path\n\n\ndef judge():\n    mark = Path({str(mark)!r})\n"
+        "    if not mark.exists():\n        mark.touch()\n        os.kill(os.getpid(), signal.SIGSTOP)\n    return 1\n"
+    )
+    verdict = pool.submit(f"{path}:judge", timeout=2).result(60)
+    assert mark.exists() and verdict.value == 1
+
+
 def test_a_verifier_that_always_loses_its_process(pool, tmp_path):
     path = tmp_path / "verifier.py"
     path.write_text("import os\n\nos.kill(os.getpid(), 9)\n")

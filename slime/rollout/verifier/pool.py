@@ -27,6 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
+
 from slime.config.process_environment import reduced_environment
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
@@ -53,8 +55,8 @@ class Verdict:
     """The outcome of one verifier call.
 
     Attributes:
-        status: ``ok``: it returned ``value``. ``timeout``: it exceeded its time limit. ``crashed``: its process ended
-            in each of three attempts. ``error``: it raised an exception.
+        status: ``ok``: it returned ``value``. ``timeout``: it exceeded its time limit. ``crashed``: its process ended,
+            or was stopped until the time limit, in each of three attempts. ``error``: it raised an exception.
         value: What the verifier returned.
         detail: What went wrong; empty for ``ok``.
     """
@@ -101,6 +103,8 @@ class _Worker:
             send(self.sock, Request(function=function, args=args), deadline)
             return Verdict(**receive(self.sock, deadline))
         except TimeoutError:
+            if self.stopped:
+                return Verdict("crashed", detail=f"the verifier process was stopped; it ended with {self.kill()}")
             self.kill()
             return Verdict("timeout", detail=f"no answer in {timeout:g} s")
         except ChannelClosed:
@@ -114,8 +118,8 @@ class _Worker:
             send(self.sock, request, deadline)
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
-            lost = isinstance(error, ChannelClosed)
-            why = "its process ended" if lost else f"it took more than {STARTUP_SECONDS:g} s"
+            lost = isinstance(error, ChannelClosed) or self.stopped
+            why = "its process ended or was stopped" if lost else f"it took more than {STARTUP_SECONDS:g} s"
             kind = _Lost if lost else VerifierLoadError
             raise kind(f"loading verifier {function!r} failed: {why} (exit status {self.kill()})") from error
         if reply["status"] != "ok":
@@ -125,6 +129,13 @@ class _Worker:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) froze the process, which says nothing about the verifier."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def reusable(self, verdict: Verdict) -> bool:
         """Whether the process can run another call. After a MemoryError its state cannot be trusted."""
@@ -245,8 +256,8 @@ class VerifierPool:
     def _run(self, worker: _Worker | None, job: _Job) -> _Worker | None:
         """Run one job, and run it again in a new process if its process was lost.
 
-        A process that was killed from outside says nothing about the verifier, and the rewards of a run must not depend
-        on such an event. Returns the worker if it can run another job.
+        A process that was killed or stopped from outside says nothing about the verifier, and the rewards of a run must
+        not depend on such an event. Returns the worker if it can run another job.
         """
         outcome: Verdict | BaseException
         for _ in range(_TRIES):
