@@ -66,7 +66,7 @@ class RunConfig:
         120.0,
         low=0,
         help="Seconds without an answer to a status request after which the rollout manager or a training rank counts "
-        "as lost, usually long before --phase-timeout; 0 disables the check",
+        "as lost, usually long before --phase-timeout, and seconds after which a stopped driver does; 0 disables this",
     )
     phase_timeout: float = flag(
         3600.0, above=0, help="Deadline in seconds for generating a rollout, training on it, or a weight sync"
