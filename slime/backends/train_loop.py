@@ -17,17 +17,22 @@ from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, FIELDS, RankBatch
 from slime.observability import progress
 from slime.observability.profiler import Profiler
+from slime.observability.timers import Timers
 
 PASS_ABOVE = 0.5  # as in the metrics of rollouts
 METRICS = tuple(field.name for field in FIELDS if field.metric)
 
 
 class PhaseTimer:
-    """Measures wall-clock seconds per named phase, and makes a profile if requested."""
+    """Measures wall-clock seconds per named phase, and makes a profile if requested.
 
-    def __init__(self, profiler: Profiler | None = None) -> None:
+    Args:
+        timers: Gets each phase as well, for the trace of the rollout.
+    """
+
+    def __init__(self, profiler: Profiler | None = None, timers: Timers | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self.profiler = profiler
+        self.profiler, self.timers = profiler, timers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -35,11 +40,18 @@ class PhaseTimer:
         start = time.perf_counter()
         with self.profiler.phase(name) if self.profiler else nullcontext():
             yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if self.timers is not None:
+            self.timers.add(name, seconds)
 
 
 def train_on_rollout(
-    backend: TrainBackend, args: Args, batch: RankBatch, profiler: Profiler | None = None
+    backend: TrainBackend,
+    args: Args,
+    batch: RankBatch,
+    profiler: Profiler | None = None,
+    timers: Timers | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
@@ -55,7 +67,7 @@ def train_on_rollout(
         ValueError: The batch lacks an entry that the flags need. The message names both.
         NonFiniteError: The loss or gradient of a step is not finite.
     """
-    timer = PhaseTimer(profiler)
+    timer = PhaseTimer(profiler, timers)
     critic = backend.role == "critic"
     if args.reset_optimizer_states:
         backend.reset_optimizer()

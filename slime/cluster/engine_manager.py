@@ -13,6 +13,7 @@ from slime.engines.background import run
 if TYPE_CHECKING:
     from slime.cluster.engine import EngineStatus
     from slime.cluster.engine_fleet import EngineFleet
+    from slime.cluster.engine_loads import EngineLoads
     from slime.cluster.health import HealthMonitor
     from slime.cluster.placement import Placement
     from slime.config.args import Args
@@ -35,17 +36,20 @@ class EngineManager:
         self.args, self.log_dir, self.keys = args, log_dir, keys
         self._fleet: EngineFleet | None = None
         self._monitor: HealthMonitor | None = None
+        self.loads: EngineLoads | None = None
 
     def start_engines(self, placement: Placement) -> list[str]:
         """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
+        from slime.cluster.engine_loads import EngineLoads
         from slime.cluster.health import HealthMonitor
         from slime.cluster.placement import thread_environment
         from slime.config.machine import raise_file_limit
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
         from slime.observability import progress
+        from slime.observability.run_dir import RunDir
 
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
@@ -67,6 +71,8 @@ class EngineManager:
         )
         monitor.start()
         watch_faults(monitor.wake)  # A failed request causes a check at once.
+        self.loads = EngineLoads(fleet.engines, lambda: monitor.paused, RunDir(self.log_dir.parent).engines)
+        self.loads.start()
         return urls
 
     @property
@@ -171,6 +177,8 @@ class EngineManager:
         """Stop router and engines; returns when their processes have ended. Requests in progress fail."""
         if self._monitor is not None:
             self._monitor.stop()
+        if self.loads is not None:
+            self.loads.stop()
         if self._fleet is not None:
             self._fleet.stop(at_once)
 

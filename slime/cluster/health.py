@@ -95,6 +95,10 @@ class HealthMonitor:
         if checking is not None:
             wait([checking], PAUSE_SECONDS)
 
+    @property
+    def paused(self) -> bool:
+        return bool(self._reasons)
+
     def resume(self, reason: str) -> None:
         with self._lock:
             self._reasons.discard(reason)

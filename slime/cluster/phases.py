@@ -124,7 +124,8 @@ class Run:
     def end_step(self, rollout_id: int) -> None:
         """Log the step's metrics and begin the next step."""
         self.snapshots.commit_if_written()
-        phases = self.log.end_step(rollout_id, self.num_rollout)
+        of_ranks = [span for group in self.trainer.groups for span in group.pop_spans()]
+        phases = self.log.end_step(rollout_id, self.num_rollout, of_ranks)
         self.manager.call("the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases)
 
     # --- what is due when --------------------------------------------------------------------

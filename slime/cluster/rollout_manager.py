@@ -203,8 +203,8 @@ class RolloutManager(EngineManager):
         return preview(samples)
 
     def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
-        """Add the driver's phases up to the end of a step to the trace of its rollout."""
-        self.traces.add_phases(rollout_id, phases)
+        """Add the phases of driver and ranks up to the end of a step, and the engines' load, to its rollout's trace."""
+        self.traces.add_phases(rollout_id, phases, self.loads.between if self.loads is not None else None)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 500
 """How many of the newest timed phases are kept for the trace of a rollout."""
+MOST_RANK_SPANS = 5000
+"""The same of the training ranks: some steps of a thousand ranks."""
 
 
 class StepLog:
@@ -39,6 +41,7 @@ class StepLog:
         self._metrics: MetricsLogger | None = None
         self._phase: Phase | None = None  # the innermost open phase
         self._spans: list[Span] = []
+        self._rank_spans: list[Span] = []
         self._step_started = time.perf_counter()
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
@@ -95,10 +98,13 @@ class StepLog:
         self.last_evaluation = metrics
         self.display.eval_line(step, metrics)
 
-    def end_step(self, rollout_id: int, num_rollout: int) -> list[Span]:
+    def end_step(self, rollout_id: int, num_rollout: int, of_ranks: Sequence[Span] = ()) -> list[Span]:
         """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace.
 
         ``perf/wait_time_ratio`` is the fraction of the step outside of ``perf/train_time``, at most 1.
+
+        Args:
+            of_ranks: What the training ranks did in this step; it is returned with the phases of the driver.
         """
         now = time.perf_counter()
         self._spans = [*self._spans, *self.display.timers.pop_spans()][-MOST_SPANS:]
@@ -112,7 +118,8 @@ class StepLog:
         self._logger.log(self.pending, rollout_id, "rollout/step")
         self.display.step_line(rollout_id, num_rollout, self.pending, times)
         self.last_step, self.pending = self.pending, {}
-        return self._spans
+        self._rank_spans = [*self._rank_spans, *of_ranks][-MOST_RANK_SPANS:]
+        return [*self._spans, *self._rank_spans]
 
     def close(self) -> None:
         """Close the metrics and the display; safe to call twice."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
+from slime.observability.timers import Span, Timers
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,7 @@ class TrainActor:
         redirect_output(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.engine_keys = engine_keys
+        self.timers = Timers()  # of what this rank does, for the traces of rollouts
         self.weight_sync = WeightSyncSettings.from_args(args)
         traces = Path(log_dir).parent / "traces"
         profiled = range(args.profile_step_start, args.profile_step_end) if args.use_pytorch_profiler else range(0)
@@ -125,11 +127,12 @@ class TrainActor:
         from slime.data.wire import to_rank_batch
         from slime.observability.debug_data import save_train_batches
 
-        batch = to_rank_batch(ray.get(batch_ref[0]))
-        if values_ref is not None:
-            batch["old_values"] = ray.get(values_ref[0])
+        with self.timers("get_batch"):
+            batch = to_rank_batch(ray.get(batch_ref[0]))
+            if values_ref is not None:
+                batch["old_values"] = ray.get(values_ref[0])
         with self.profiler.rollout(rollout_id):
-            metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler)
+            metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler, self.timers)
         # After a step, since the first one creates the optimizer's state, of which the memory must hold a copy.
         if self.args.async_save and self.args.save:
             self.backend.take_save_memory()
@@ -179,17 +182,18 @@ class TrainActor:
         # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
         if self.weight_sync.audit:
             self.probe = self._score_probe()
-        report = sync_weights(
-            self.weight_sync,
-            self.backend.named_weights(),
-            self._handles(urls),
-            self.transport,
-            version,
-            is_sender=bool(urls),
-            check_equal=check_equal,
-            peers=peers,
-            memory=self.audit_memory,
-        )
+        with self.timers("update_weights"):
+            report = sync_weights(
+                self.weight_sync,
+                self.backend.named_weights(),
+                self._handles(urls),
+                self.transport,
+                version,
+                is_sender=bool(urls),
+                check_equal=check_equal,
+                peers=peers,
+                memory=self.audit_memory,
+            )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
             self.backend.clear_memory()
         return report
@@ -245,8 +249,14 @@ class TrainActor:
     def refresh_old_actor(self, behind: bool) -> None:
         refresh_old_actor(self.backend, behind)
 
+    def pop_spans(self) -> list[Span]:
+        """What this rank has done since the last call."""
+        self.timers.pop()
+        return [{**span, "process": f"{self.role} rank {self.rank}"} for span in self.timers.pop_spans()]
+
     def save(self, directory: str) -> None:
-        self.written = self.backend.save(Path(directory))
+        with self.timers("save_model"):
+            self.written = self.backend.save(Path(directory))
 
     def is_saving(self) -> bool:
         """Whether files of the last :meth:`save` are still being written (``--async-save``)."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime.cluster.train_actor import Batches, Role, TrainResult, Values
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
+    from slime.observability.timers import Span
     from slime.weights.update import UpdateReport
 
 P = ParamSpec("P")
@@ -169,6 +170,10 @@ class TrainGroup:
         """GiB in use, the maximum over all ranks; see :func:`slime.observability.memory.memory_in_use`."""
         each = self._all("to say what memory it uses", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
+
+    def pop_spans(self) -> list[Span]:
+        """What each rank has done since the last call."""
+        return [span for spans in self._all("to say what it did", TrainActor.pop_spans) for span in spans]
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""

@@ -91,6 +91,10 @@ class RunDir:
         return self.path / "ledger.jsonl"
 
     @property
+    def engines(self) -> Path:
+        return self.path / "engines.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 
 class Span(TypedDict):
-    """A completed phase. ``start`` and ``end`` are wall times in seconds."""
+    """A completed phase. ``start`` and ``end`` are wall times in seconds; without ``process``, it is the driver's."""
 
     name: str
     start: float
     end: float
+    process: NotRequired[str]
 
 
 class Timers:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.samples import remove_older
@@ -15,9 +15,26 @@ from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
 DRIVER = 0  # process id of the driver in the viewer; prompt groups have the next ones
 MOST_EVENTS = 100_000  # of samples in one file: about 20 MB before compression, which the viewer can still open
+MOST_LOADS = 20_000
 _MOST_OPEN = 64
 ViewerEvent = dict[str, object]
 """An event in the format of Chrome's trace viewer, in which times are in microseconds."""
+
+
+class Load(TypedDict):
+    """The load of an engine at a wall time: its running and waiting requests, and the tokens in its KV cache.
+
+    They are None if it did not answer (``state`` is ``silent``), was not asked (``paused``) or is not there.
+    """
+
+    time: float
+    engine: int
+    state: str
+    running: int | None
+    waiting: int | None
+    tokens: int | None
+
+
 _LEVEL = 1  # gzip level; even the fastest one reduces the size to a twentieth
 
 
@@ -68,17 +85,28 @@ class TraceFiles:
             del self._open[old]
         return self._write(rollout_id, events)
 
-    def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
-        """Add the phases of the driver to the trace of a rollout that has been trained.
+    def add_phases(
+        self,
+        rollout_id: int,
+        phases: Sequence[Span],
+        loads_between: Callable[[float, float], Sequence[Load]] | None = None,
+    ) -> None:
+        """Add the phases of the driver and of the training ranks, and the load of the engines, to the trace of a
+        rollout that has been trained.
 
         Only phases that end after the rollout's first event are added. So the file of a rollout that was generated
         ahead also shows the training that ran at the same time.
 
         Args:
             phases: Completed phases, for example of :class:`~slime.observability.timers.Timers`.
+            loads_between: Returns the load of the engines between two wall times.
         """
         begun = self._open.pop(rollout_id, None)
-        row = list(_phase_events([phase for phase in phases if begun and phase["end"] >= begun[0]]))
+        mine = [phase for phase in phases if begun and phase["end"] >= begun[0]]
+        row = list(_phase_events(mine))
+        if begun and mine and loads_between is not None:
+            loads = loads_between(min(begun[0], *(phase["start"] for phase in mine)), max(p["end"] for p in mine))
+            row += _load_events(loads)
         if begun and row:
             self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
 
@@ -117,10 +145,24 @@ def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace
 
 
 def _phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
+    """Yield the driver as a process of the viewer, with a thread for itself and for each training rank."""
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
+    threads: dict[str | None, int] = {None: 0}
     for phase in phases:
-        yield _complete(phase["name"], phase["start"], phase["end"], DRIVER, 0, {})
+        process = phase.get("process")
+        if process is not None and process not in threads:
+            threads[process] = len(threads)
+            yield _named("thread_name", DRIVER, threads[process], process)
+        yield _complete(phase["name"], phase["start"], phase["end"], DRIVER, threads[process], {})
+
+
+def _load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
+    """Yield the engines' loads as counters. An engine without numbers has 0 requests."""
+    for load in loads[:: max(-(-len(loads) // MOST_LOADS), 1)]:
+        counts = {"running": load["running"] or 0, "waiting": load["waiting"] or 0}
+        name = f"engine {load['engine']}"
+        yield {"ph": "C", "name": name, "ts": load["time"] * 1e6, "pid": DRIVER, "tid": 0, "args": counts}
 
 
 def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:

@@ -19,6 +19,7 @@ from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
 from slime.ui.index import SampleIndex
+from slime.ui.loads import EngineLoads
 from slime.ui.series import Series
 from slime.ui.tail import Tail
 from slime.ui.tokens import TokenDumps
@@ -87,13 +88,15 @@ class Run:
         self.key, self.folder, self.files = key, folder, RunDir(folder)
         self.series = Series(self.files.metrics)
         self.ledger = Ledger(self.files.ledger)
+        self.loads = EngineLoads(self.files.engines)
         self.index = SampleIndex(folder, cache)
         self.settings = read_settings(self.files.config)
         self.tokens = TokenDumps(folder, self.settings)
 
     def refresh(self) -> None:
-        """Read what the run has appended to its metrics and its ledger."""
+        """Read what the run has appended to its metrics, its ledger and the load of its engines."""
         self.series.refresh()
+        self.loads.refresh()
         self.ledger.refresh()
 
     def state(self) -> tuple[RunState | None, str]:

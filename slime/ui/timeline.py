@@ -1,14 +1,16 @@
-"""The trace of a step as the page draws it: the driver's phases, the samples of each group, and who waited for whom."""
+"""The trace of a step as the page draws it: what driver, training ranks and engines did, the samples of each group, and
+who waited for whom."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 from slime.observability.trace_file import DRIVER, read_trace, trace_of
 
@@ -16,10 +18,15 @@ MOST_SPANS = 6000
 """With more spans of samples, only those groups are drawn that ended last."""
 GROUP = "generate_and_rm_group"
 WRAPPERS = frozenset({"generate_and_rm", GROUP})
+MOST_PROCESSES = 64
+"""At most so many training ranks, and so many engines, are drawn, at even distances."""
 _POINTS = 240
 _SHORT = 0.01  # seconds; shorter waits are not worth a sentence
 Span = tuple[str, float, float]
 """Name, start and end; in seconds since the first event of the step."""
+LoadAt = tuple[float, int, int]
+"""A moment in seconds since the first event of the step, and an engine's running and waiting requests."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -48,12 +55,16 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
         return None
     start = min(event["ts"] for event in complete)
     phases: list[Span] = []
+    ranks: dict[str, list[Span]] = {}
+    names = {e["tid"]: str(e["args"]["name"]) for e in events if e["pid"] == DRIVER and e["name"] == "thread_name"}
     lanes: dict[tuple[int, int], Lane] = {}
     for event in complete:
         begin = (event["ts"] - start) / 1e6
         span = (str(event["name"]), begin, begin + event["dur"] / 1e6)
-        if event["pid"] == DRIVER:
+        if event["pid"] == DRIVER and event["tid"] == 0:
             phases.append(span)
+        elif event["pid"] == DRIVER:
+            ranks.setdefault(names.get(event["tid"], f"process {event['tid']}"), []).append(span)
         else:
             lane = lanes.setdefault((event["pid"], event["tid"]), Lane(event["pid"] - 1, event["tid"]))
             lane.spans.append(span)
@@ -64,15 +75,111 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
     samples = list(lanes.values())
     shown = _last_groups(samples)
     end = max((event["ts"] + event["dur"] - start) / 1e6 for event in complete)
+    engines = _engines(events, start)
     return {
         "step": step,
         "seconds": round(end, 4),
         "phases": [_rounded(span) for span in sorted(phases, key=lambda span: (span[1], -span[2]))],
+        "processes": [_process(name, spans, end) for name, spans in _some(ranks).items()],
+        "engines": [_engine(name, loads, end) for name, loads in _some(engines).items()],
+        "more": max(len(ranks), len(engines)) - MOST_PROCESSES,
         "groups": _groups(shown),
         "hidden": len({lane.group for lane in samples}) - len({lane.group for lane in shown}),
         "active": _active(samples, end),
-        "notes": _notes(phases, samples),
+        "notes": [*_notes(phases, samples), *_idle_ranks(ranks, phases, end), *_idle_engines(engines)],
     }
+
+
+def _engines(events: Sequence[Mapping[str, Any]], start: float) -> dict[str, list[LoadAt]]:
+    found: dict[str, list[LoadAt]] = {}
+    for event in events:
+        if event.get("ph") == "C":
+            counts = event["args"]
+            load = ((event["ts"] - start) / 1e6, int(counts["running"]), int(counts["waiting"]))
+            found.setdefault(str(event["name"]), []).append(load)
+    return dict(sorted(found.items(), key=lambda entry: (len(entry[0]), entry[0])))
+
+
+def _some(processes: Mapping[str, T]) -> dict[str, T]:
+    names = list(processes)
+    return {name: processes[name] for name in names[:: max(-(-len(names) // MOST_PROCESSES), 1)]}
+
+
+def _process(name: str, spans: Sequence[Span], end: float) -> dict[str, object]:
+    """A training rank: what it did, and the fraction of the time line in which it did anything."""
+    busy = sum(stop - begin for begin, stop in _union(spans, end))
+    return {"name": name, "busy": round(busy / end, 4) if end else 0.0, "spans": [_rounded(span) for span in spans]}
+
+
+def _engine(name: str, loads: Sequence[LoadAt], end: float) -> dict[str, object]:
+    """An engine: its requests over time, and the fraction of the moments at which it ran any."""
+    inside = [running > 0 for moment, running, _ in loads if 0 <= moment <= end]
+    points = [[round(moment, 3), running, waiting] for moment, running, waiting in loads]
+    return {"name": name, "busy": round(sum(inside) / len(inside), 4) if inside else 0.0, "loads": points}
+
+
+def _union(spans: Sequence[Span], end: float) -> list[tuple[float, float]]:
+    """Return the times from 0 to ``end`` that any of the spans covers, without overlaps."""
+    joined: list[tuple[float, float]] = []
+    for begin, stop in sorted((max(span[1], 0.0), min(span[2], end)) for span in spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        elif stop > begin:
+            joined.append((begin, stop))
+    return joined
+
+
+def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end: float) -> list[str]:
+    """Say for what the training ranks waited, and which of them was the last."""
+    if not ranks or not end:
+        return []
+    idle: dict[str, float] = {}
+    rest = total = 0.0
+    for spans in ranks.values():
+        edges = [0.0, *(edge for part in _union(spans, end) for edge in part), end]
+        for begin, stop in zip(edges[::2], edges[1::2], strict=True):
+            total += stop - begin
+            left = stop - begin
+            for name, start, over in phases:
+                shared = min(over, stop) - max(start, begin)
+                if shared > 0:
+                    idle[name] = idle.get(name, 0.0) + shared
+                    left -= shared
+            rest += max(left, 0.0)
+    shown = [(name, seconds / len(ranks)) for name, seconds in sorted(idle.items(), key=lambda entry: -entry[1])]
+    during = [f"{seconds:.2f} s in {name}" for name, seconds in shown if seconds >= _SHORT][:4]
+    between = [f"{rest / len(ranks):.2f} s between phases of the driver"] if rest / len(ranks) >= _SHORT else []
+    notes = []
+    if during or between:
+        notes.append(
+            f"Of {end:.2f} s, a training rank worked {end - total / len(ranks):.2f} s and waited "
+            f"{total / len(ranks):.2f} s: {', '.join([*during, *between])}."
+        )
+    return notes + _last_rank(ranks)
+
+
+def _last_rank(ranks: Mapping[str, Sequence[Span]]) -> list[str]:
+    """Name the rank for which the others waited longest at the beginning of a phase."""
+    widest, note = _SHORT, ""
+    for name in dict.fromkeys(span[0] for spans in ranks.values() for span in spans):
+        begins = {rank: next((s[1] for s in spans if s[0] == name), None) for rank, spans in ranks.items()}
+        known = {rank: begin for rank, begin in begins.items() if begin is not None}
+        first, last = min(known, key=lambda rank: known[rank]), max(known, key=lambda rank: known[rank])
+        if known[last] - known[first] > widest:
+            widest = known[last] - known[first]
+            note = f"{last} was the last to begin {name}, {widest:.2f} s after {first}."
+    return [note] if note else []
+
+
+def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
+    """Say how long single engines ran requests while others had none."""
+    if len(engines) < 2:
+        return []
+    ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
+    first, last = min(ends, key=lambda name: ends[name]), max(ends, key=lambda name: ends[name])
+    if ends[last] - ends[first] < _SHORT:
+        return []
+    return [f"{first} ran its last request {ends[last] - ends[first]:.1f} s before {last}."]
 
 
 def _rounded(span: Span) -> list[object]:

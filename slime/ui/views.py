@@ -373,7 +373,9 @@ def engines(run: Run) -> View:
         text, size = _end_of(path)
         logs.append({"name": path.name, "bytes": size, "lines": text.splitlines()[-_LOG_LINES:]})
     totals = {name: run.series.total(name) for name in ENGINE_METRICS if name in names and name.endswith("_count")}
-    return {"metrics": [name for name in ENGINE_METRICS if name in names], "totals": totals, "logs": logs}
+    loads = run.loads.values(run.series.first_time or 0.0)
+    shown = [name for name in ENGINE_METRICS if name in names]
+    return {"metrics": shown, "totals": totals, "loads": loads, "logs": logs}
 
 
 def _end_of(path: Path) -> tuple[str, int]:

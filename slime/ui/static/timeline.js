@@ -1,8 +1,9 @@
-// The time line of a step as SVG: the driver's phases above, samples in work, and the calls of each sample by group.
+// The time line of a step as SVG: a lane for the driver, each training rank and each engine; below them the samples in
+// work, and the calls of each sample by group.
 
-import { h, link, replace, s, seconds } from "slime/dom.js";
+import { h, link, percent, replace, s, seconds } from "slime/dom.js";
 
-const LEFT = 84, ROW = 22, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
+const LEFT = 96, ROW = 22, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
 const KINDS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 export function drawTimeline(values, run) {
@@ -20,11 +21,12 @@ export function drawTimeline(values, run) {
       h("span", { class: "legend" }, [...colours].map(([name, colour]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name))),
       h("label", {}, "zoom ", zoom)),
     scroll,
+    values.more > 0 ? h("p", { class: "muted" }, "Ranks or engines at even distances are drawn; the notes are of all.") : null,
     values.hidden ? h("p", { class: "muted" }, `${values.hidden} groups that ended earlier are not drawn.`) : null);
 }
 
 function palette(values) {
-  const names = [...new Set([...values.phases.map((span) => span[0]), ...values.groups.flatMap((group) => group.samples.flatMap((one) => one.spans.map((span) => span[0])))])];
+  const names = [...new Set([...values.phases.map((span) => span[0]), ...values.processes.flatMap((one) => one.spans.map((span) => span[0])), ...values.groups.flatMap((group) => group.samples.flatMap((one) => one.spans.map((span) => span[0])))])];
   return new Map(names.map((name, i) => [name, KINDS[i % KINDS.length]]));
 }
 
@@ -48,6 +50,18 @@ function svg(values, colours, width, run) {
   parts.push(label("driver", y + 12));
   for (const [row, span] of phases) parts.push(bar(span, x, y + row * ROW, BAR, colours, true));
   y += ROW * Math.max(1, ...phases.map(([row]) => row + 1)) + GAP;
+  for (const one of values.processes) {
+    const rows = stacked(one.spans);
+    parts.push(...lane(one, y));
+    for (const [row, span] of rows) parts.push(bar(span, x, y + row * ROW, BAR, colours, true, `${one.name}: `));
+    y += ROW * Math.max(1, ...rows.map(([row]) => row + 1));
+  }
+  const most = Math.max(1, ...values.engines.flatMap((one) => one.loads.map(([, running, waiting]) => running + waiting)));
+  for (const one of values.engines) {
+    parts.push(...lane(one, y), ...load(one, x, y, most));
+    y += ROW + 4;
+  }
+  if (values.processes.length || values.engines.length) y += GAP;
   parts.push(label("in work", y + AREA / 2), ...area(values, x, y));
   y += AREA + GAP;
   for (const group of values.groups) {
@@ -58,6 +72,24 @@ function svg(values, colours, width, run) {
     y += height + GAP;
   }
   return s("svg", { width, height: y + 4, role: "img", "aria-label": `time line of step ${values.step}` }, ticks(values.seconds, x, y), parts);
+}
+
+// The name of a process, and the share of the time line in which it worked.
+const lane = (one, y) => [label(one.name, y + 8), s("text", { x: LEFT - 8, y: y + 19, class: "who small" }, `busy ${percent(one.busy)}`)];
+
+// The requests of an engine over time: running ones below, waiting ones above them.
+function load(engine, x, y, most) {
+  const height = ROW - 2;
+  const from = (moment) => Math.max(x(moment), LEFT);
+  const level = (value) => (y + height - (value / most) * height).toFixed(1);
+  return engine.loads.flatMap(([moment, running, waiting], i) => {
+    const next = engine.loads[i + 1]?.[0] ?? moment;
+    const width = from(next) - from(moment);
+    if (width <= 0 || !(running + waiting)) return [];
+    const title = () => s("title", {}, `${engine.name} at ${moment.toFixed(1)} s: ${running} running, ${waiting} waiting`);
+    const rect = (low, high, kind) => s("rect", { x: from(moment), y: level(high), width, height: level(low) - level(high), class: kind }, title());
+    return [running ? rect(0, running, "running") : null, waiting ? rect(running, running + waiting, "waiting") : null].filter(Boolean);
+  }).concat(s("line", { x1: LEFT, x2: x(engine.loads.at(-1)?.[0] ?? 0), y1: y + height, y2: y + height, class: "tick" }));
 }
 
 const label = (text, y) => s("text", { x: LEFT - 8, y, class: "who" }, text);
