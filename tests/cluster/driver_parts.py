@@ -100,6 +100,9 @@ class FakeGroup:
     def _say(self, what: str) -> None:
         self.said.append(f"{self.role} {what}")
 
+    def pop_spans(self) -> list[Any]:
+        return []
+
     def sleep(self, keep_weights: bool = False) -> None:
         self._say("sleeps but for its weights" if keep_weights else "sleeps")
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.observability import trace_file, trace_utils
-from slime.observability.trace_file import TraceFiles, _traces, _within, read_trace, trace_of
+from slime.observability.timers import Span
+from slime.observability.trace_file import Load, TraceFiles, _traces, _within, read_trace, trace_of
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -214,6 +215,33 @@ def test_the_trace_of_a_rollout_shows_what_trained_while_it_was_generated(tmp_pa
     after = read_trace(path)
     assert after[: len(before)] == before
     assert [event["name"] for event in after[len(before) :] if event["ph"] == "X"] == ["train"]
+
+
+def test_the_file_has_a_thread_for_each_rank_and_a_counter_for_each_engine(tmp_path: Path) -> None:
+    files, sample = TraceFiles(tmp_path), make()
+    with trace_span(sample, "sglang_generate"):
+        began = time.time()
+    path = files.write_samples(0, [sample])
+    assert path is not None
+    asked: list[tuple[float, float]] = []
+
+    def loads_between(start: float, end: float) -> list[Load]:
+        asked.append((start, end))
+        load = Load(time=began, engine=1, state="serving", running=3, waiting=2, tokens=40)
+        return [load, {**load, "state": "paused", "running": None, "waiting": None, "tokens": None}]
+
+    phases: list[Span] = [{"name": "train", "start": began, "end": began + 4}]
+    phases += [
+        {"name": "log_probs", "start": began + 1, "end": began + r, "process": f"actor rank {r}"} for r in (2, 3)
+    ]
+    files.add_phases(0, phases, loads_between)
+    events = [event for event in read_trace(path) if event["pid"] == 0]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [(names.get(event["tid"]), event["name"]) for event in events if event["ph"] == "X"]
+    assert spans == [(None, "train"), ("actor rank 2", "log_probs"), ("actor rank 3", "log_probs")]
+    counters = [(event["name"], event["args"]) for event in events if event["ph"] == "C"]
+    assert counters == [("engine 1", {"running": 3, "waiting": 2}), ("engine 1", {"running": 0, "waiting": 0})]
+    assert asked[0][0] <= began and asked[0][1] == began + 4
 
 
 def spans_of(groups: int, size: int) -> list[SimpleNamespace]:

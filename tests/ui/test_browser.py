@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.observability.best_effort import replacing
+from slime.observability.timers import Span
+from slime.observability.trace_file import Load, _load_events, _phase_events, read_trace, trace_of
 from slime.ui.export import Limits, export
 from slime.ui.runs import Refresher, Runs
 from tests.ui.browser import Browser, chromium
@@ -36,10 +39,32 @@ def make_hostile(folder: Path) -> None:
     (folder / "logs" / "engine-0.log").write_text(HOSTILE)
 
 
+def plant_processes(folder: Path) -> None:
+    """Add two training ranks and two engines, which the recorded run is too old to have, to its trace and its load."""
+    path = trace_of(folder, 1)
+    events = read_trace(path)
+    start = min(event["ts"] for event in events if event["ph"] == "X") / 1e6
+    ranks = [
+        Span(name="actor_train", start=start + 8 + rank, end=start + 14, process=f"actor rank {rank}")
+        for rank in (0, 1)
+    ]
+    loads = [
+        Load(time=start + second, engine=engine, state="serving", running=running, waiting=1, tokens=9)
+        for engine in (0, 1) for second in range(24) for running in [max(8 - (2 - engine) * second, 0)]
+    ]  # fmt: skip
+    added = [*_phase_events(ranks), *_load_events(loads)]
+    with replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *added]}).encode()))
+    rows = [{"time": one["time"], "engines": [[one["engine"], "serving", one["running"], 1, 9]]} for one in loads]
+    rows.append({"time": start + 30, "engines": [[1, "lost", None, None, None]]})
+    (folder / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 async def unharmed(browser: Browser) -> None:
     """Nothing of a run became HTML, nothing failed in the page, and nothing is wider than the window."""
     assert await browser.run("document.title !== 'owned' && !document.querySelector('main script, main img')")
     assert not browser.errors
+    assert not await browser.run("/\\b(null|undefined|NaN)\\b/.test(document.querySelector('main').innerText)")
     wide = "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll, nav, pre')).map((e) => e.outerHTML.slice(0, 200))"  # fmt: skip  # noqa: E501
     assert await browser.run(wide) == []
     if PICTURES is not None:  # a recording of the click path
@@ -74,6 +99,10 @@ async def walk(browser: Browser) -> None:
     await browser.click("#before")
     await browser.view("step/tiny/1")
     assert await browser.text("#count") == "5 of 5 groups"
+    lanes = await browser.run("[...document.querySelectorAll('#timeline .who')].map((one) => one.textContent)")
+    assert isinstance(lanes, list) and {"driver", "actor rank 0", "actor rank 1", "engine 0", "engine 1"} <= set(lanes)
+    assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
+    assert "a training rank worked" in await browser.text("#notes")
     await browser.enter("#filter-state", "trained")
     assert await browser.text("#count") == "2 of 5 groups"
     await browser.click("#groups th:nth-child(4) button")  # the reward
@@ -97,6 +126,7 @@ async def walk(browser: Browser) -> None:
     await browser.click("#to-prompt")
     await browser.view("prompt/tiny/")
     await browser.until("document.querySelectorAll('#samples tbody tr').length >= 4")
+    await unharmed(browser)
     await browser.click("nav a[href='#/prompts/tiny']")
     await browser.view("prompts/tiny")
     assert HOSTILE in await browser.text("#prompts")
@@ -111,14 +141,17 @@ async def walk(browser: Browser) -> None:
     await browser.click("nav a[href='#/ledger/tiny']")
     await browser.view("ledger/tiny")
     assert "consistent" in await browser.text("#balance")
+    await unharmed(browser)
     await browser.click("nav a[href='#/engines/tiny']")
     await browser.view("engines/tiny")
+    assert "lost" in await browser.text("#loads")
     assert HOSTILE in await browser.text("main")
     await unharmed(browser)
 
 
 async def test_a_click_path_through_all_views(runs: Runs, folder: Path, tmp_path: Path) -> None:
     make_hostile(folder)
+    plant_processes(folder)
     runs.refresh()
     file = tmp_path / "run.html"
     file.write_text(export(runs, Limits()), encoding="utf-8")

@@ -12,8 +12,10 @@ import pytest
 from slime.data.sample import Sample
 from slime.observability.samples import KeptTexts, write_samples
 from slime.ui.index import SampleIndex, reward_number
+from slime.ui.runs import Runs
 from slime.ui.series import Series
-from slime.ui.tail import Tail
+from slime.ui.site import NotFound, answer, path_of
+from slime.ui.tail import _MARK, Tail
 
 
 def sample(index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?") -> Sample:
@@ -205,3 +207,45 @@ def test_a_long_curve_is_joined_and_keeps_its_extremes(tmp_path: Path) -> None:
     curve = series.curve("a", points=100)
     assert curve is not None and curve["count"] == 5000 and len(curve["values"]) == 100  # type: ignore[arg-type]
     assert curve["values"][0] == 0.5 and max(curve["high"]) == 100 and min(curve["low"]) == 0  # type: ignore[index,call-overload]
+
+
+def spoil(path: Path, keep: slice) -> None:
+    """Overwrite all of a file except for some bytes, and let it look unchanged."""
+    before, content = path.stat(), path.read_bytes()
+    spoilt = bytearray(b"#" * len(content))
+    spoilt[keep] = content[keep]
+    with path.open("r+b") as file:
+        file.write(spoilt)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_no_view_reads_a_whole_file_again(tmp_path: Path) -> None:
+    """Of a run that is in the index, a sample is read at its place, and of metrics.jsonl only what is new."""
+    folder = tmp_path / "outputs" / "long"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("rollout_batch_size: 5\n")
+    for step in range(20):
+        write_samples(folder, step, [sample(i, response=f"answer {i} of {step}") for i in range(10)])
+    write_rows(
+        folder / "metrics.jsonl", [{"rollout/step": step, "time": 100.0 + step, "a": step} for step in range(20)]
+    )
+    runs = Runs([folder], None)
+    runs.refresh()
+    text = folder / "samples" / "rollout_000007.jsonl"
+    lines = text.read_bytes().splitlines(keepends=True)
+    begin = sum(map(len, lines[:4]))
+    spoil(text, slice(begin, begin + len(lines[4])))
+    for step in set(range(20)) - {7}:
+        spoil(folder / "samples" / f"rollout_{step:06d}.jsonl", slice(0, 0))
+    metrics = folder / "metrics.jsonl"
+    spoil(metrics, slice(metrics.stat().st_size - _MARK, None))
+    write_rows(metrics, [{"rollout/step": 20, "time": 120.0, "a": 20}])
+    runs.refresh()
+    ask = lambda *parts: answer(runs, path_of("run", "long", *parts))  # noqa: E731
+    assert ask("overview")["samples"] == 200 and ask("series", "a")["values"] == list(range(21))
+    assert len(ask("step", 3)["groups"]) == 5
+    assert ask("prompts")["prompts"][0]["n"] == 200  # type: ignore[index]
+    assert ask("sample", "rollout", 7, 4)["record"]["response"] == "answer 4 of 7"  # type: ignore[index]
+    with pytest.raises(NotFound):
+        ask("sample", "rollout", 7, 5)
+    runs.close()

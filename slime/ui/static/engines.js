@@ -36,9 +36,9 @@ function loads(engines) {
       { name: "most waiting", value: (e) => Math.max(0, ...e.waiting.filter((x) => x !== null)) },
       { name: "no answer", value: (e) => e.silent, title: "how often it did not say its load", show: (e) => h("span", { class: e.silent ? "warn" : "" }, `${number(e.silent)} of ${number(e.asked)}`) },
     ], engines, { id: "loads" }),
-    changes.length ? h("details", {}, h("summary", {}, `${changes.length} changes of state`),
+    changes.length ? h("details", {}, h("summary", {}, `Changes of state: ${changes.length}`),
       h("ul", { class: "notes" }, changes.map(([moment, name, state]) => h("li", {}, `${seconds(Math.max(moment, 0))}: ${name} is ${state}`)))) : null),
     h("div", { class: "grid" }, plot("running", "running requests"), plot("waiting", "waiting requests"), plot("tokens", "tokens in the KV cache")),
-    engines.length > MOST_CURVES ? h("p", { class: "muted" }, `The curves are those of the first ${MOST_CURVES} engines.`) : null,
+    engines.length > MOST_CURVES ? h("p", { class: "muted" }, `The curves are those of the first ${MOST_CURVES} engines.`) : "",
   ];
 }

@@ -3,7 +3,7 @@
 
 import { h, link, percent, replace, s, seconds } from "slime/dom.js";
 
-const LEFT = 96, ROW = 22, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
+const LEFT = 96, ROW = 22, LANE_ROW = 28, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
 const KINDS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 export function drawTimeline(values, run) {
@@ -18,7 +18,8 @@ export function drawTimeline(values, run) {
   return h("div", {},
     h("ul", { class: "notes", id: "notes" }, values.notes.map((note) => h("li", {}, note))),
     h("div", { class: "controls" },
-      h("span", { class: "legend" }, [...colours].map(([name, colour]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name))),
+      h("span", { class: "legend" }, [...colours].map(([name, colour]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name)),
+        values.engines.length ? [["--c3", "running requests"], ["--c2", "waiting requests"]].map(([colour, name]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name)) : null),
       h("label", {}, "zoom ", zoom)),
     scroll,
     values.more > 0 ? h("p", { class: "muted" }, "Ranks or engines at even distances are drawn; the notes are of all.") : null,
@@ -54,12 +55,12 @@ function svg(values, colours, width, run) {
     const rows = stacked(one.spans);
     parts.push(...lane(one, y));
     for (const [row, span] of rows) parts.push(bar(span, x, y + row * ROW, BAR, colours, true, `${one.name}: `));
-    y += ROW * Math.max(1, ...rows.map(([row]) => row + 1));
+    y += LANE_ROW - ROW + ROW * Math.max(1, ...rows.map(([row]) => row + 1));
   }
   const most = Math.max(1, ...values.engines.flatMap((one) => one.loads.map(([, running, waiting]) => running + waiting)));
   for (const one of values.engines) {
     parts.push(...lane(one, y), ...load(one, x, y, most));
-    y += ROW + 4;
+    y += LANE_ROW;
   }
   if (values.processes.length || values.engines.length) y += GAP;
   parts.push(label("in work", y + AREA / 2), ...area(values, x, y));
@@ -75,7 +76,7 @@ function svg(values, colours, width, run) {
 }
 
 // The name of a process, and the share of the time line in which it worked.
-const lane = (one, y) => [label(one.name, y + 8), s("text", { x: LEFT - 8, y: y + 19, class: "who small" }, `busy ${percent(one.busy)}`)];
+const lane = (one, y) => [label(one.name, y + 9), s("text", { x: LEFT - 8, y: y + 20, class: "who small" }, `busy ${percent(one.busy)}`)];
 
 // The requests of an engine over time: running ones below, waiting ones above them.
 function load(engine, x, y, most) {
