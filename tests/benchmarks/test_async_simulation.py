@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import async_simulation as simulation
-from async_simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
-from simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
+import async_simulation as benchmark
+
+from slime.plan import simulation
+from slime.plan.simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
+from slime.plan.simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
 
 SMALL = Setting(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
 
@@ -116,12 +118,31 @@ def test_the_engine_decodes_at_the_measured_speed(running: int, rate: float) -> 
         loop.close()
 
 
+def test_starts_and_updates_keep_the_other_requests_of_an_engine_waiting() -> None:
+    """Four requests of 100 tokens: 4 x 2 s to start, 1 s of update and 4 x 3 s to refill, around 100 decode steps."""
+    loop = SimulatedLoop()
+    curve = SpeedCurve(((1, 1.0), (4, 4.0)))  # a step takes a second
+
+    async def go() -> None:
+        engines = Engines(1, curve, start_seconds=2.0)
+        requests = asyncio.gather(*(engines.generate(100) for _ in range(4)))
+        await asyncio.sleep(50.0)
+        await engines.pause(1.0, refill_seconds=3.0)
+        await requests
+
+    try:
+        loop.run_until_complete(go())
+        assert loop.time() == pytest.approx(4 * 2 + 1 + 4 * 3 + 100)
+    finally:
+        loop.close()
+
+
 @pytest.mark.slow
 def test_all_parts_end_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--parts gain --engines 2 --slots 16 --batch 4 --samples 2 --steps 3 --median 64 --seeds 1"
-    simulation.main(words.split())
+    benchmark.main(words.split())
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["setting"]["batch"] == 4
     assert set(result["gain"]) == {mode.name for mode in MODES}
-    cost = simulation.scheduling_cost(8, least_groups=64)
+    cost = benchmark.scheduling_cost(8, least_groups=64)
     assert cost["groups"] == 128 and cost["microseconds_per_group"] > 0

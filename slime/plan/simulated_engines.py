@@ -1,4 +1,4 @@
-"""Engines and a clock for ``async_simulation.py``: what schedules is real, only what it waits for is not.
+"""Engines and a clock for ``simulation.py``: what schedules is real, only what it waits for is not.
 
 :class:`SimulatedLoop` is asyncio's event loop with a clock that jumps to the next thing that is due, so hours of
 generation pass in the CPU time of the code that schedules them. :class:`Engines` decode under a measured speed curve.
@@ -11,11 +11,16 @@ import heapq
 import selectors
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.config.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.data.sample import Sample
 
 H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
 """Output tokens/s of one H200 at so many running requests: Qwen3-4B shape, bf16, SGLang 0.5.15, 256 tokens in."""
@@ -73,15 +78,18 @@ class _Engine:
 
 
 class Engines:
-    """A fleet behind a router that gives each request to an engine with the fewest. Prefill is not modelled.
+    """A fleet behind a router that gives each request to an engine with the fewest.
+
+    Args:
+        start_seconds: For so long the start of a request keeps its engine from decoding.
 
     Attributes:
         model_seconds: CPU seconds spent in here, to be told from those of the scheduling code.
-        tokens: generated so far.
+        tokens: Number generated so far.
     """
 
-    def __init__(self, count: int, curve: SpeedCurve) -> None:
-        self.loop, self.curve = asyncio.get_running_loop(), curve
+    def __init__(self, count: int, curve: SpeedCurve, start_seconds: float = 0.0) -> None:
+        self.loop, self.curve, self.start_seconds = asyncio.get_running_loop(), curve, start_seconds
         self.engines = [_Engine(number) for number in range(count)]
         self.paused = False
         self.model_seconds = 0.0
@@ -97,6 +105,7 @@ class Engines:
         started = time.process_time()
         engine = self._choose()
         self._catch_up(engine)
+        engine.since = max(engine.since, self.loop.time()) + self.start_seconds
         done = self.loop.create_future()
         self._requests += 1
         heapq.heappush(engine.running, (engine.steps + tokens, self._requests, done))
@@ -105,8 +114,12 @@ class Engines:
         self.model_seconds += time.process_time() - started
         await done
 
-    async def pause(self, seconds: float) -> None:
-        """All stand still, as they do while they get new weights; then every request goes on."""
+    async def pause(self, seconds: float, refill_seconds: float = 0.0) -> None:
+        """Let all stand still, as they do while they get new weights; then every request goes on.
+
+        Args:
+            refill_seconds: For each of its running requests, an engine computes the KV cache again for so long.
+        """
         for engine in self.engines:
             self._catch_up(engine)
         self.paused = True
@@ -115,7 +128,7 @@ class Engines:
         await asyncio.sleep(seconds)
         self.paused = False
         for engine in self.engines:
-            engine.since = self.loop.time()
+            engine.since = self.loop.time() + refill_seconds * len(engine.running)
             self._plan(engine)
 
     def _choose(self) -> _Engine:
@@ -127,6 +140,8 @@ class Engines:
 
     def _catch_up(self, engine: _Engine) -> None:
         now = self.loop.time()
+        if now < engine.since:  # requests start, and nothing is decoded
+            return
         if engine.running and not self.paused:
             engine.steps += (now - engine.since) / self.curve.step_seconds(len(engine.running))
         engine.since = now
@@ -142,7 +157,7 @@ class Engines:
         if engine.running and not self.paused:
             steps = max(engine.running[0][0] - engine.steps, 0.0)
             seconds = steps * self.curve.step_seconds(len(engine.running))
-            heapq.heappush(self._due, (self.loop.time() + seconds, engine.plan, engine))
+            heapq.heappush(self._due, (max(engine.since, self.loop.time()) + seconds, engine.plan, engine))
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -168,23 +183,41 @@ class Engines:
         self.model_seconds += time.process_time() - started
 
 
-async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """The generate function of a simulated run (``--custom-generate-function-path``).
+@dataclass
+class Fleet:
+    """What the functions below find in ``args.simulated``.
 
-    Its ``args`` carry ``engines``, ``lengths`` (tokens by sample index) and ``held_step`` (how many steps had trained
-    the weights that the engines hold); ``divided`` counts the answers that an update went through.
+    Attributes:
+        lengths: Tokens by the index of a sample.
+        drop_share: Share of the groups that :func:`drop_some` drops.
+        held_step: How many steps had trained the weights that the engines hold.
+        divided: Number of responses that a weight update went through.
     """
-    length, step = args.lengths[sample.index], args.held_step
+
+    engines: Engines
+    lengths: list[int]
+    drop_share: float = 0.0
+    held_step: int = 0
+    divided: int = 0
+
+
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, object]) -> Sample:
+    """The generate function of a simulated run (``--custom-generate-function-path``)."""
+    fleet: Fleet = args.simulated
+    assert sample.index is not None
+    length, step = fleet.lengths[sample.index], fleet.held_step
     sample.weight_versions.append(f"0.{step}")
     sample.version_spans.append((f"0.{step}", 0, length))  # of its oldest token
-    await args.engines.generate(length)
-    args.divided += args.held_step != step
+    await fleet.engines.generate(length)
+    fleet.divided += fleet.held_step != step
     sample.response, sample.response_length = "-", length
-    sample.tokens = range(length)  # as long as the answer, and no memory for each
+    tokens: Any = range(length)  # as long as the answer, and no memory for each
+    sample.tokens = tokens
     sample.status = sample.Status.COMPLETED
     return sample
 
 
-def drop_some(args: Any, group: list[Any]) -> bool:
-    """A dynamic filter that drops the share ``args.drop_share`` of groups, whatever they hold."""
-    return derive_seed(args.seed, "dropped", group[0].group_index) / 2**31 >= args.drop_share
+def drop_some(args: Args, group: list[Sample]) -> bool:
+    """A dynamic filter that drops a share of the groups, whatever they hold."""
+    fleet: Fleet = args.simulated
+    return derive_seed(args.seed, "dropped", group[0].group_index or 0) / 2**31 >= fleet.drop_share
