@@ -43,6 +43,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self.fleet: Fleet | None = None
         super().__init__(self._jumping)
 
     def time(self) -> float:
@@ -185,7 +186,7 @@ class Engines:
 
 @dataclass
 class Fleet:
-    """What the functions below find in ``args.simulated``.
+    """What the functions of a run find in its :class:`SimulatedLoop`.
 
     Attributes:
         lengths: Tokens by the index of a sample.
@@ -201,9 +202,15 @@ class Fleet:
     divided: int = 0
 
 
+def _fleet() -> Fleet:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop) and loop.fleet is not None
+    return loop.fleet
+
+
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, object]) -> Sample:
     """The generate function of a simulated run (``--custom-generate-function-path``)."""
-    fleet: Fleet = args.simulated
+    fleet = _fleet()
     assert sample.index is not None
     length, step = fleet.lengths[sample.index], fleet.held_step
     sample.weight_versions.append(f"0.{step}")
@@ -219,5 +226,5 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, object
 
 def drop_some(args: Args, group: list[Sample]) -> bool:
     """A dynamic filter that drops a share of the groups, whatever they hold."""
-    fleet: Fleet = args.simulated
+    fleet = _fleet()
     return derive_seed(args.seed, "dropped", group[0].group_index or 0) / 2**31 >= fleet.drop_share

@@ -143,9 +143,11 @@ class Run:
         self.lengths = draw_lengths(setting, mode)
         self.args: Any = Args(**settings)
         self.fleet = Fleet(self.engines, self.lengths, setting.drop_share)
-        self.args.declare("simulated", self.fleet)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        loop.fleet = self.fleet
         self.source = RolloutDataSourceWithBuffer(self.args, Prompts())
-        self.now = asyncio.get_running_loop().time
+        self.now = loop.time
         self.trained: list[int] = []
         self.staleness: list[int] = []
         self.generating = 0.0
