@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from slime.doctor.facts import Facts
 from slime.doctor.findings import Finding
+from slime.doctor.memory import memory_table
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LONG_SECONDS = 120.0
@@ -141,6 +143,11 @@ PATTERNS = (
     ),
 )  # fmt: skip
 
+CONSEQUENCES = frozenset(pattern.kind for pattern in PATTERNS if pattern.with_logs)
+"""What the driver sees when another process failed first."""
+END_CHARACTERS = 4000
+"""The end of a log in which the cause of such a failure is looked for; before it are troubles that were survived."""
+
 
 def end_of_run(facts: Facts) -> Iterator[Finding]:
     """Why the run failed, or that its driver was killed."""
@@ -151,6 +158,8 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
     own = None if facts.died else _own_function(error)
     # In the error first: logs may also contain troubles that the run has survived.
     found = _match(facts, {"the error that ended the run": error}) or (None if own else _match(facts, facts.logs))
+    if found is not None and found.kind in CONSEQUENCES:
+        found = _cause_in_logs(facts, found) or found
     if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
         found = own
     if found is not None:
@@ -171,6 +180,13 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
             (*lines[-1:], *facts.last_lines()),
             "The whole traceback is in state.json in the folder of the run.",
         )
+
+
+def _cause_in_logs(facts: Facts, consequence: Finding) -> Finding | None:
+    """Return what another process said at its end, if this explains why the driver lost it or waited in vain."""
+    ends = {name: text[-END_CHARACTERS:] for name, text in facts.logs.items() if name != "driver.log"}
+    cause = _match(facts, ends, [pattern for pattern in PATTERNS if pattern.kind not in CONSEQUENCES])
+    return cause and replace(cause, evidence=(*cause.evidence, *consequence.evidence[:1]))
 
 
 def hanging(facts: Facts) -> Iterator[Finding]:
@@ -230,12 +246,13 @@ def _phase(facts: Facts) -> str:
     return f"in the phase {phase}" if phase else "between two phases"
 
 
-def _match(facts: Facts, texts: Mapping[str, str]) -> Finding | None:
-    for pattern in PATTERNS:
+def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] = PATTERNS) -> Finding | None:
+    for pattern in patterns:
         for where, text in texts.items():
             if (found := pattern.text.search(text)) is not None:
                 line = _line_at(text, found.start())
-                shown = f"{where}: {line}", *(facts.last_lines() if pattern.with_logs else ())
+                memory = memory_table(facts, text[found.start() :]) if pattern.kind == "gpu_memory" else ()
+                shown = f"{where}: {line}", *memory, *(facts.last_lines() if pattern.with_logs else ())
                 return Finding(pattern.kind, f"{pattern.title[:-1]} ({_phase(facts)}).", shown, pattern.advice)
     return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, float | None]
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
+MOST_NCCL_LOGS = 64
 
 
 class NoRun(ValueError):
@@ -91,6 +94,11 @@ class Facts:
         return tuple(self.stacks([(one.pid, one.name) for one in self.processes or ()]))
 
     @property
+    def train_environment(self) -> Mapping[str, str]:
+        """The environment variables that the user gave to the training ranks (``--train-env-vars``)."""
+        return _environment(self.settings)
+
+    @property
     def samples(self) -> float:
         """The number of samples of a rollout; 0 if the settings do not say."""
         prompts, each = self.settings.get("rollout_batch_size"), self.settings.get("n_samples_per_prompt")
@@ -138,13 +146,29 @@ def read_facts(folder: Path, with_stacks: bool = False) -> Facts:
         settings if isinstance(settings, dict) else {},
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
-        {path.name: _end_of(path) for path in sorted(run.logs.glob("*.log"))},
+        {path.name: _end_of(path) for path in (*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings))},
         state,
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
         stacks if with_stacks else None,
     )
+
+
+def _environment(settings: object) -> Mapping[str, str]:
+    given = settings.get("train_env_vars") if isinstance(settings, Mapping) else None
+    return {str(name): str(value) for name, value in given.items()} if isinstance(given, Mapping) else {}
+
+
+def _logs_of_nccl(settings: object) -> list[Path]:
+    """Return the newest files that NCCL wrote because of ``NCCL_DEBUG_FILE``; %h and %p in it are host and process."""
+    name = _environment(settings).get("NCCL_DEBUG_FILE")
+    if not name:
+        return []
+    path = Path(name)
+    pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
+    files = [file for file in path.parent.glob(pattern) if file.is_file()]
+    return sorted(files, key=lambda file: file.stat().st_mtime)[-MOST_NCCL_LOGS:]
 
 
 def _end_of(path: Path) -> str:

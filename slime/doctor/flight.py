@@ -1,7 +1,8 @@
 """The flight recorder of PyTorch's collective operations: which rank is behind, and in which operation.
 
 A rank that waits too long writes its last operations to ``logs/flight_recorder_<role>_rank_<rank>`` (a pickle; see
-PyTorch's "Flight Recorder for Debugging Stuck Jobs"). Reading it runs no code of the file.
+PyTorch's "Flight Recorder for Debugging Stuck Jobs"), or to where ``--train-env-vars`` moves the dumps of NCCL. Reading
+it runs no code of the file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from slime.doctor.facts import Facts
 from slime.doctor.findings import Finding
 
 _NAME = re.compile(r"flight_recorder_(\w+?)_rank_(\d+)")
+PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Environment variables with the beginning of the dumps' paths, to which PyTorch adds the rank; the second is older."""
 MOST_BYTES = 64 * 2**20
 _MOST_SHOWN = 8
 
@@ -56,28 +59,39 @@ class Recording:
     members: Mapping[str, Sequence[int]]
 
 
-def read_recordings(folder: Path, newer_than: float = 0.0) -> dict[str, dict[int, Recording]]:
+def read_recordings(
+    folder: Path, newer_than: float = 0.0, environment: Mapping[str, str] | None = None
+) -> dict[str, dict[int, Recording]]:
     """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left out.
 
     Args:
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
+        environment: The run's ``--train-env-vars``, which may name another place (see :data:`PREFIXES`). The role of
+            those dumps is ``trainer``.
     """
     found: dict[str, dict[int, Recording]] = {}
-    for path in sorted(folder.glob("flight_recorder_*_rank_*")):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
+    for role, rank, path in _dumps(folder, environment or {}):
         try:
             status = path.stat()
             if status.st_mtime < newer_than or status.st_size > MOST_BYTES:
                 continue
-            found.setdefault(match[1], {})[int(match[2])] = _recording(
-                _ValuesOnly(io.BytesIO(path.read_bytes())).load()
-            )
+            found.setdefault(role, {})[rank] = _recording(_ValuesOnly(io.BytesIO(path.read_bytes())).load())
         # A rank that was killed while it wrote leaves a part of a pickle, which may fail in many ways.
         except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError):
             continue
     return found
+
+
+def _dumps(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int, Path]]:
+    """Yield role, rank and path of the files that have the name of a dump."""
+    for path in sorted(folder.glob("flight_recorder_*_rank_*")):
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            yield match[1], int(match[2]), path
+    for prefix in (Path(environment[name]) for name in PREFIXES if environment.get(name)):
+        for path in sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else ():
+            rank = path.name.removeprefix(prefix.name)
+            if path.name.startswith(prefix.name) and rank.isascii() and rank.isdigit():
+                yield "trainer", int(rank), path
 
 
 def _recording(dump: Mapping[str, Any]) -> Recording:
@@ -106,7 +120,8 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     if facts.state is None or facts.state.status in ("completed", "stopped"):
         return
     trained = facts.series("time")
-    for role, ranks in read_recordings(facts.folder / "logs", trained[-1] if trained else 0.0).items():
+    since = trained[-1] if trained else 0.0
+    for role, ranks in read_recordings(facts.folder / "logs", since, facts.train_environment).items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
         finding = next((found for name in groups if (found := _compare(role, name, ranks)) is not None), None)
         if finding is not None:

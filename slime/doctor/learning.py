@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from slime.doctor.facts import Facts, Row
 from slime.doctor.findings import Finding
+from slime.doctor.tokens import worst_tokens
 from slime.observability.evaluations import figures
 
 REWARD = "rollout/raw_reward"
@@ -112,7 +113,7 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "logprob_gap",
             "The engines and the trainer disagree about the log-probs of the generated tokens.",
-            (f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""),),
+            (f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""), *worst_tokens(facts, GAP)),
             "Correct the loss for it (--use-tis), use the same precision and attention on both sides, and with experts "
             "replay their routes (--use-rollout-routing-replay).",
         )
@@ -148,7 +149,7 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "logprob_outliers",
             f"Log-probs of single tokens differ by {most:.1f} between engine and trainer, on average by {mean:.3f}.",
-            (f"{GAP}_max: {_list(facts.series(f'{GAP}_max')[-5:])}",),
+            (f"{GAP}_max: {_list(facts.series(f'{GAP}_max')[-5:])}", *worst_tokens(facts, f"{GAP}_max")),
             "slime ui shows them in colour (a sample, token by token, with --dump-details). Usual causes: tokens that "
             "a tool or the chat template wrote are not masked, a forced end token, a sampling mask of one side only.",
             hint=True,

@@ -37,6 +37,26 @@ class DebugDataError(ValueError):
     """Raised if a file of debug data is missing or invalid. The message names the file and the flag."""
 
 
+def find_dump(template: object, folder: Path, run_name: object, step: int) -> Path | None:
+    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps in it.
+
+    Args:
+        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the run recorded it.
+        folder: The folder of the run.
+        run_name: Its ``--run-name``.
+    """
+    if not isinstance(template, str):
+        return None
+    try:
+        named = Path(template.format(rollout_id=step)).expanduser()
+    except (KeyError, IndexError, ValueError):
+        return None
+    places = [named, folder / named, folder.parent.parent / named]
+    names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
+    places += [folder / Path(*named.parts[named.parts.index(name) + 1 :]) for name in names if name in named.parts]
+    return next((place for place in places if place.is_file()), None)
+
+
 def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
     """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from slime.observability.debug_data import find_dump
 from slime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -78,21 +79,7 @@ class TokenDumps:
         return f"The dump of step {step} is not where config.yaml names it; it may have been moved or removed."
 
     def _path(self, flag: str, step: int) -> Path | None:
-        """Return the dump of a step. If the run's folder was moved or copied with the dumps in it, they are found."""
-        template = self.settings.get(flag)
-        if not isinstance(template, str):
-            return None
-        try:
-            named = Path(template.format(rollout_id=step)).expanduser()
-        except (KeyError, IndexError, ValueError):
-            return None
-        places = [named, self.folder / named, self.folder.parent.parent / named]
-        if self.folder.name in named.parts:
-            places.append(self.folder / Path(*named.parts[named.parts.index(self.folder.name) + 1 :]))
-        name = self.settings.get("run_name")
-        if isinstance(name, str) and name in named.parts:
-            places.append(self.folder / Path(*named.parts[named.parts.index(name) + 1 :]))
-        return next((place for place in places if place.is_file()), None)
+        return find_dump(self.settings.get(flag), self.folder, self.settings.get("run_name"), step)
 
     def _find(self, flag: str, key: str, step: int, index: int) -> dict[str, object] | None:
         path = self._path(flag, step)

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"config", "models"},
     "weights": {"config", "models", "engines"},
     "checkpoint": {"data", "observability"},
-    "doctor": {"observability"},
+    "doctor": {"data", "observability"},
     "ui": {"data", "observability", "checkpoint", "doctor", "engines"},
     "backends": LOW | {"weights", "observability", "checkpoint"},
     "rollout": {"config", "data", "engines", "observability", "utils"},

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from slime.doctor.facts import Facts
+from slime.doctor.facts import Facts, read_facts
 from slime.doctor.findings import Finding
 from slime.doctor.flight import collectives, read_recordings
+from slime.doctor.report import diagnose
 from slime.observability.run_state import RunState
 
 RANK = """
-import os, sys, time, torch, torch.distributed as dist
+import os, pickle, sys, time, torch, torch.distributed as dist
 import torch._C._distributed_c10d as c10d
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
+end = time.monotonic() + 60  # its end is recorded by another thread
+while pickle.loads(c10d._dump_fr_trace())["entries"][0]["state"] != "completed" and time.monotonic() < end:
+    time.sleep(0.01)
 if rank == 0:  # rank 1 never comes
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(rank), "wb") as file:
@@ -86,6 +92,34 @@ def test_no_alarm_where_all_is_done_or_the_run_went_on(tmp_path: Path) -> None:
     assert plant(tmp_path, {0: [entry(1), entry(2, done=False)], 1: [entry(1)]}) is not None
     assert list(collectives(failed(tmp_path, {"time": time.time() + 60}))) == [], "a step was trained after the dump"
     assert list(collectives(failed(tmp_path, status="completed"))) == []
+
+
+def test_dumps_of_nccl_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
+    """``--train-env-vars`` may move them; PyTorch appends the rank to the prefix."""
+    own = tmp_path / "dumps"
+    own.mkdir()
+    members = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        for rank, entries in enumerate([[entry(1), entry(2, done=False)], [entry(1)]]):
+            dump = {"version": "2.10", "pg_config": members, "pg_status": {}, "entries": entries}
+            (own / f"{variable}_{rank}").write_bytes(pickle.dumps(dump))
+        (own / f"{variable}_notes").write_text("no dump")
+        settings = {"train_env_vars": {variable: str(own / f"{variable}_")}}
+        found = next(collectives(replace(failed(tmp_path), settings=settings)), None)
+        assert found is not None and found.title.startswith("Rank 1 of the trainer did not begin operation 2")
+    missing = {"train_env_vars": {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "none" / "x_")}}
+    assert list(collectives(replace(failed(tmp_path), settings=missing))) == []
+
+
+def test_what_nccl_wrote_to_its_own_file_is_read_like_a_log(tmp_path: Path) -> None:
+    (tmp_path / "nccl").mkdir()
+    (tmp_path / "config.yaml").write_text(f"train_env_vars: {{NCCL_DEBUG_FILE: '{tmp_path}/nccl/%h.%p.txt'}}\n")
+    (tmp_path / "nccl" / "node1.77.txt").write_text("NCCL WARN Call to ibv_modify_qp failed\nncclSystemError\n")
+    (tmp_path / "state.json").write_text(json.dumps(asdict(RunState("running", 1, "elsewhere", "train", 0.0))))
+    found = read_facts(tmp_path)
+    assert list(found.logs) == ["node1.77.txt"]
+    (first, *_) = diagnose(replace(found, processes=[]))
+    assert first.kind == "collective_timeout" and "ncclSystemError" in first.evidence[0]
 
 
 class Payload:

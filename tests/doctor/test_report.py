@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,46 +10,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime.cli.main import main
 from slime.config.args import FLAGS
-from slime.doctor.facts import Facts, Process, Row, read_facts
+from slime.doctor.facts import Process, read_facts
 from slime.doctor.report import diagnose, page
-from slime.observability.run_state import RunState, StateFile
-
-CHECKOUT = Path(__file__).resolve().parents[2]
-HEALTHY = sorted(
-    [
-        *(Path(__file__).parent / "healthy").glob("*.jsonl"),
-        *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
-    ]
+from slime.observability.run_state import StateFile
+from tests.doctor.faults import (
+    CHECKOUT,
+    ERRORS,
+    HEALTHY,
+    HINTS,
+    LEARNING,
+    SETTINGS,
+    TRACE,
+    WORDS,
+    both,
+    constant,
+    facts,
+    faults,
+    kinds,
+    quickstart,
+    rows_of,
+    set_all,
+    state,
 )
-"""Real runs that ended well: on the CPU quickstarts, an asynchronous one and one with an environment, and on H200s."""
+
 HINTS_OF_HEALTHY = {"quickstart_cpu_16_steps": ["solved"], "async_filter_cpu": ["gap_of_old_tokens"]}
-SETTINGS = {"rollout_batch_size": 8, "n_samples_per_prompt": 8}
-Rows = list[dict[str, float | None]]
-
-
-def rows_of(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def facts(rows: Rows, **known: object) -> Facts:
-    steps: list[Row] = [row for row in rows if "rollout/step" in row]
-    evaluations: list[Row] = [row for row in rows if "eval/step" in row]
-    return Facts(Path("run"), SETTINGS, steps, evaluations, **known)  # type: ignore[arg-type]
-
-
-def quickstart() -> Rows:
-    return rows_of(Path(__file__).parent / "healthy" / "quickstart_cpu.jsonl")
-
-
-def kinds(found: Facts) -> list[str]:
-    return [finding.kind for finding in diagnose(found)]
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
@@ -58,8 +50,81 @@ def test_a_healthy_run_has_no_findings(path: Path) -> None:
     assert [one.kind for one in found] == HINTS_OF_HEALTHY.get(path.stem, [])
 
 
-def test_there_are_recordings_of_healthy_runs() -> None:
-    assert len(HEALTHY) >= 9
+def test_the_first_diagnosis_is_right_and_the_page_says_how_often() -> None:
+    found = list(faults())
+    right = [fault for fault in found if fault.right == len(fault.runs)]
+    assert len(found) >= 25 and len(right) >= 23 / 25 * len(found)
+    assert len(HEALTHY) >= 10 and {fault.expected for fault in found} >= set(WORDS)
+    spec = importlib.util.spec_from_file_location("doctor_page", CHECKOUT / "tools" / "doctor_page.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    written = tool.PAGE.read_text(encoding="utf-8")
+    assert tool.page(written) == written, "run python tools/doctor_page.py"
+
+
+def test_what_another_process_said_last_explains_why_it_was_lost() -> None:
+    lost = state("failed", error=TRACE + ERRORS["process_lost"])
+    survived = {"train-actor-1.log": ERRORS["gpu_memory"] + "\n" + "trained a step\n" * 1000}
+    assert kinds(facts(quickstart(), state=lost, processes=[], logs=survived)) == ["process_lost"]
+    dying = {"train-actor-1.log": "trained a step\n" * 1000 + ERRORS["gpu_memory"] + "\n"}
+    first = diagnose(facts(quickstart(), state=lost, processes=[], logs=dying))[0]
+    assert first.kind == "gpu_memory" and first.evidence[-1].endswith(ERRORS["process_lost"][-20:])
+
+
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB "
+    "of which 1.20 GiB is free. Of the allocated memory 130.10 GiB is allocated by PyTorch, and 3.40 GiB is reserved "
+    "by PyTorch but unallocated."
+)
+
+
+def test_out_of_memory_shows_the_memory_by_phase() -> None:
+    rows = rows_of(CHECKOUT / "benchmarks" / "results" / "h200_curve_metrics.jsonl")
+    failed = state("failed", error=TRACE + OUT_OF_MEMORY)
+    evidence = diagnose(facts(rows, state=failed, processes=[]))[0].evidence
+    assert evidence[1] == (
+        "it asked for 2.00 GiB (the GPU has: 139.80 GiB; free on it: 1.20 GiB; in PyTorch's tensors: 130.10 GiB; "
+        "reserved and not used by PyTorch: 3.40 GiB)"
+    )
+    last = [row for row in rows if "memory/train/device" in row][-1]
+    assert evidence[2].startswith(f"GiB after each phase, step {last['rollout/step']:.0f} ")
+    assert evidence[2].split()[-5:] == ["tensors", "reserved", "device", "process", "most"]
+    (train,) = [line.split() for line in evidence if line.startswith("  train")]
+    names = ("tensors", "reserved", "device", "process")
+    most = max(row.get("memory/train/device") or 0.0 for row in rows)
+    assert train == ["train", *(f"{last[f'memory/train/{name}']:.1f}" for name in names), f"{most:.1f}"]
+    without = diagnose(facts(quickstart(), state=failed, processes=[]))[0].evidence
+    assert len(without) == 3 and "--record-memory-history" in without[2]
+
+
+def test_outliers_of_the_log_prob_gap_are_named_by_sample_and_token(tmp_path: Path) -> None:
+    import torch
+
+    recorded = CHECKOUT / "tests" / "ui" / "tiny" / "details" / "train_data" / "2.pt"
+    dump = torch.load(recorded, weights_only=False)
+    for sample in dump["samples"][:6]:  # a forced end token, of which the engine says that it was sure
+        sample["rollout_log_probs"][-1], sample["log_probs"][-1], sample["tokens"][-1] = 0.0, -20.0, 2
+    dump["samples"][6]["rollout_log_probs"][0], dump["samples"][6]["loss_masks"][0] = -50.0, 0  # is not trained
+    torch.save(dump, tmp_path / "2.pt")
+    rows = quickstart()
+    HINTS["logprob_outliers"](rows)
+    next(row for row in rows if row.get("rollout/step") == 2)["train/train_rollout_logprob_abs_diff_max"] = 31.0
+    known = {"save_debug_train_data": str(tmp_path / "{rollout_id}.pt")}
+    found = diagnose(replace(facts(rows), settings={**SETTINGS, **known}))[0]
+    trained = sum(int(sample["loss_masks"].sum()) for sample in dump["samples"])
+    assert found.kind == "logprob_outliers"
+    assert found.evidence[1].startswith("step 2: ") and f" of {trained} trained tokens" in found.evidence[1]
+    first = dump["samples"][0]
+    assert found.evidence[2] == (
+        f"sample {first['sample_indices']}, token {len(first['loss_masks']) - 1} (the last), id 2: engine 0.000, "
+        "trainer -20.000; slime ui shows it"
+    )
+    assert not any("-50" in line for line in found.evidence)
+    assert any("most of them are the last token" in line for line in found.evidence)
+    assert any("most of them have the id 2" in line for line in found.evidence)
+    without = diagnose(facts(rows))[0]
+    assert "--dump-details FOLDER" in without.evidence[1]
 
 
 def test_a_disagreement_about_fresh_tokens_is_found_beside_stale_ones() -> None:
@@ -75,114 +140,6 @@ def test_a_slow_time_that_is_over_is_no_finding() -> None:
     rows = quickstart()
     set_all("perf/step_time", lambda step, steps: 90.0 if steps - 5 <= step < steps - 2 else 20.0)(rows)
     assert kinds(facts(rows)) == []
-
-
-def state(status: str = "running", phase: str = "train", error: str = "", since: float = 1000.0) -> RunState:
-    return RunState(status, 1234, "host", phase, since, error)  # type: ignore[arg-type]
-
-
-# --- runs that learn nothing, or stop to ------------------------------------------------------------
-
-
-def set_all(name: str, value: Callable[[int, int], float | None]) -> Callable[[Rows], None]:
-    """Plant ``value(step, number of steps)`` in each step."""
-
-    def plant(rows: Rows) -> None:
-        steps = [row for row in rows if "rollout/step" in row]
-        for number, row in enumerate(steps):
-            row[name] = value(number, len(steps))
-
-    return plant
-
-
-def constant(name: str, value: float | None) -> Callable[[Rows], None]:
-    return set_all(name, lambda step, steps: value)
-
-
-def both(*plants: Callable[[Rows], None]) -> Callable[[Rows], None]:
-    def plant(rows: Rows) -> None:
-        for one in plants:
-            one(rows)
-
-    return plant
-
-
-def falling_evaluation(rows: Rows) -> None:
-    rows[:] = [row for row in rows if "eval/step" not in row]
-    rows += [
-        {"eval/step": step, "eval/held_out": 0.5 - step / 100, "eval/held_out-truncated_ratio": 0.0}
-        for step in (0, 10, 20)
-    ]
-
-
-LEARNING = {
-    "not_finite": set_all("train/loss", lambda step, steps: None if step > 5 else 0.1),
-    "no_reward": constant("rollout/raw_reward", 0.0),
-    "no_learning_rate": constant("train/lr-pg_0", 0.0),
-    "no_gradient": constant("train/grad_norm", 0.0),
-    "weights_differ": set_all("perf/audit_logprob_diff", lambda step, steps: 0.0 if step < 4 else 4.2),
-    "logprob_gap": constant("train/train_rollout_logprob_abs_diff", 0.3),
-    "gradient_spike": set_all("train/grad_norm", lambda step, steps: 900.0 if step == 9 else 2.0),
-    "clipping": constant("train/pg_clipfrac", 0.55),
-    "kl": set_all("rollout/kl", lambda step, steps: step / 2),
-    "entropy_collapse": both(
-        set_all("train/entropy_loss", lambda step, steps: 2.0 if step < 5 else 0.01),
-        set_all("rollout/raw_reward", lambda step, steps: 0.3 + step / 1000),
-    ),
-    "entropy_explosion": both(
-        set_all("train/entropy_loss", lambda step, steps: 1.0 + step / 2),
-        set_all("rollout/raw_reward", lambda step, steps: 0.3 - step / 1000),
-    ),
-    "reward_hacking": falling_evaluation,
-    "reward_collapse": set_all(
-        "rollout/raw_reward", lambda step, steps: 0.8 if step < steps // 2 else 0.1 + step / 1e4
-    ),
-    "truncated": both(
-        constant("rollout/truncated_ratio", 0.95), set_all("rollout/raw_reward", lambda step, steps: 0.2 + step / 1000)
-    ),
-    "length_collapse": both(
-        set_all("rollout/response_len/mean", lambda step, steps: 300.0 if step < 6 else 4.0),
-        set_all("rollout/raw_reward", lambda step, steps: 0.2 + step / 1000),
-    ),
-    "repetition": constant("rollout/repetition_frac", 0.6),
-    "filter_starvation": constant("rollout/replaced_group_count", 40.0),
-    "stale": constant("rollout/staleness/mean", 6.0),
-    "no_spread": both(
-        constant("rollout/zero_std/count_0.0", 8.0),
-        set_all("rollout/raw_reward", lambda step, steps: 0.3 + step / 1000),
-    ),
-    "reward_timeouts": constant("rollout/reward_timeout_count", 20.0),
-    "reward_errors": constant("rollout/reward_error_count", 20.0),
-    "engines_lost": set_all("rollout/engine_lost_count", lambda step, steps: float(step in (3, 7, 9))),
-    "retries": constant("rollout/http_retry_count", 50.0),
-    "slower": both(
-        set_all("perf/step_time", lambda step, steps: 10.0 + step * 3),
-        set_all("perf/rollout_time", lambda step, steps: 5.0 + step * 3),
-    ),
-}
-HINTS = {
-    "slow_update_weights": both(constant("perf/step_time", 20.0), constant("perf/update_weights_time", 12.0)),
-    "slow_save_model": both(constant("perf/step_time", 20.0), constant("perf/save_model_time", 12.0)),
-    "long_tail": both(
-        constant("perf/step_time", 100.0),
-        constant("perf/rollout_time", 80.0),
-        constant("rollout/response_len/max", 4000.0),
-        constant("rollout/response_len/mean", 300.0),
-    ),
-    "gap_of_old_tokens": both(
-        constant("train/logprob_gap_staleness_0", 0.01), constant("train/logprob_gap_staleness_2+", 0.4)
-    ),
-    "logprob_outliers": both(
-        constant("train/train_rollout_logprob_abs_diff", 0.02),
-        constant("train/train_rollout_logprob_abs_diff_max", 30.0),
-    ),
-    "clock": set_all("time", lambda step, steps: 1e9 + step * 10 - (3600 if step > 5 else 0)),
-    "aborted": constant("rollout/aborted_group_count", 30.0),
-    "solved": both(
-        constant("rollout/zero_std/count_1.0", 8.0),
-        set_all("rollout/raw_reward", lambda step, steps: 0.96 + step / 1000),
-    ),
-}
 
 
 @pytest.mark.parametrize("kind", LEARNING)
@@ -206,25 +163,6 @@ def test_a_disk_that_is_nearly_full() -> None:
 
 
 # --- runs that died or hang -------------------------------------------------------------------------
-
-TRACE = f'Traceback (most recent call last):\n  File "{CHECKOUT}/slime/cluster/x.py", line 3, in f\n'
-ERRORS = {
-    "gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity",
-    "host_memory": "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
-    "shared_memory": "OSError: [Errno 28] No space left on device: '/dev/shm/slime-12-0'",
-    "disk_full": "OSError: [Errno 28] No space left on device: '/data/iter_0000010/__0_0.distcp'",
-    "open_files": "OSError: [Errno 24] Too many open files",
-    "port_in_use": "OSError: [Errno 98] error while attempting to bind: address already in use",
-    "collective_timeout": "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
-    "gpu_fault": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
-    "gpu_software": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
-    "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
-    "data_exhausted": "slime.rollout.loop.X: the data source has no more groups: rollout 3 has accepted 4 of 8",
-    "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
-    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s) for rank 1 to train rollout 3",
-    "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
-    "error": "ValueError: something that nobody has foreseen",
-}
 
 
 @pytest.mark.parametrize("kind", ERRORS)

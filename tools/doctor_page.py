@@ -1,0 +1,61 @@
+"""Write the table of planted faults into docs/en/developer_guide/debug.md: python tools/doctor_page.py
+
+Each fault of tests/doctor/faults.py is planted into several recordings of healthy runs. A diagnosis counts as right if
+it is the first finding in all of them. The healthy runs themselves must have no finding but hints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from slime.doctor.report import diagnose  # noqa: E402
+from tests.doctor.faults import HEALTHY, HOSTS, Fault, facts, faults, rows_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "en" / "developer_guide" / "debug.md"
+BEGIN, END = "<!-- table: python tools/doctor_page.py -->", "<!-- end of the table -->"
+
+
+def alarms(path: Path) -> list[str]:
+    """Return the kinds of findings in a healthy run that are no hints: false alarms."""
+    return [finding.kind for finding in diagnose(facts(rows_of(path))) if not finding.hint]
+
+
+def first_kinds(fault: Fault) -> str:
+    """Return the kinds of the first findings, with how often each came if they differ."""
+    counts = Counter(found.kind if (found := fault.first(run)) is not None else "nothing" for run in fault.runs)
+    if len(counts) == 1:
+        return f"`{next(iter(counts))}`"
+    return ", ".join(f"`{kind}` in {count} of {len(fault.runs)}" for kind, count in counts.most_common())
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of the table, with a summary before it."""
+    found = list(faults())
+    right = sum(fault.right == len(fault.runs) for fault in found)
+    healthy = sum(not alarms(path) for path in HEALTHY)
+    yield f"Planted: {len(found)} faults, each into {len(HOSTS)} recordings. The first diagnosis is right in all of"
+    yield f"them for **{right} of {len(found)}** faults. Healthy recordings without an alarm:"
+    yield f"**{healthy} of {len(HEALTHY)}**."
+    yield ""
+    yield "| planted fault | first diagnosis | right |"
+    yield "|---|---|---|"
+    for fault in found:
+        words = fault.words.replace("|", "\\|")
+        yield f"| {words} | {first_kinds(fault)} | {'yes' if fault.right == len(fault.runs) else 'no'} |"
+
+
+def page(text: str) -> str:
+    """Return the page with the table of now."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n" + "\n".join(lines()) + f"\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
