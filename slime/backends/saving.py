@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from typing import IO, TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.checkpoint.files import FileEntry, describe_files
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
 from slime.weights.torch_dist import META
 
@@ -50,11 +50,17 @@ class SavedState(Protocol):
 
 
 class BackgroundSave:
-    """A save in the background, whose tensors are copied already. ``written`` is done when this rank's files are
-    written. :meth:`finish` raises the errors of the writer."""
+    """A save on a thread of its own, whose tensors are copied already. ``written`` is done when this rank's files are
+    written. :meth:`finish` raises the errors of the writer, which :meth:`repeat` calls again."""
 
-    def __init__(self, written: Future[list[FileEntry]]) -> None:
-        self.written = written
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self.repeat()
+
+    def repeat(self) -> None:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self.written: Future[list[FileEntry]] = pool.submit(self._write)
+        pool.shutdown(wait=False)
 
     def done(self) -> bool:
         return self.written.done()
@@ -69,14 +75,6 @@ class BackgroundSave:
             return self.written.result(seconds)
         except TimeoutError as error:
             raise TimeoutError(f"a snapshot was not written within {seconds:g} s (--phase-timeout)") from error
-
-
-def in_background(write: Write) -> BackgroundSave:
-    """Call ``write`` on a new thread."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-    written = pool.submit(write)
-    pool.shutdown(wait=False)
-    return BackgroundSave(written)
 
 
 def new_save_group(asynchronous: bool) -> ProcessGroup | None:
@@ -95,12 +93,12 @@ def small_files_writer(path: Path, rank: int, rng: RngState, description: Mappin
     text = None if description is None else json.dumps(description, indent=2) + "\n"
 
     def write() -> list[FileEntry]:
-        files = [path / f"rng_{rank}.pt"]
-        torch.save(rng, files[0])
-        if text is not None:
-            files.append(path / META)
-            files[1].write_text(text)
-        return describe_files(files, path)
+        with DigestedFile(path / f"rng_{rank}.pt") as file:  # torch's own file would hide that the disk is full
+            torch.save(rng, cast("IO[bytes]", file))
+        if text is None:
+            return [file.entry(path)]
+        (path / META).write_text(text)
+        return [file.entry(path), *describe_files([path / META], path)]
 
     return write
 

@@ -18,7 +18,7 @@ from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
 from slime.backends.loss_settings import LossSettings
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import Offloader
-from slime.backends.saving import BackgroundSave, SavedState, in_background
+from slime.backends.saving import BackgroundSave, SavedState
 from slime.backends.token_batch import Scores, TokenBatch
 from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
@@ -245,7 +245,7 @@ class SharedBackend:
         write = self.state.writer(Path(path))
         if not self.args.async_save:
             return write()
-        self.saving = in_background(write)
+        self.saving = BackgroundSave(write)
         return []
 
     def load(self, path: Path) -> None:

@@ -31,6 +31,7 @@ from typing import Literal, cast
 
 from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_path, write_atomically
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
+from slime.observability.best_effort import best_effort
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -115,10 +116,11 @@ def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
     write_atomically(temp / MANIFEST, lambda file: file.write(json.dumps(full, indent=1, sort_keys=True).encode()))
     final = save_dir / name
     _rename_over(temp, final)
-    write_atomically(save_dir / TRACKER, lambda file: file.write(f"{rollout_id}\n".encode()))
-    for source in final.glob(_DATA_STATE):
-        state = source.read_bytes()
-        write_atomically(save_dir / "rollout" / source.name, lambda file, state=state: file.write(state))  # type: ignore[misc]
+    with best_effort(f"{TRACKER} and {_DATA_STATE} in {save_dir}, which only other programs read"):
+        write_atomically(save_dir / TRACKER, lambda file: file.write(f"{rollout_id}\n".encode()))
+        for source in final.glob(_DATA_STATE):
+            state = source.read_bytes()
+            write_atomically(save_dir / "rollout" / source.name, lambda file, state=state: file.write(state))  # type: ignore[misc]
     return final
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from slime.checkpoint.files import FileEntry
+from slime.checkpoint.full_disk import is_full, wait_for_room
 from slime.checkpoint.manifest import Facts, RunFacts
 from slime.cluster.load_folder import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import REPORTS
 
 if TYPE_CHECKING:
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
     from slime.types import JsonObject
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,17 +152,19 @@ class Snapshots:
         """
         from slime.checkpoint import snapshot
 
-        assert self.settings.folder is not None, "--save-interval implies --save"
+        folder = self.settings.folder
+        assert folder is not None, "--save-interval implies --save"
         with self._log.phase("save_model"):
             self.commit()  # Only one snapshot is open at a time.
             # A stop request saves the same rollout again. In the middle of this save, it would remove the folder to
             # which ranks are still writing.
             with self._stop.deferred():
-                temp = snapshot.begin(self.settings.folder, rollout_id)
+                temp = self._with_room(rollout_id, lambda: snapshot.begin(folder, rollout_id))
                 for group in self._trainer.groups:
                     self._trainer.take_turn(group)
-                    group.save(temp)
-                self._manager.call("the data source to be saved", RolloutManager.save_state, rollout_id, str(temp))
+                    self._with_room(rollout_id, partial(group.save, temp))
+                what, save = "the data source to be saved", RolloutManager.save_state
+                self._with_room(rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp)))
                 # A copy of the metrics: with --async-save the step's end clears them before the commit.
                 step = Facts(rollout_id=rollout_id, weight_version=self._pool.version, metrics={**self._log.pending})
                 self._open = temp, {**self.settings.facts, **step}
@@ -164,7 +173,8 @@ class Snapshots:
             actor = self._trainer.actor
             if self.settings.save_hf and actor is not None:
                 self._trainer.take_turn(actor)
-                actor.save_hf(self.settings.save_hf.format(rollout_id=rollout_id))
+                export = Path(self.settings.save_hf.format(rollout_id=rollout_id))
+                self._with_room(rollout_id, lambda: actor.save_hf(str(export)), export)
 
     def commit(self) -> None:
         """Wait until the open snapshot is written, and commit it; does nothing if none is open."""
@@ -173,15 +183,69 @@ class Snapshots:
         if self._open is None:
             return
         temp, facts = self._open
+        rollout_id, written = facts["rollout_id"], list[FileEntry]()
         with self._stop.deferred():  # A signal must not leave a snapshot that is written but not committed.
-            written = [entry for group in self._trainer.groups for entry in group.finish_save()]
-        snapshot.commit(temp, facts, written)
+            for group in self._trainer.groups:
+                repeat = group.repeat_save if self.settings.async_save else None
+                written += self._with_room(rollout_id, group.finish_save, repeat=repeat)
+        self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
         self._open = None
         self.saved = facts["rollout_id"]
         REPORTS.saved()  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if self.settings.keep_last:
             snapshot.prune(temp.parent, self.settings.keep_last, self.settings.retain_interval)
+
+    def _with_room(
+        self,
+        rollout_id: int,
+        write: Callable[[], T],
+        folder: Path | None = None,
+        repeat: Callable[[], None] | None = None,
+    ) -> T:
+        """Call ``write``. If the disk is full, wait until there is room and call it again.
+
+        Args:
+            folder: Where it writes; the folder of the snapshots if it is None.
+            repeat: Called before ``write`` is called again.
+
+        Raises:
+            StopRequested: The disk is full, and the user has asked to stop.
+        """
+        told = False
+        while True:
+            try:
+                result = write()
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                self._pause(rollout_id, folder or self.settings.folder, error, told)
+                told = True
+                if repeat is not None:
+                    repeat()
+            else:
+                if told:
+                    self._log.note(f"there is room again: rollout {rollout_id} is being saved")
+                return result
+
+    def _pause(self, rollout_id: int, folder: Path | None, error: Exception, told: bool) -> None:
+        """Wait until there may be more room."""
+        assert folder is not None, "only a run with --save writes snapshots"
+        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        newest = "there is no snapshot yet" if self.saved is None else f"the newest snapshot is of rollout {self.saved}"
+
+        def check() -> None:  # signals are deferred while a snapshot is open, but this wait has no deadline
+            if self._stop.requested is not None:
+                self._log.note(f"rollout {rollout_id} is not saved: the disk of {folder} is full; {newest}")
+                raise StopRequested(self._stop.requested) from error
+
+        check()
+        if not told:
+            self._log.note(
+                f"the disk of {folder} is full: the run is paused until rollout {rollout_id} can be saved. Free some "
+                f"space, or press Ctrl-C to end the run; {newest}"
+            )
+        wait_for_room(there, check)
 
     def commit_if_written(self) -> None:
         """Commit the open snapshot if all ranks have finished writing it."""

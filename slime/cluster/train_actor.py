@@ -258,6 +258,14 @@ class TrainActor:
         with self.timers("save_model"):
             self.written = self.backend.save(Path(directory))
 
+    def repeat_save(self) -> None:
+        """Write the files of the last :meth:`save` again, in the background as before (``--async-save``).
+
+        All ranks must call this together.
+        """
+        assert self.backend.saving is not None, "no save in the background failed"
+        self.backend.saving.repeat()
+
     def is_saving(self) -> bool:
         """Whether files of the last :meth:`save` are still being written (``--async-save``)."""
         return self.backend.saving is not None and not self.backend.saving.done()

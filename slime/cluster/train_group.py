@@ -132,6 +132,10 @@ class TrainGroup:
     def save(self, directory: Path) -> None:
         self._all("to save", TrainActor.save, str(directory / self.role))
 
+    def repeat_save(self) -> None:
+        """Let all ranks write again what they copied in :meth:`save` (``--async-save``)."""
+        self._all("to repeat a save", TrainActor.repeat_save)
+
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
         return any(self._call(self._start(TrainActor.is_saving), "to say how far it is", 60.0))

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,13 +38,20 @@ class HfFolder(StoredWeights):
 def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
     """Write a stream of tensors as safetensors files with an index.
 
-    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation.
+    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation. For
+    the same reason, the writer raises an error such as a full disk only at the end of the stream. Until everything is
+    written, a folder with several files has no index, so it cannot be loaded.
     """
     shards: list[tuple[str, list[str]]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
+    failure: Exception | None = None
     if writer:
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / INDEX).unlink(missing_ok=True)  # an older export would else be loaded with some of the new files
+        except OSError as error:
+            failure = error
 
     def flush() -> None:
         file = f"model-{len(shards) + 1:05d}.safetensors"
@@ -52,14 +60,20 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
         pending.clear()
 
     for name, tensor in named:
-        if not writer:
+        if not writer or failure is not None:
             continue
         nbytes = tensor.numel() * tensor.element_size()
         if pending and size + nbytes > SHARD_BYTES:
-            flush()
+            try:
+                flush()
+            except (OSError, SafetensorError) as error:
+                failure = error
+                continue
             size = 0
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size, total = size + nbytes, total + nbytes
+    if failure is not None:
+        raise failure
     if not writer:
         return
     flush()

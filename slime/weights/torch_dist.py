@@ -92,7 +92,8 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
 def mark_as_megatron(folder: Path) -> list[Path]:
     """Write the files that megatron-core expects in a checkpoint of this format, and return their paths."""
     files = [folder / "common.pt", folder / "metadata.json"]
-    torch.save({}, files[0])
+    with open(files[0], "wb") as file:  # given a path, torch would hide that the disk is full
+        torch.save({}, file)
     files[1].write_text(json.dumps(MEGATRON_FORMAT))
     return files
 

@@ -88,7 +88,7 @@ def test_an_asynchronous_save_waits_for_the_one_before(llama: Path, tmp_path: Pa
     """Its copies lie in the same memory, which is free once the files are written."""
     backend = make_backend(make_args(llama, async_save=True, phase_timeout=0.01))
     written: Future[list[FileEntry]] = Future()
-    backend.saving = BackgroundSave(written)
+    backend.saving = BackgroundSave(written.result)
     with pytest.raises(TimeoutError, match="was not written"):
         backend.save(tmp_path / "state")
     written.set_result([])

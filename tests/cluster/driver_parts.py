@@ -96,6 +96,7 @@ class FakeGroup:
         self.sent: list[list[str]] = []
         self.probed: list[list[str]] = []
         self.writing = False
+        self.saves_fail: list[BaseException] = []  # raised when files are written
 
     def _say(self, what: str) -> None:
         self.said.append(f"{self.role} {what}")
@@ -127,14 +128,21 @@ class FakeGroup:
 
     def save(self, folder: Path) -> None:
         self._say("saves")
+        if self.saves_fail:
+            raise self.saves_fail.pop()
         (folder / self.role).mkdir()
         (folder / self.role / "state").write_text("weights")
 
     def is_saving(self) -> bool:
         return self.writing
 
+    def repeat_save(self) -> None:
+        self._say("saves again")
+
     def finish_save(self) -> list[Any]:
         self._say("has saved")
+        if self.saves_fail:
+            raise self.saves_fail.pop()
         return []
 
     def save_hf(self, directory: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from driver_parts import Driver
 from make_args import make_args
 
+from slime.checkpoint import full_disk
 from slime.checkpoint import snapshot as snapshot_files
 from slime.checkpoint.manifest import ResumeError
 from slime.cluster.snapshots import StartingPoint, restore_rollouts, settings_of
@@ -72,6 +75,56 @@ def test_a_signal_during_a_save_is_obeyed_after_it(tmp_path: Path) -> None:
     assert "save_state" in driver.said and [path.name for path in tmp_path.glob(".iter_*")]
     with pytest.raises(StopRequested):
         driver.stop.check()
+
+
+# --- a full disk -------------------------------------------------------------------------------
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_disk, "MOST_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_full_disk_pauses_the_run(tmp_path: Path, short_pauses: None, times: int) -> None:
+    driver = Driver(save=str(tmp_path))
+    driver.actor.saves_fail = [FULL] * times
+    driver.run.save(3)
+    assert driver.said == ["actor saves"] * (times + 1) + ["save_state", "actor has saved"]
+    assert list(manifests(tmp_path)) == ["iter_0000003"] and driver.snapshots.saved == 3
+    said = driver.printed.getvalue()
+    assert said.count(f"the disk of {tmp_path} is full: the run is paused until rollout 3 can be saved") == 1
+    assert "there is no snapshot yet" in said and "there is room again: rollout 3 is being saved" in said
+
+
+def test_with_async_save_the_copies_are_written_again(tmp_path: Path, short_pauses: None) -> None:
+    """The ranks have trained since, so a new save would be of another step."""
+    driver = Driver(save=str(tmp_path), async_save=True)
+    driver.run.save(0)
+    driver.actor.saves_fail = [RuntimeError("rank 1: [Errno 122] Disk quota exceeded")]
+    driver.snapshots.commit_if_written()
+    assert driver.said == ["actor saves", "save_state", "actor has saved", "actor saves again", "actor has saved"]
+    assert driver.snapshots.saved == 0
+
+
+def test_another_error_of_a_save_ends_the_run(tmp_path: Path) -> None:
+    driver = Driver(save=str(tmp_path))
+    driver.actor.saves_fail = [OSError(errno.EACCES, os.strerror(errno.EACCES))]
+    with pytest.raises(PermissionError):
+        driver.run.save(3)
+
+
+def test_who_stops_a_paused_run_learns_what_is_not_saved(tmp_path: Path) -> None:
+    driver = Driver(save=str(tmp_path), trained=2)
+    driver.stop.requested = "SIGTERM"
+    driver.actor.saves_fail = [FULL]
+    with pytest.raises(StopRequested):
+        driver.run.save(3)
+    said = driver.printed.getvalue()
+    assert f"rollout 3 is not saved: the disk of {tmp_path} is full; the newest snapshot is of rollout 2" in said
 
 
 # --- going on ----------------------------------------------------------------------------------

@@ -289,11 +289,13 @@ class FsdpBackend(SharedBackend):
         """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
         assert isinstance(self.scorer, PolicyScorer), "a critic is no language model"
         writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
-        if self.adapter is not None and self.args.lora_export == "peft":
-            self.adapter.save(Path(path), writer)
-        else:
-            save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer)
-        self.barrier()
+        try:
+            if self.adapter is not None and self.args.lora_export == "peft":
+                self.adapter.save(Path(path), writer)
+            else:
+                save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer)
+        finally:
+            self.barrier()  # also after an error of the writer, for which the other ranks would wait
 
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()

@@ -71,7 +71,8 @@ class FsdpState:
             shards, group = self.memory.copied(shards), self.group
         description = self._describe()
         small = small_files_writer(path, self.rank, rng_state(), description if self.rank == 0 else None)
-        return lambda: [*small(), *write_shards(shards, path / TENSORS, path, group)]
+        # The collective operation comes first: a rank that fails before it would leave the others waiting.
+        return lambda: [*write_shards(shards, path / TENSORS, path, group), *small()]
 
     def load(self, path: Path) -> None:
         """Load what :meth:`writer` wrote, with any number of ranks.

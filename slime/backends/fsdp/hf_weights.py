@@ -147,11 +147,11 @@ def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, s
     mtp = MtpLayers(folder)
     write_tensors(chain(iter_hf_weights(model, dtype), mtp.tensors()), path, writer)
     if writer:
-        _write_config(model, path, dtype, mtp)
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
-            return
-        copy_companions(folder, path)
+        else:
+            copy_companions(folder, path)
+        _write_config(model, path, dtype, mtp)  # last: without it, a folder cannot be loaded
         if mtp.notice:
             logger.warning("%s: %s", path, mtp.notice)
 

@@ -216,13 +216,15 @@ class MegatronBackend(SharedBackend):
         path, writer = Path(path), self.rank == 0
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
-        write_tensors(chain(self.named_weights(), mtp.tensors()), path, writer)
-        if source is not None:
-            copy_companions(source, path)
-            copy_config(source, path, mtp)
-            if mtp.notice:
-                logger.warning("%s: %s", path, mtp.notice)
-        self.barrier()
+        try:
+            write_tensors(chain(self.named_weights(), mtp.tensors()), path, writer)
+            if source is not None:
+                copy_companions(source, path)
+                copy_config(source, path, mtp)
+                if mtp.notice:
+                    logger.warning("%s: %s", path, mtp.notice)
+        finally:
+            self.barrier()  # also after an error of the writer, for which the other ranks would wait
 
     def finish_update(self) -> None:
         self.model.finish_gather()

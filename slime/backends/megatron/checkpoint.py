@@ -69,7 +69,8 @@ class MegatronState:
         write = self._rank_files_writer(path) if self.args.ckpt_format == "torch" else self._shards_writer(path)
         rng: RngState = {**rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
         small = small_files_writer(path, self.rank, rng, self._describe() if self.rank == 0 else None)
-        return lambda: [*small(), *write()]
+        # The collective operations come first: a rank that fails before them would leave the others waiting.
+        return lambda: [*write(), *small()]
 
     def load(self, path: Path) -> None:
         """Load what :meth:`writer` wrote with any layout. Each rank reads its own part.
@@ -135,8 +136,8 @@ class MegatronState:
             entries = []
             for folder, shards in folders.items():
                 entries += write_shards(shards, folder, path, group)
-                if self.rank == 0:
-                    entries += describe_files(mark_as_megatron(folder), path)
+            for folder in folders if self.rank == 0 else ():
+                entries += describe_files(mark_as_megatron(folder), path)
             return entries
 
         return write

@@ -1,0 +1,35 @@
+"""Exports on a full disk: nothing half-written can be loaded, and no rank is left in a collective operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.models.shards import INDEX, read_headers
+from slime.weights import hf_folder
+from slime.weights.hf_folder import write_tensors
+
+
+def test_an_export_that_fails_is_not_loaded_with_files_of_the_one_before(
+    tmp_path: Path, small_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 4000)
+    produced: list[int] = []
+
+    def tensors(rows: int) -> Iterator[tuple[str, Tensor]]:
+        for i in range(3):
+            produced.append(i)
+            yield f"layer.{i}", torch.full((rows, 10), float(i))
+
+    write_tensors(tensors(90), tmp_path, writer=True)
+    assert len(read_headers(tmp_path)) == 3 and (tmp_path / INDEX).is_file()
+    small_disk(5000)
+    produced.clear()
+    with pytest.raises(Exception, match="File too large"):
+        write_tensors(tensors(200), tmp_path, writer=True)
+    assert produced == [0, 1, 2], "other ranks iterate to the end, too"
+    assert not (tmp_path / INDEX).exists()
