@@ -4,8 +4,9 @@
     python benchmarks/soak.py --output /tmp/soak-async --kind fully-async   # of train_async.py with the standing pool
     python benchmarks/soak.py --output /tmp/soak --judge                    # only the verdict, from the samples there
 
-Every ten rollouts, each process of the run is looked at from outside: private memory (USS), memory with its share of
-what several processes map (PSS), open descriptors and threads. Also counted are the files in /dev/shm that belong to
+Every ten rollouts, each process of the run is looked at from outside: memory with its share of what several processes
+map (PSS), the part of it that no file backs, open descriptors and threads. (What files back, mostly libraries, also
+changes with other programs on the machine, so it is not judged.) Also counted are the files in /dev/shm that belong to
 the run, the folder of the run (with ``--save-keep-last 2 --log-keep-last 20``), and, from within the trainer, what
 Ray's object store holds. Snapshots, evaluations, fault tolerance and a math verifier are on.
 
@@ -43,7 +44,7 @@ MARK = "SLIME_SOAK_RUN"
 MIB = 2**20
 EVERY, WARM_UP, STRETCHES = 10, 50, 12
 T_95 = 2.228  # Student's t of 97.5% for STRETCHES - 2 degrees of freedom
-LIMITS = {"uss_mib": 0.25, "pss_mib": 0.25, "fds": 0.2, "threads": 0.2, "files": 0.2, "mib": 0.25, "objects": 0.2}
+LIMITS = {"uss_mib": 0.25, "heap_mib": 0.25, "fds": 0.2, "threads": 0.2, "files": 0.2, "mib": 0.25, "objects": 0.2}
 """How much may be added per 100 rollouts. A quarter of a MiB is 2.6 KiB per rollout."""
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 KINDS = {
@@ -256,15 +257,8 @@ def look(mark: str, folder: Path) -> dict[str, Any]:
     pids = set()
     for process, line in alive(mark):
         try:
-            with process.oneshot():
-                memory = process.memory_full_info()
-                facts = {
-                    "uss_mib": memory.uss / MIB,
-                    "pss_mib": memory.pss / MIB,
-                    "fds": process.num_fds(),
-                    "threads": process.num_threads(),
-                }
-        except psutil.Error:  # it has just ended
+            facts = {**memory(process.pid), "fds": process.num_fds(), "threads": process.num_threads()}
+        except (psutil.Error, OSError):  # it has just ended
             continue
         pids.add(process.pid)
         name = role(line)
@@ -275,6 +269,13 @@ def look(mark: str, folder: Path) -> dict[str, Any]:
         "shared": shared_memory(pids),
         "disk": {part: size(path) for part, path in parts(folder / "outputs" / "run")},
     }
+
+
+def memory(pid: int) -> dict[str, float]:
+    """MiB of a process with its share of what several map, and the part of it that no file backs (heap and stacks)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}
+    return {"pss_mib": kib["Pss"] / 1024, "heap_mib": kib["Pss_Anon"] / 1024}
 
 
 def shared_memory(pids: set[int]) -> dict[str, float]:

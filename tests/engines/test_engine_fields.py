@@ -6,14 +6,16 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from served_engine import Served, served
 
-from slime.engines.embedded import images
+from slime.engines.embedded import images, routes_weights
 from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.images import load_image
 
@@ -188,6 +190,54 @@ def test_a_full_queue_answers_503(engine: Served, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("slime.engines.embedded.engine.MAX_WAITING", 0)
     status, answer = engine.ask("/generate", body_for("/generate", "n", 1))
     assert status == 503 and "waiting" in answer["error"]["message"]
+
+
+def test_the_engine_answers_others_while_it_tokenises_a_long_text(
+    engine: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer returns only after other requests are answered: on the event loop, it would never return."""
+    begun, answered = threading.Event(), threading.Event()
+    tokenizer = engine.loaded.tokenizer
+
+    def slow(text: str, **options: Any) -> Any:
+        if len(text) > 1000:
+            begun.set()
+            assert answered.wait(30)
+        return tokenizer(text, **options)
+
+    monkeypatch.setattr(engine.loaded, "tokenizer", slow)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(engine.ask, "/generate", {"text": "a" * 5000, "sampling_params": {"max_new_tokens": 1}})
+        assert begun.wait(30)
+        assert engine.ask("/health", method="GET")[0] == 200
+        assert engine.ask("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 1}})[0] == 200
+        assert not long.done()
+        answered.set()
+        assert long.result()[0] == 400, "5,000 tokens do not fit"
+
+
+def test_joins_that_nobody_answers_delay_no_other_request(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six joins of groups at a dead address took all threads that read requests, for two minutes."""
+    waiting, given_up = threading.Semaphore(0), threading.Event()
+
+    def join(*arguments: Any) -> Any:
+        waiting.release()
+        assert given_up.wait(30)
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(routes_weights, "join_group", join)
+    body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 0, "world_size": 2, "backend": "gloo"}
+    bodies = [{**body, "group_name": f"group {i}"} for i in range(routes_weights.MAX_GROUPS + 1)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        joins = [pool.submit(engine.ask, "/init_weights_update_group", one) for one in bodies[:-1]]
+        assert all(waiting.acquire(timeout=30) for _ in joins)
+        status, answer = engine.ask("/init_weights_update_group", bodies[-1])
+        assert status == 400 and "process groups already" in answer["error"]["message"]
+        text = {"text": "a" * 5000, "sampling_params": {"max_new_tokens": 1}}  # read by a thread
+        assert engine.ask("/generate", text)[0] == 400 and engine.ask("/health", method="GET")[0] == 200
+        assert not any(join.done() for join in joins)
+        given_up.set()
+        assert {join.result()[0] for join in joins} == {400}
 
 
 # --- images ----------------------------------------------------------------------------------------
