@@ -66,7 +66,7 @@ class Table(list[dict[str, float | None]]):
         for row in rows:
             table.add_row(*row)
         text = io.StringIO()
-        Console(file=text, width=160, no_color=True).print(table)
+        Console(file=text, width=160, no_color=True, force_jupyter=False).print(table)
         return text.getvalue().rstrip("\n")
 
     __repr__ = __str__

@@ -90,13 +90,14 @@ class Servers:
             StepFailed: A server cannot be started or reached, or two have a tool of the same name.
         """
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         found = cls()
         for address in addresses:
             words = shlex.split(address)
             target: Any = address
             if not address.startswith(("http://", "https://")):
-                target = StdioServerParameters(command=words[0], args=words[1:])
+                target = stdio_client(StdioServerParameters(command=words[0], args=words[1:]))
             try:
                 client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
                 listed = (await client.list_tools()).tools

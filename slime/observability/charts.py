@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,11 +89,19 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
 
 
 def reward_curve(summary: Summary) -> Figure:
-    """Return the picture of :func:`reward_curve_png` as a figure."""
+    """Return the picture of :func:`reward_curve_png` as a figure, which a notebook shows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
+    class Picture(Figure):
+        """A notebook shows a plain figure only after pyplot was imported there."""
+
+        def _repr_png_(self) -> bytes:
+            image = io.BytesIO()
+            self.savefig(image, facecolor="white", format="png", dpi=100)
+            return image.getvalue()
+
+    figure = Picture(figsize=(9, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     phases = {name: seconds for name, seconds in summary["seconds_per_phase"].items() if seconds > 0}
     rows = figure.subplots(2, 1, gridspec_kw={"height_ratios": [6, 1]}) if phases else [figure.subplots()]

@@ -126,7 +126,8 @@ class Display:
         self.run_dir = run_dir
         self.state = StateFile(run_dir.path) if run_dir is not None else None
         self._log: AppendedFile | None = None
-        self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        # Plain lines in a notebook as well, where rich would show each as an output of its own.
+        self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False, force_jupyter=False)
         self.timers = Timers()
         self.rewards: list[float] = []
         self._started, self._since = time.time(), since

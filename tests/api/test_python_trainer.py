@@ -291,6 +291,23 @@ def test_signals_of_a_program_are_its_own_outside_of_a_phase(in_program: bool) -
         assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_a_notebook_shows_the_curve_and_a_table_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), "rich would show it elsewhere"
+    pytest.importorskip("matplotlib", reason="pip install 'slime[plots]'")
+    from slime.observability.charts import reward_curve
+
+    figure: Any = reward_curve(summary_of([0.1, 0.5]))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def summary_of(rewards: list[float]) -> Any:
+    return {
+        "run": "run", "reward_per_rollout": rewards, "eval": {}, "seconds_per_phase": {"train": 2.0},
+        "num_rollouts": len(rewards), "seconds_total": 3.0,
+    }  # fmt: skip
+
+
 def test_a_table_shows_itself() -> None:
     rows: list[dict[str, float | None]] = [
         {"rollout/step": 0, "rollout/raw_reward": 0.25, "x/<b>": 1.0},
