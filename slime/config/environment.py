@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.config.agent import AGENT_GENERATE
 from slime.config.flag import flag
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 ENVIRONMENT_SOURCE = "slime.environments.source.EnvironmentSource"
 ENVIRONMENT_GENERATE = "slime.environments.rollout.generate"
 MCP_GENERATE = "slime.environments.mcp.generate"
+PROGRAMS = {"verifiers": "slime.environments.verifiers.run"}
+"""Agent program of each environment that speaks with the model by itself, by the name of the environment."""
 
 
 @dataclass
@@ -22,8 +25,9 @@ class EnvironmentConfig:
     environment: str | None = flag(
         None,
         metavar="NAME:WHAT?KEY=VALUE",
-        help="Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID, or "
-        "file.py:Class of your own, with options after a question mark, such as reasoning_gym:chain_sum?max_terms=3",
+        help="Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID, "
+        "verifiers:TASKSET, or file.py:Class of your own, with options after a question mark, such as "
+        "reasoning_gym:chain_sum?max_terms=3",
     )
     environment_timeout: float = flag(
         60.0,
@@ -62,7 +66,8 @@ def derive_environment(args: Args) -> list[str]:
     ]
     if not problems:
         args.data_source_path = ENVIRONMENT_SOURCE
-        args.custom_generate_function_path = ENVIRONMENT_GENERATE
+        args.agent_function_path = PROGRAMS.get(args.environment.partition(":")[0])
+        args.custom_generate_function_path = AGENT_GENERATE if args.agent_function_path else ENVIRONMENT_GENERATE
     return problems
 
 

@@ -24,10 +24,12 @@ class Make(Protocol):
 
 ADAPTERS = {
     "gymnasium": "slime.environments.gymnasium:make",
+    "openenv": "slime.environments.openenv:make",
     "reasoning_gym": "slime.environments.reasoning_gym:make",
+    "verifiers": "slime.environments.verifiers:make",
 }
 """Function that creates an environment of each package, by the name of the package."""
-EXTRAS = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym"}
+EXTRAS = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
 """The extra of slime that installs each package."""
 
 
