@@ -152,7 +152,7 @@ def _harness_class() -> Any:
                     AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
                 )
                 while True:
-                    more = {"tools": tools} if tools else {}
+                    more: dict[str, Any] = {"tools": tools} if tools else {}
                     answer = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
                     message = answer.choices[0].message
                     messages.append(message.model_dump(exclude_none=True))
