@@ -170,6 +170,7 @@ STRINGS: dict[tuple[str, str], str] = {
         "slime.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
     ("slime.config.environment", "slime.environments.mcp"): "the same, where --mcp-server is given",
+    ("slime.config.environment", "slime.environments.verifiers"): "--agent-function-path, for tasks of verifiers",
     (
         "slime.config.observability",
         "slime.rollout.forge_load",
