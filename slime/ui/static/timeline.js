@@ -4,7 +4,7 @@
 import { h, link, percent, replace, s, seconds } from "slime/dom.js";
 
 const LEFT = 96, ROW = 22, LANE_ROW = 28, BAR = 16, LANE = 5, GAP = 7, AREA = 40;
-const KINDS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const KINDS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8", "--c9", "--c10"];
 
 export function drawTimeline(values, run) {
   const colours = palette(values);
@@ -19,7 +19,7 @@ export function drawTimeline(values, run) {
     h("ul", { class: "notes", id: "notes" }, values.notes.map((note) => h("li", {}, note))),
     h("div", { class: "controls" },
       h("span", { class: "legend" }, [...colours].map(([name, colour]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name)),
-        values.engines.length ? [["--c3", "running requests"], ["--c2", "waiting requests"]].map(([colour, name]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name)) : null),
+        values.engines.length ? [["--running", "running requests"], ["--waiting", "waiting requests"]].map(([colour, name]) => h("span", {}, h("i", { style: `background: var(${colour})` }), name)) : null),
       h("label", {}, "zoom ", zoom)),
     scroll,
     values.more > 0 ? h("p", { class: "muted" }, "Ranks or engines at even distances are drawn; the notes are of all.") : null,
