@@ -54,6 +54,11 @@ def write_variants(model: Path, folder: Path) -> list[Place]:
     return places
 
 
+def in_layer(name: str) -> bool:
+    """Return whether a tensor belongs to a numbered layer."""
+    return _LAYER.search(name) is not None
+
+
 def part_of(name: str) -> str:
     """Return the part of a layer to which a tensor belongs. A norm of the layer belongs to the part that it surrounds.
 

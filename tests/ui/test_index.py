@@ -249,3 +249,32 @@ def test_no_view_reads_a_whole_file_again(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         ask("sample", "rollout", 7, 5)
     runs.close()
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read so far, from files, the cache of the system included."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="the bytes that a process reads are counted by Linux only"
+)
+def test_views_read_little_of_large_files(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "large"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("rollout_batch_size: 5\n")
+    for step in range(20):
+        write_samples(folder, step, [sample(i, response="x" * 50_000) for i in range(10)])
+    rows = [{"rollout/step": step, "time": step, **{f"m{i}": step / 7 for i in range(500)}} for step in range(200)]
+    write_rows(folder / "metrics.jsonl", rows)  # type: ignore[arg-type]
+    runs = Runs([folder], None)
+    runs.refresh()
+    before = bytes_read()
+    write_rows(folder / "metrics.jsonl", [{"rollout/step": 200, "time": 200.0, "m1": 1.0}])
+    runs.refresh()
+    for parts in (("overview",), ("series", "m1"), ("steps",), ("step", 3), ("prompts",), ("sample", "rollout", 7, 4)):
+        answer(runs, path_of("run", "large", *parts))
+    read = bytes_read() - before
+    runs.close()
+    assert 50_000 < read < 150_000, "the one sample that is shown, and not the 10 MB of all"

@@ -35,6 +35,18 @@ def without_all_reduce(place: Place, job: VerifyJob) -> list[Scores]:
     return verify_rank(place, job)
 
 
+def without_sum_over_context(place: Place, job: VerifyJob) -> list[Scores]:
+    """Context-parallel ranks that keep the gradients of the keys and values that other ranks read."""
+    from slime.models.context_parallel import _GatherRows
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (group,) = ctx.settings
+        return grads[0].chunk(group.size())[group.rank()].contiguous(), None
+
+    _GatherRows.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return verify_rank(place, job)
+
+
 def without_sum_of_norms(place: Place, job: VerifyJob) -> list[Scores]:
     """Sequence-parallel ranks that keep the gradients of norms to themselves."""
     import importlib

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 from slime.cli.verify import table
 from slime.cluster.local_ranks import Place
 from slime.verify import run as verify_run
+from slime.verify.check import check_gradients
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores
 from slime.verify.run import Target, verify
@@ -122,6 +123,49 @@ def test_a_missing_sum_over_ranks_is_named(llama: str, monkeypatch: pytest.Monke
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
     assert "the sum of gradients over data-parallel ranks" in by_name["gradients"].note
+
+
+CP2_DP2 = {"data": 2, "sizes": {"context_parallel_size": 2}}
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_four_ranks_that_divide_data_and_tokens_are_right(llama: str) -> None:
+    found = verify(target(llama, **CP2_DP2))
+    assert found.good and found.world_size == 4, found.checks
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error begins at keys and values of the last layer, and spreads to everything before them."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    found = verify(target(llama, **CP2_DP2, ranks_function="planted:without_sum_over_context"))
+    by_name = {check.what: check for check in found.checks}
+    assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
+    note = by_name["gradients"].note
+    assert "context-parallel ranks is missing" in note
+    begin = note.partition("in the backward pass, ")[2].removesuffix(" differ first").split(", ")
+    kinds = {name.removeprefix("model.layers.1.") for name in begin}
+    assert {"self_attn.k_proj.weight", "self_attn.v_proj.weight"} <= kinds, note
+    assert kinds <= {"self_attn.k_proj.weight", "self_attn.v_proj.weight", "input_layernorm.weight"}, note
+
+
+def test_the_begin_of_a_wrong_gradient_is_in_the_last_part() -> None:
+    names = [
+        "embed.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "lm_head.weight",
+    ]
+    right = Scores(gradients={name: torch.ones(4) for name in names}, grad_norm=4.0)
+    wrong = Scores(gradients={name: torch.ones(4) * (2 if name in names[:3] else 1) for name in names})
+    check = check_gradients(right, [right, wrong])
+    assert not check.good and check.first == "embed.weight"
+    assert check.note.endswith("in the backward pass, model.layers.1.self_attn.k_proj.weight differ first")
+    wrong.gradients = {name: torch.ones(4) * (2 if name == "lm_head.weight" else 1) for name in names}
+    assert check_gradients(right, [wrong]).note.endswith("in the backward pass, lm_head.weight differ first")
 
 
 def test_layouts_that_cannot_be_are_refused(llama: str) -> None:

@@ -38,7 +38,7 @@ def test_a_missing_sum_of_the_gradients_of_norms_is_named(llama: str) -> None:
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good
     assert "layernorm.weight" in by_name["gradients"].first, by_name["gradients"]
-    assert "tensor- or sequence-parallel ranks" in by_name["gradients"].note
+    assert "tensor-, sequence- or context-parallel ranks" in by_name["gradients"].note
 
 
 def test_a_missing_sum_in_the_forward_pass_is_named(llama: str) -> None:
