@@ -197,7 +197,8 @@ def install(folder: Path, device: str, extra: str = "") -> None:
         packages = pins(text)
         size = header(text, "download-mb")
         say(f"installing {len(packages)} packages: up to {size} MB to download where they are not in pip's cache")
-        if not run_uv(folder, lock):
+        hashed = ["--require-hashes"] if "--hash=" in text else []
+        if not run_uv(folder, ["-r", str(lock), *hashed], "the packages"):
             run_pip(folder, ["--no-deps", "-r", str(lock)], "packages", total=len(packages))
 
 
@@ -230,11 +231,15 @@ def install_cpu_torch(folder: Path) -> None:
     wanted = f"torch=={version}+cpu"
     configured = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
     say(f"installing the CPU build of torch {version} (up to {CPU_TORCH_MEGABYTES} MB; less where a wheel is at hand)")
+    if os.environ.get("PIP_FIND_LINKS") and run_uv(folder, [wanted], "torch"):
+        return
     local = subprocess.run([*configured, wanted], capture_output=True, text=True, check=False, timeout=1800)
     append_log(folder, local.stdout + local.stderr)
     if local.returncode == 0:
         return
     say(f"no CPU wheel configured; downloading about {CPU_TORCH_MEGABYTES} MB from {CPU_INDEX}")
+    if run_uv(folder, ["--index-url", CPU_INDEX, wanted], "torch"):
+        return
     try:
         run_pip(folder, ["--no-deps", "--index-url", CPU_INDEX, wanted], "torch")
     except SetupError as error:
@@ -305,8 +310,8 @@ def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -
         raise SetupError(f"pip could not install {what} (all of it in {folder / 'install.log'}):\n{tail}")
 
 
-def run_uv(folder: Path, lock: Path) -> bool:
-    """Install the packages of a lock file with uv, which is many times faster than pip where its cache has them.
+def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
+    """``uv pip install --no-deps``, which is many times faster than pip where uv's cache has the packages.
 
     uv does not read pip's configuration files. Where it cannot install the packages, pip is asked, which reports.
 
@@ -321,12 +326,13 @@ def run_uv(folder: Path, lock: Path) -> bool:
         return False
     settings = {"PIP_INDEX_URL": "UV_DEFAULT_INDEX", "PIP_CERT": "SSL_CERT_FILE"}
     environment = {new: os.environ[old] for old, new in settings.items() if os.environ.get(old)} | os.environ
-    hashed = ["--require-hashes"] if "--hash=" in lock.read_text(encoding="utf-8") else []
-    command = [uv, "pip", "install", "--python", str(folder / "bin" / "python"), "--no-deps", "-r", str(lock), *hashed]
+    if links := os.environ.get("PIP_FIND_LINKS"):
+        environment = {"UV_FIND_LINKS": ",".join(links.split())} | environment
+    command = [uv, "pip", "install", "--python", str(folder / "bin" / "python"), "--no-deps", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800, env=environment)
     append_log(folder, done.stdout + done.stderr)
     if done.returncode != 0:
-        say("uv could not install the packages (see install.log); trying pip")
+        say(f"uv could not install {what} (see install.log); trying pip")
     return done.returncode == 0
 
 
