@@ -11,6 +11,7 @@ from make_args import make_args
 
 from slime.cluster.train_actor import TrainActor
 from slime.engines.keys import NO_KEYS
+from slime.observability.timers import Timers
 from slime.weights.settings import WeightSyncSettings
 
 
@@ -60,6 +61,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     monkeypatch.setattr("ray.get", lambda ref: ref)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS
+    actor.timers = Timers()
     flags = {name: name in offload for name in ("offload_train", "offload_rollout")}
     args = make_args(**flags, colocate=True, audit_weights=False)
     actor.args, actor.role, actor.rank, actor.world_size = args, "actor", 0, 1
@@ -81,6 +83,7 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
     monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, is_sender, **__: sent.append(is_sender))
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS
+    actor.timers = Timers()
     actor.args = make_args(update_weight_senders=2, audit_weights=False, phase_timeout=1.0)
     actor.weight_sync = WeightSyncSettings.from_args(actor.args)
     actor.rank, actor.world_size, actor.transport, actor.audit_memory, actor.same_host = 2, 4, None, None, True
