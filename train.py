@@ -15,31 +15,40 @@ well, except that training on a rollout and saving are completed first::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slime.cluster.checks import parse_and_check
-from slime.cluster.run import open_run
+from slime.cluster.recovery import run_loop
 from slime.config.args import Args
+
+if TYPE_CHECKING:
+    from slime.cluster.phases import Run
 
 
 def train(args: Args) -> None:
-    # On entry, engines and training ranks have loaded their models. On exit, all processes of the run have ended.
-    with open_run(args) as run:
-        # The engines have loaded the checkpoint. In a resumed run, the trainer holds the newer weights of the snapshot.
-        run.update_weights()
-        if run.evaluates_at_start():
-            run.evaluate(run.first_rollout)
-        for rollout_id in range(run.first_rollout, run.num_rollout):
-            batch = run.generate(rollout_id)  # waits for the rollout manager: samples with rewards, split over ranks
-            # In a colocated run, the engines release their memory before the trainer takes it.
-            run.offload_engines()
-            run.train(rollout_id, batch)  # waits for all training ranks: first the critic's, then the actor's
-            if run.is_due(rollout_id, args.save_interval):
-                # Before the update: in a colocated run, the update puts the trainer to sleep. Waits until ranks and
-                # rollout manager have written their state (with --async-save: until they have copied it).
-                run.save(rollout_id)
-            run.update_weights()  # waits until every engine holds the new weights and has passed the audit
-            if run.is_due(rollout_id, args.eval_interval):
-                run.evaluate(rollout_id + 1)  # waits for all evaluation sets, generated with the new weights
-            run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save once it is fully written
+    # Before the loop, engines and training ranks load their models. After it, all processes of the run have ended. If a
+    # training rank is lost, the loop is called again, with a run that begins after the last snapshot.
+    run_loop(args, loop)
+
+
+def loop(args: Args, run: Run) -> None:
+    # The engines have loaded the checkpoint. In a resumed run, the trainer holds the newer weights of the snapshot.
+    run.update_weights()
+    if run.evaluates_at_start():
+        run.evaluate(run.first_rollout)
+    for rollout_id in range(run.first_rollout, run.num_rollout):
+        batch = run.generate(rollout_id)  # waits for the rollout manager: samples with rewards, split over ranks
+        # In a colocated run, the engines release their memory before the trainer takes it.
+        run.offload_engines()
+        run.train(rollout_id, batch)  # waits for all training ranks: first the critic's, then the actor's
+        if run.is_due(rollout_id, args.save_interval):
+            # Before the update: in a colocated run, the update puts the trainer to sleep. Waits until ranks and
+            # rollout manager have written their state (with --async-save: until they have copied it).
+            run.save(rollout_id)
+        run.update_weights()  # waits until every engine holds the new weights and has passed the audit
+        if run.is_due(rollout_id, args.eval_interval):
+            run.evaluate(rollout_id + 1)  # waits for all evaluation sets, generated with the new weights
+        run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save once it is fully written
 
 
 if __name__ == "__main__":

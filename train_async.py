@@ -23,32 +23,41 @@ single rollouts.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slime.cluster.checks import parse_and_check
-from slime.cluster.run import open_run
+from slime.cluster.recovery import run_loop
 from slime.config.args import Args
+
+if TYPE_CHECKING:
+    from slime.cluster.phases import Run
 
 
 def train(args: Args) -> None:
-    with open_run(args, asynchronous=True) as run:
-        run.update_weights()  # before any rollout starts, the engines get the trainer's weights
-        if run.evaluates_at_start():
-            run.evaluate(run.first_rollout)
-        with run.prefetch() as rollouts:  # starts the thread; the exit waits for an evaluation in progress
-            for rollout_id in range(run.first_rollout, run.num_rollout):
-                batch = rollouts.next()  # waits for the oldest finished rollout, and lets the thread start more
-                run.train(rollout_id, batch)  # waits for all training ranks; generation continues meanwhile
-                if run.is_due(rollout_id, args.save_interval):
-                    # Without a standing pool, waits until no rollout is in progress. No rollout starts between the
-                    # snapshot and the update, so a run resumed from the snapshot generates what this one does.
-                    rollouts.save(rollout_id)
-                if run.is_due(rollout_id, args.update_weights_interval):
-                    # Waits for an evaluation in progress, since an evaluation measures one version of the weights.
-                    # Without a standing pool, also waits until no rollout is in progress.
-                    rollouts.update_weights()
-                if run.is_due(rollout_id, args.eval_interval):
-                    # With a standing pool, only starts the evaluation: the next update waits for its result.
-                    rollouts.evaluate(rollout_id + 1)
-                run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save once it is fully written
+    # As in train.py, the loop is called again if a training rank is lost.
+    run_loop(args, loop, asynchronous=True)
+
+
+def loop(args: Args, run: Run) -> None:
+    run.update_weights()  # before any rollout starts, the engines get the trainer's weights
+    if run.evaluates_at_start():
+        run.evaluate(run.first_rollout)
+    with run.prefetch() as rollouts:  # starts the thread; the exit waits for an evaluation in progress
+        for rollout_id in range(run.first_rollout, run.num_rollout):
+            batch = rollouts.next()  # waits for the oldest finished rollout, and lets the thread start more
+            run.train(rollout_id, batch)  # waits for all training ranks; generation continues meanwhile
+            if run.is_due(rollout_id, args.save_interval):
+                # Without a standing pool, waits until no rollout is in progress. No rollout starts between the
+                # snapshot and the update, so a run resumed from the snapshot generates what this one does.
+                rollouts.save(rollout_id)
+            if run.is_due(rollout_id, args.update_weights_interval):
+                # Waits for an evaluation in progress, since an evaluation measures one version of the weights.
+                # Without a standing pool, also waits until no rollout is in progress.
+                rollouts.update_weights()
+            if run.is_due(rollout_id, args.eval_interval):
+                # With a standing pool, only starts the evaluation: the next update waits for its result.
+                rollouts.evaluate(rollout_id + 1)
+            run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save once it is fully written
 
 
 if __name__ == "__main__":

@@ -157,7 +157,10 @@ class Prefetcher:
                     # Under the lock that the wait above has taken again, so that _hold cannot miss this rollout.
                     self.admission.admit()
                     self.generating = True
-                batch = ray.get(manager.start(RolloutManager.generate, rollout_id), timeout=limit)
+                    # Under it as well, so that no rollout is asked for after the end of the block in __exit__: the run
+                    # may go on from a snapshot, with another prefetcher.
+                    asked = manager.start(RolloutManager.generate, rollout_id)
+                batch = ray.get(asked, timeout=limit)
                 with self.changed:
                     self.generating = False
                     self.finished.append(batch)

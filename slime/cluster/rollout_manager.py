@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager
+from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
 from slime.cluster.garbage import GarbageCollection
+from slime.cluster.generation import Generation
 from slime.config.hooks import load_function
 from slime.data.sample import flatten
 from slime.engines.background import run
@@ -63,6 +64,7 @@ class RolloutManager(EngineManager):
         self.state = RolloutState(args, self.run_dir, self.data_source)
         self.traces = TraceFiles(self.run_dir, args.log_keep_last)
         self.pool: StandingPool | None = None  # of a fully asynchronous run
+        self.generation = Generation()
 
     def try_folder(self, folder: str, token: str) -> Answer:
         """See :mod:`slime.checkpoint.shared_folder`."""
@@ -82,6 +84,10 @@ class RolloutManager(EngineManager):
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate one rollout, or take it from the snapshot from which the run resumed."""
+        with self.generation.call():
+            return self._generate(rollout_id)
+
+    def _generate(self, rollout_id: int) -> RolloutBatch:
         import ray
 
         from slime.cluster.manager_client import RolloutBatch
@@ -208,6 +214,10 @@ class RolloutManager(EngineManager):
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""
+        with self.generation.call():
+            return self._evaluate(rollout_id)
+
+    def _evaluate(self, rollout_id: int) -> dict[str, float]:
         from slime.observability.evaluations import write_evaluation
 
         start = time.perf_counter()
@@ -242,6 +252,31 @@ class RolloutManager(EngineManager):
 
     def load_state(self, rollout_id: int, directory: str, attempt: int) -> None:
         self.state.load(rollout_id, Path(directory), attempt)
+
+    def rewind(self) -> None:
+        """End all generation, and begin anew with data source, ledger and schedule, while the engines stay.
+
+        :meth:`load_state` comes next, as after the start of a resumed run.
+
+        Raises:
+            WaitExpired: A rollout or an evaluation in progress did not end.
+            EngineError: An engine did not become idle, and the run is without ``--use-fault-tolerance``.
+        """
+        from slime.cluster.rollout_state import RolloutState
+        from slime.rollout.abort import abort
+
+        self.generation.end()
+        if self.pool is not None:
+            run(self.pool.close())
+            self.pool = None
+        # The engines may still work on requests whose senders have ended, and keep KV of weights that are undone.
+        run(abort(self.args))
+        self._on_engines(flush_when_idle)
+        self.state.close()
+        self.data_source = load_function(self.args.data_source_path)(self.args)
+        self.state = RolloutState(self.args, self.run_dir, self.data_source)
+        GenerateState(self.args).begin_anew()
+        self.generation.begin()
 
     def trained(self, rollout_id: int) -> None:
         """Note that step ``rollout_id`` is complete."""

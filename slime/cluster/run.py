@@ -3,9 +3,9 @@
 with open_run(args) as run:
     ...
 
-A restart replaces a lost rollout manager, training rank or Ray cluster. Their state is in the last snapshot, and a
-resume is exact. The driver ends the remaining processes and asks its supervisor (:mod:`slime.cluster.supervisor`) to
-execute the command line again, at most ``--max-restarts`` times.
+A restart replaces a lost rollout manager or Ray cluster, and a lost training rank where :mod:`slime.cluster.recovery`
+cannot. Their state is in the last snapshot, and a resume is exact. The driver ends the remaining processes and asks its
+supervisor (:mod:`slime.cluster.supervisor`) to execute the command line again, at most ``--max-restarts`` times.
 """
 
 from __future__ import annotations
@@ -125,11 +125,15 @@ class RunEnd:
 
     def _restarts_after(self, error: Exception) -> bool:
         """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""
-        if not self.max_restarts or not REPORTS.attached or not (lost := lost_parts(self.parts.actors(), error)):
+        if not self.max_restarts or not REPORTS.attached or not (lost := self._lost(error)):
             return False
         saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
         report_loss(lost, error, saved, self.max_restarts - 1, self.parts.log.note)
         return True
+
+    def _lost(self, error: Exception) -> list[str]:
+        # After a failed attempt to replace ranks, the new ones may answer.
+        return self.parts.lost or lost_parts(self.parts.actors(), error)
 
 
 def complete(run: Run) -> None:

@@ -61,6 +61,16 @@ class StartingPoint:
             first = args.start_rollout_id
         return cls(snapshot, resumes, trained, first, attempt)
 
+    def again(self, snapshot: Snapshot) -> StartingPoint:
+        """Where this process goes on after it has lost training ranks.
+
+        The attempt is a new one also if the snapshot is the same as the last time: the engines have the weights of the
+        attempt that is undone, and may not take others for them.
+        """
+        trained = snapshot.iteration
+        attempt = max(self.attempt, int(snapshot.manifest["attempt"])) + 1
+        return StartingPoint(snapshot, True, trained, trained + 1, attempt)
+
     @property
     def manifest(self) -> Manifest | None:
         """The manifest of the snapshot that the run continues; None in a new run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,31 @@ if TYPE_CHECKING:
     from slime.engines.keys import ServerKeys
     from slime.observability.metrics import MetricsLogger
     from slime.observability.run_dir import RunDir
+    from slime.types import JsonObject
 
 START_MARGIN_SECONDS = 180.0
 """Added to ``--start-timeout`` in the driver. The engine's own host waits for ``--start-timeout`` and reports a failure
 with the engine's log; the driver must not give up before that report arrives."""
+
+
+END_SECONDS = 180.0
+"""For the generation in progress to end, when the run goes back to a snapshot."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the start has settled, for training ranks that replace lost ones.
+
+    Attributes:
+        args: The arguments with the values that are known only after the start.
+        settings: What manifests say of them, see :func:`settings_of`.
+    """
+
+    args: Args
+    asynchronous: bool
+    waiter: Waiter
+    engine_keys: ServerKeys
+    settings: JsonObject
 
 
 @dataclass
@@ -47,7 +68,9 @@ class Parts:
 
     Attributes:
         engines_started: Whether all engines have answered, so that the manager can report on them.
-        run: None until the start is complete.
+        run: None until the start is complete, and while training ranks are replaced.
+        fixed: None until the start is complete.
+        lost: Names of lost parts that could not be replaced, so that the run must be restarted.
     """
 
     dir: RunDir
@@ -59,6 +82,8 @@ class Parts:
     engines_started: bool = False
     groups: list[TrainGroup] = field(default_factory=list)
     run: Run | None = None
+    fixed: Fixed | None = None
+    lost: list[str] = field(default_factory=list)
 
     def actors(self) -> dict[str, ActorHandle]:
         """The Ray actors that hold the run's state, by the name that a message uses for them."""
@@ -120,22 +145,72 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
             urls = _wait_for_engines(args, parts, manager, engines, release=shares_memory)
         for group in parts.groups:
             group.wait_started()
-        old_actor = OldActor.from_args(args, asynchronous)
-        actor = next((group for group in parts.groups if group.role == "actor"), None)
-        critic = next((group for group in parts.groups if group.role == "critic"), None)
-        trainer = Trainer(TrainerSettings.from_args(args), actor, critic, old_actor, log, parts.stop, begin.trained)
+        trainer = _trainer(args, asynchronous, parts)
         # After the models are loaded, since it measures memory; before the settings of the snapshots are taken from
         # ``args``, since a resumed run keeps the budget of its snapshot.
         args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
-        settings = settings_of(args)
-        restore_rollouts(begin, settings, manager, log)
+        fixed = parts.fixed = Fixed(args, asynchronous, waiter, keys.engine, settings_of(args))
+        restore_rollouts(begin, fixed.settings, manager, log)
         metrics = _open_records(args, asynchronous, parts, placement)
+    return _begin_run(parts, fixed, manager, trainer, urls, metrics)
+
+
+def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
+    """Replace all training ranks of a started run, and let it go on from a snapshot; engines and manager stay.
+
+    Ranks that are alive are replaced as well: their weights are newer than the snapshot, and their process groups
+    include the lost ones.
+
+    Raises:
+        NotEnded: A rank cannot be ended, so it may hold the accelerator of its successor.
+        RayError: The rollout manager could not go back to the snapshot, or a new rank did not start.
+        WaitExpired: One of them did not do so in time.
+    """
+    from slime.weights.transports.shared_memory import sweep_shared_memory
+
+    run, fixed, manager, placement = parts.run, parts.fixed, parts.manager, parts.placement
+    assert run and fixed and manager and placement, "the start is complete"
+    # Without it, a stop request does not save: the snapshot is the newest state that there is.
+    parts.run = None
+    args, log = fixed.args, parts.log
+    with log.phase("replace_ranks"):
+        for group in parts.groups:
+            group.end()
+        manager.wait(manager.start(RolloutManager.rewind), "the generation in progress to end", END_SECONDS)
+        sweep_shared_memory()
+        if begin.snapshot is not parts.begin.snapshot:  # the first arguments chose where the run began, as for restarts
+            args = args.with_values(load=args.save, ckpt_step=None, start_rollout_id=None, finetune=False)
+        fixed = parts.fixed = replace(fixed, args=args)
+        parts.begin, parts.groups = begin, []
+        _start_training(args, parts, placement, fixed.waiter, fixed.engine_keys)
+        restore_rollouts(begin, fixed.settings, manager, log)  # while the ranks load the snapshot
+        for group in parts.groups:
+            group.wait_started()
+        trainer = _trainer(args, fixed.asynchronous, parts)
+        log.close_metrics()
+        metrics = _open_records(args, fixed.asynchronous, parts, placement)
+    return _begin_run(parts, fixed, manager, trainer, run.pool.urls, metrics)
+
+
+def _trainer(args: Args, asynchronous: bool, parts: Parts) -> Trainer:
+    actor = next((group for group in parts.groups if group.role == "actor"), None)
+    critic = next((group for group in parts.groups if group.role == "critic"), None)
+    old_actor = OldActor.from_args(args, asynchronous)
+    settings = TrainerSettings.from_args(args)
+    return Trainer(settings, actor, critic, old_actor, parts.log, parts.stop, parts.begin.trained)
+
+
+def _begin_run(
+    parts: Parts, fixed: Fixed, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger
+) -> Run:
+    args, begin, log = fixed.args, parts.begin, parts.log
     pool_settings = EnginePoolSettings.from_args(args)
     pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
-    save = SnapshotSettings.from_args(args, begin.attempt, placement.slots.train, settings)
+    world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
+    save = SnapshotSettings.from_args(args, begin.attempt, world_size, fixed.settings)
     snapshots = Snapshots(save, manager, trainer, pool, log, parts.stop, begin.trained)
     run = parts.run = Run(
-        args, begin.first_rollout, num_rollout,
+        args, begin.first_rollout, int(args.num_rollout or 0),
         manager=manager, trainer=trainer, pool=pool, snapshots=snapshots, log=log, stop=parts.stop,
     )  # fmt: skip
     log.begin_steps(metrics)

@@ -45,12 +45,13 @@ class StepLog:
         self._step_started = time.perf_counter()
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
-        """Begin to measure the first step, after the start is complete.
+        """Begin to measure the first step after a start, or after the run has gone back to a snapshot.
 
         Args:
             metrics: Where the metrics of all steps are logged.
         """
         self._metrics = metrics
+        self.pending = {}
         self.display.pop_times()  # The time of the start belongs to no step.
         self._step_started = time.perf_counter()
 
@@ -87,6 +88,7 @@ class StepLog:
 
     def add_rollout(self, batch: RolloutBatch) -> None:
         """Add a rollout's metrics to the current step, and show a few of its texts and its warnings."""
+        self.pending.setdefault("perf/trainer_restart_count", 0.0)  # set when training ranks were replaced
         self.pending.update(batch.metrics)
         self.display.samples(batch.texts)
         for warning in batch.warnings:
@@ -121,10 +123,14 @@ class StepLog:
         self._rank_spans = [*self._rank_spans, *of_ranks][-MOST_RANK_SPANS:]
         return [*self._spans, *self._rank_spans]
 
-    def close(self) -> None:
-        """Close the metrics and the display; safe to call twice."""
+    def close_metrics(self) -> None:
+        """Close the metrics, if they are open; :meth:`begin_steps` may follow."""
         if self._metrics is not None:
             self._metrics.close()
+
+    def close(self) -> None:
+        """Close the metrics and the display; safe to call twice."""
+        self.close_metrics()
         self.display.close()
 
     @property

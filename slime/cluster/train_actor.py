@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
+from slime.cluster.ray_actors import ActorProcess
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
@@ -96,6 +97,10 @@ class TrainActor:
 
         host = str(ray.util.get_node_ip_address())
         return host, free_port(host)
+
+    def process(self) -> ActorProcess:
+        """The process of this rank."""
+        return ActorProcess.own()
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from slime.cluster.placement import thread_environment
-from slime.cluster.ray_actors import actor_class_with_own_threads
+from slime.cluster.ray_actors import ActorProcess, actor_class_with_own_threads, end_processes, kill
 from slime.cluster.train_actor import TrainActor
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 CLOSE_DEADLINE_SECONDS = 10.0
+END_SECONDS = 30.0
 
 
 class TrainGroup:
@@ -69,11 +70,14 @@ class TrainGroup:
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
         self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
+        self._processes: list[ActorProcess] = []
+        self._asked = [rank.process.remote() for rank in self.ranks]
         # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
         path = str(load_path) if load_path else None
         self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
 
     def wait_started(self) -> None:
+        self._processes = self._call(self._asked, "to start", self.args.start_timeout)
         self._call(self.starting, "to load the model", self.args.start_timeout)
 
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
@@ -193,6 +197,17 @@ class TrainGroup:
         import ray
 
         ray.get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
+
+    def end(self) -> None:
+        """Kill all ranks, also frozen ones, and wait until their processes have ended and their memory is free.
+
+        Raises:
+            NotEnded: A process still runs.
+            RayError: The node of a rank does not answer.
+        """
+        for rank in self.ranks:
+            kill(rank)
+        end_processes(self._processes, END_SECONDS)
 
     def _start(
         self, method: Callable[Concatenate[TrainActor, P], T], *arguments: P.args, **keywords: P.kwargs

@@ -315,7 +315,7 @@ def verifiers(facts: Facts) -> Iterator[Finding]:
 
 
 def engines(facts: Facts) -> Iterator[Finding]:
-    """Engines that die, and requests that are sent again."""
+    """Engines and training ranks that die, and requests that are sent again."""
     lost = sum(facts.series("rollout/engine_lost_count"))
     if lost >= 2:
         yield Finding(
@@ -324,6 +324,15 @@ def engines(facts: Facts) -> Iterator[Finding]:
             facts.last_lines("engine-", most=4),
             "The log of the engine says why: out of memory (a smaller --sglang-mem-fraction-static) is the usual "
             "cause.",
+        )
+    replaced = sum(facts.series("perf/trainer_restart_count"))
+    if replaced >= 2:
+        yield Finding(
+            "ranks_lost",
+            f"{replaced:.0f} times a training rank was lost, and new ranks went on from the last snapshot.",
+            facts.last_lines("train-", most=4),
+            "The log of the rank says why: out of memory (a smaller --max-tokens-per-gpu) is the usual cause. Steps "
+            "since the last snapshot were trained again: a smaller --save-interval makes them fewer.",
         )
     retries = facts.lately("rollout/http_retry_count")
     if retries is not None and facts.samples and retries > 0.2 * facts.samples:

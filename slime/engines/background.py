@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _loops: dict[tuple[str, int], asyncio.AbstractEventLoop] = {}
+_waited_for: dict[int, asyncio.Task[object]] = {}
+"""By thread: the task for whose result it waits in :func:`run`."""
 
 
 def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
@@ -39,12 +41,37 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
     if _running_loop() is loop:
         coroutine.close()
         raise RuntimeError("async_utils.run() was called from a coroutine of the same event loop: use await instead")
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    thread = threading.get_ident()
+
+    async def known() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        _waited_for[thread] = task
+        try:
+            return await coroutine
+        finally:
+            del _waited_for[thread]
+
+    future = asyncio.run_coroutine_threadsafe(known(), loop)
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+
+
+def cancel_waits(threads: Collection[int]) -> None:
+    """Cancel what these threads wait for in :func:`run`, which then raises ``CancelledError`` there.
+
+    It raises when the coroutine has ended, with all that it does in its ``finally`` blocks.
+    """
+
+    def cancel() -> None:
+        for thread in threads:
+            if (task := _waited_for.get(thread)) is not None:
+                task.cancel()
+
+    background_loop().call_soon_threadsafe(cancel)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

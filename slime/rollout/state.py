@@ -102,14 +102,18 @@ class GenerateState:
             self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
         self.eval_datasets: dict[bytes, Any] = {}
         self.encoded: tuple[str, list[int]] = "", []
-        self.pool = None
-        self.observer: Observer | None = None
-        self.schedule: WeightTimeline | None = None
         self.warned_of_media = False
-        self.eval_rollout_id: int | None = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the standing pool and everything else of the rollouts so far. None may be in progress."""
+        self.pool = None
+        self.observer: Observer | None = None
+        self.schedule: WeightTimeline | None = None
+        self.eval_rollout_id: int | None = None
         self.reset()
 
     @property

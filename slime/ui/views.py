@@ -360,8 +360,9 @@ _LOG_BYTES, _LOG_LINES = 40_000, 60
 ENGINE_METRICS = (
     "perf/tokens_per_gpu_per_sec", "rollout/prefix_cache_hit_rate", "perf/longest_sample_tokens_per_sec",
     "perf/rollout_time", "rollout/staleness/mean", "rollout/http_retry_count", "rollout/engine_lost_count",
-    "rollout/engine_restart_count", "rollout/router_restart_count", "rollout/aborted_group_count",
-    "perf/update_weights_time", "perf/audit_logprob_diff", "train/train_rollout_logprob_abs_diff",
+    "rollout/engine_restart_count", "rollout/router_restart_count", "perf/trainer_restart_count",
+    "rollout/aborted_group_count", "perf/update_weights_time", "perf/audit_logprob_diff",
+    "train/train_rollout_logprob_abs_diff",
 )  # fmt: skip
 
 

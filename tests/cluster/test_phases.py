@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from driver_parts import Driver
@@ -20,11 +17,7 @@ QUIET = ("trained", "add_phases", "begin_update", "end_update", "actor has saved
 def looped(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> list[str]:
     """What is done in ``train.train``, but for the calls that only keep accounts."""
 
-    @contextlib.contextmanager
-    def open_run(args: Any) -> Iterator[Any]:
-        yield driver.run
-
-    monkeypatch.setattr(train, "open_run", open_run)
+    monkeypatch.setattr(train, "run_loop", lambda args, loop: loop(args, driver.run))
     train.train(driver.args)
     return [what for what in driver.said if what not in QUIET]
 

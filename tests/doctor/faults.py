@@ -131,6 +131,7 @@ LEARNING = {
     "reward_timeouts": constant("rollout/reward_timeout_count", 20.0),
     "reward_errors": constant("rollout/reward_error_count", 20.0),
     "engines_lost": set_all("rollout/engine_lost_count", lambda step, steps: float(step in (3, 7, 9))),
+    "ranks_lost": set_all("perf/trainer_restart_count", lambda step, steps: float(step in (3, 7))),
     "retries": constant("rollout/http_retry_count", 50.0),
     "slower": both(
         set_all("perf/step_time", lambda step, steps: 10.0 + step * 3),

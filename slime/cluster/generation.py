@@ -1,0 +1,65 @@
+"""The calls of a rollout manager that generate, so that they can be ended before the run goes back to a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from slime.cluster.polling import wait_for
+from slime.engines.background import cancel_waits
+
+END_SECONDS = 60.0
+
+
+class GenerationEnded(RuntimeError):
+    """This call belongs to a part of the run that is undone."""
+
+
+class Generation:
+    """Knows which threads generate; each call that does so is a block ``with generation.call()``."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A block that :meth:`end` can end where it waits for the event loop.
+
+        Raises:
+            GenerationEnded: Between :meth:`end` and :meth:`begin`.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if self._ended:
+                raise GenerationEnded("generation was ended to go back to a snapshot")
+            self._threads.add(thread)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.discard(thread)
+
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """End all calls in progress, and refuse further ones until :meth:`begin`.
+
+        Raises:
+            WaitExpired: A call did not end within ``seconds``, for example because user code blocks its thread.
+        """
+        with self._lock:
+            self._ended = True
+
+        def ended() -> bool:
+            with self._lock:
+                threads = set(self._threads)
+            # Again in each round: a call may have been between two waits.
+            cancel_waits(threads)
+            return not threads
+
+        wait_for("the generation in progress to end", ended, seconds)
+
+    def begin(self) -> None:
+        """Allow calls again."""
+        self._ended = False

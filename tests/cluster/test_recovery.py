@@ -1,0 +1,145 @@
+"""When training ranks are replaced while the engines stay, and when the whole run is restarted instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driver_parts import Driver
+from make_args import make_args
+
+from slime.checkpoint.snapshot import Snapshot
+from slime.cluster import recovery
+from slime.cluster.recovery import MOST_WITHOUT_PROGRESS, Tries, obstacle, recover
+from slime.cluster.snapshots import StartingPoint
+from slime.cluster.start import Parts
+from slime.cluster.stop_signals import StopRequested
+from slime.observability.run_dir import RunDir
+
+RANKS = ["the actor's rank 1", "the critic's rank 0 (which does not answer)"]
+SNAPSHOT = Snapshot(Path("iter_0000003"), {"rollout_id": 3, "attempt": 0})  # type: ignore[typeddict-item]
+
+
+def test_lost_ranks_of_a_run_with_a_snapshot_are_replaced() -> None:
+    args = make_args()
+    assert obstacle(args, RANKS, SNAPSHOT, engines=True) is None
+    assert obstacle(args, ["an answer (NoStatus)"], SNAPSHOT, engines=True) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"lost": [*RANKS, "the rollout manager"]}, "the rollout manager was lost"),
+        ({"lost": ["the Ray cluster (RaySystemError)"]}, "the Ray cluster (RaySystemError) was lost"),
+        ({"snapshot": None}, "no snapshot yet"),
+        ({"engines": False}, "has none"),
+        ({"rollout_external_engine_addrs": ["10.0.0.1:1"]}, "--rollout-external-engine-addrs"),
+        ({"colocate": True}, "--colocate"),
+        ({"offload_train": True}, "--colocate"),
+        ({"data_source_path": "mine.Source"}, "--data-source-path"),
+        ({"rollout_function_path": "mine.rollout"}, "--rollout-function-path"),
+        ({"load_debug_rollout_data": "r.pt"}, "--rollout-function-path"),
+        ({"replay_schedule": "schedule.jsonl"}, "--replay-schedule"),
+    ],
+)
+def test_what_makes_a_restart_necessary_is_named(change: dict[str, Any], why: str) -> None:
+    case = {"lost": RANKS, "snapshot": SNAPSHOT, "engines": True} | change
+    lost, snapshot, engines = case.pop("lost"), case.pop("snapshot"), case.pop("engines")
+    assert why in (obstacle(make_args().with_values(**case), lost, snapshot, engines) or "")
+
+
+def test_a_snapshot_in_between_is_progress() -> None:
+    tries = Tries()
+    assert [tries.next(rollout) for rollout in (3, 3, 3, 5, 5)] == [1, 2, 3, 1, 2]
+
+
+def test_each_return_to_a_snapshot_is_a_new_attempt() -> None:
+    """The engines still hold weights of the previous one, with the same numbers of steps."""
+    first = StartingPoint().again(SNAPSHOT)
+    again = first.again(SNAPSHOT)
+    assert (first.trained, first.first_rollout, first.attempt, first.resumes) == (3, 4, 1, True)
+    assert (again.first_rollout, again.attempt) == (4, 2)
+
+
+class Recovering:
+    """A run that resumed from the snapshot of rollout 3, whose ranks are lost; ``started`` counts new ones."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.driver, self.tries, self.started = Driver(trained=3), Tries(), 0
+        begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
+        given = {"manager": self.driver.manager, "engines_started": True, "run": self.driver.run}
+        self.parts = Parts(RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
+        self.lost, self.answers, self.failure = RANKS, True, list[Exception]()
+        patch.setattr(recovery, "lost_parts", lambda actors, error: list(self.lost))
+        patch.setattr(recovery, "answers", lambda actor: self.answers)
+        patch.setattr(type(recovery.REPORTS), "attached", True)
+        patch.setattr("slime.cluster.start.start_ranks_again", self._start)
+
+    def _start(self, parts: Parts, begin: StartingPoint) -> Any:
+        self.started += 1
+        parts.run = None
+        if self.failure:
+            raise self.failure.pop()
+        parts.begin, parts.run = (
+            begin,
+            SimpleNamespace(args=self.driver.args, snapshots=SimpleNamespace(saved=begin.trained)),
+        )  # type: ignore[assignment]
+        return parts.run
+
+    def recover(self, error: Exception | None = None) -> Any:
+        return recover(self.parts, error or RuntimeError("connection closed by peer"), self.tries)
+
+    @property
+    def printed(self) -> str:
+        return self.driver.printed.getvalue()
+
+
+@pytest.fixture
+def recovering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recovering:
+    return Recovering(monkeypatch, tmp_path)
+
+
+def test_the_run_goes_on_and_counts_it(recovering: Recovering) -> None:
+    assert recovering.recover() is recovering.parts.run is not None
+    assert recovering.parts.begin.attempt == 2 and recovering.parts.lost == []
+    assert recovering.driver.log.pending["perf/trainer_restart_count"] == 1
+    assert "new training ranks go on from the snapshot of rollout 3" in recovering.printed
+
+
+def test_without_progress_it_ends_in_a_restart(recovering: Recovering) -> None:
+    assert all(recovering.recover() for _ in range(MOST_WITHOUT_PROGRESS))
+    assert recovering.recover() is None
+    assert recovering.started == MOST_WITHOUT_PROGRESS and recovering.parts.lost == RANKS
+    assert "the engines cannot stay while training ranks are replaced: 3 times in a row" in recovering.printed
+
+
+@pytest.mark.parametrize("case", ["a rank does not start", "a frozen manager"])
+def test_what_fails_is_restarted_as_a_whole(recovering: Recovering, case: str) -> None:
+    """Also if the failure itself would end the run: what was lost decides."""
+    if case == "a frozen manager":
+        recovering.answers = False
+    else:
+        recovering.failure = [ValueError("first line\nno memory")]
+    assert recovering.recover() is None
+    why = "the rollout manager does not answer" if case == "a frozen manager" else "ValueError: no memory"
+    assert f"the engines cannot stay while training ranks are replaced: {why}" in recovering.printed
+    assert recovering.parts.lost == RANKS and recovering.parts.run is recovering.driver.run
+
+
+@pytest.mark.parametrize("case", ["code failed", "stopped", "no supervisor"])
+def test_what_is_no_loss_is_left_alone(recovering: Recovering, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    if case == "code failed":
+        recovering.lost = []
+    if case == "no supervisor":
+        monkeypatch.setattr(type(recovery.REPORTS), "attached", False)
+    assert recovering.recover(StopRequested("SIGINT") if case == "stopped" else None) is None
+    assert recovering.started == 0 and recovering.printed == "" and recovering.parts.lost == []
+
+
+def test_a_stop_while_ranks_are_replaced_saves_nothing(recovering: Recovering) -> None:
+    recovering.failure = [StopRequested("SIGINT")]
+    with pytest.raises(StopRequested):
+        recovering.recover()
+    assert recovering.parts.run is None
