@@ -207,7 +207,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         late = process.poll() is None
         if late:
             process.terminate()
-        code = process.wait(60)
+        try:
+            code: int | None = process.wait(120)
+        except subprocess.TimeoutExpired:  # its processes are killed below
+            code = None
     left = alive(mark)
     names = [role(line) for _, line in left]
     for remaining, _ in left:
