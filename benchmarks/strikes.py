@@ -10,7 +10,8 @@ router, ``--use-fault-tolerance``) is struck in a chain of cells, a few steps ap
 blow has fallen (``strike_hooks.py``). Each cell must go on, restart from its snapshot, or end with a message that names
 the cause, within its deadline. After the run the ledger must close, all rewards, losses and the weights after each
 step must equal those of an undisturbed run where the mode promises it, and no process, shared memory or socket of the
-run may be left. If the run of a chain falls short after its last strike, each of its cells is struck again alone.
+run may be left. If the end of a chain falls short, each of its cells is struck again alone; cells behind one that ended
+the run are struck in another run.
 
 Appends one line of JSON for each cell to ``--output`` and prints it.
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import itertools
 import json
 import os
 import random
@@ -33,148 +33,39 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from random_model import write_model
-from run_processes import MARK, ROLES, alive, command_line, of_role
+from run_processes import MARK, alive, command_line, of_role
+from strike_cells import (
+    CHECKOUT,
+    FIRST,
+    MODES,
+    Cell,
+    Found,
+    Mode,
+    absent,
+    all_cells,
+    chains,
+    rollouts_of,
+    steps_of,
+)  # fmt: skip
 from strike_hooks import BATCH, EVALUATED, FOLDER
+from strike_results import clear, differences, last_words, read_results, steps_in, table
 
 from slime.checkpoint.ledger_report import read_ledger
-from slime.observability.run_record import read_weights
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
-MEGATRON_SITE = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
-TARGETS = tuple(ROLES)
-MIDDLE = ("generate", "reward", "train", "sync", "evaluation", "save")
-PHASES = ("start", *MIDDLE, "end")
-SIGNALS = ("SIGKILL", "SIGSTOP")
-ABSENT = {("verifier", "start"): "verifiers start with the first judgement"}
-NO_WORKER = "no mode has rollout workers: the rollout manager generates"
 POLL_SECONDS = 0.02
 GONE_SECONDS = 60.0  # for the processes of a run to end after it
 START_SECONDS = 0.3  # after which a process that appeared in the start is struck
-FIRST = 1  # the rollout of the first strike
 QUICK: tuple[object, ...] = (
     "--status-timeout", 30, "--rollout-health-check-interval", 2, "--rollout-health-check-timeout", 15,
-    "--reward-timeout", 20, "--phase-timeout", 120, "--distributed-timeout-minutes", 1, "--start-timeout", 150,
+    "--reward-timeout", 20, "--phase-timeout", 120, "--distributed-timeout-minutes", 1, "--start-timeout", 100,
 )  # fmt: skip
 """Deadlines shorter than the defaults, so that a frozen process is noticed sooner than after two minutes."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How the struck runs train.
-
-    Attributes:
-        apart: Steps between two strikes of a run.
-        differ: Targets after whose loss the mode does not promise the numbers of an undisturbed run.
-    """
-
-    flags: tuple[object, ...] = ()
-    script: str = "train.py"
-    apart: int = 2
-    differ: frozenset[str] = frozenset()
-
-
-# A restarted engine of an asynchronous run gets the weights that the trainer has then.
-_ASYNCHRONOUS = frozenset({"engine", "engine actor"})
-_MEGATRON = json.dumps({"PYTHONPATH": os.pathsep.join([str(MEGATRON_SITE), str(CHECKOUT)])})
-_TWO_RANKS = ("--actor-num-gpus-per-node", 2)
-_FULLY = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-MODES = {
-    "synchronous": Mode(),
-    "one-step": Mode(("--async-buffer-size", 1), "train_async.py", 3, _ASYNCHRONOUS),
-    "two ranks": Mode(_TWO_RANKS),
-    "fully asynchronous": Mode(
-        ("--async-buffer-size", 2, "--rollout-function-path", _FULLY), "train_async.py", 5, frozenset(TARGETS)
-    ),
-    "Megatron TP2": Mode(
-        (*_TWO_RANKS, "--tensor-model-parallel-size", 2, "--train-backend", "megatron", "--train-env-vars", _MEGATRON)
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Cell:
-    mode: str
-    target: str
-    phase: str
-    signal: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.target}:{self.phase}:{self.signal}"
-
-
-@dataclass
-class Found:
-    """What came of a strike.
-
-    Attributes:
-        outcome: ``went on``, ``restarted``, ``ended``, ``hung``, ``not reached`` or ``absent``.
-        seconds: From the strike to the end of the step after it (or of the run).
-        account: Whether the ledger closes.
-        equal: Whether the numbers are those of an undisturbed run; None where the mode does not promise it.
-        left: What the run left behind.
-        ok: Whether all of this is as promised.
-    """
-
-    outcome: str
-    seconds: float = 0.0
-    account: bool = False
-    equal: bool | None = None
-    left: list[str] = field(default_factory=list)
-    message: str = ""
-    ok: bool = False
-
-
-def all_cells() -> list[Cell]:
-    """The cells in the order in which they are struck: the widest coverage first."""
-    order = [("synchronous", "SIGKILL"), ("synchronous", "SIGSTOP")]
-    order += [(mode, number) for number in SIGNALS for mode in MODES if mode != "synchronous"]
-    return [Cell(mode, target, phase, number) for mode, number in order for phase in PHASES for target in TARGETS]
-
-
-def absent(cell: Cell) -> str:
-    """Why there is no such process; empty if there is one."""
-    return NO_WORKER if cell.target == "worker" else ABSENT.get((cell.target, cell.phase), "")
-
-
-def chains(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
-    """Cells that are struck in one run, in the order of time: at most ``most`` of the middle, a start and an end."""
-    made: list[list[Cell]] = []
-    for _, some in itertools.groupby(cells, lambda cell: (cell.mode, cell.signal)):
-        same = list(some)
-        starts = [cell for cell in same if cell.phase == "start"]
-        ends = [cell for cell in same if cell.phase == "end"]
-        parts = []
-        for phase in MIDDLE:  # cells of one phase have different targets
-            parts += _parts([cell for cell in same if cell.phase == phase], most)
-        while starts or ends or parts:
-            middle = parts.pop(0) if parts else []
-            made.append([*starts[:1], *middle, *ends[:1]])
-            del starts[:1], ends[:1]
-    return made
-
-
-def _parts(cells: list[Cell], most: int) -> list[list[Cell]]:
-    return [cells[i : i + most] for i in range(0, len(cells), most)]
-
-
-def rollouts_of(chain: Sequence[Cell]) -> list[int]:
-    """The rollout in which each cell of a chain is struck; -1 for the start and the end."""
-    count, found = itertools.count(), []
-    for cell in chain:
-        middle = cell.phase in MIDDLE
-        found.append(FIRST + MODES[cell.mode].apart * next(count) if middle else -1)
-    return found
-
-
-def steps_of(chain: Sequence[Cell]) -> int:
-    return max(rollouts_of(chain)) + MODES[chain[0].mode].apart + 1 if max(rollouts_of(chain)) >= 0 else 3
 
 
 # --- one run -------------------------------------------------------------------------------------
@@ -309,6 +200,10 @@ class StruckRun:
             time.sleep(POLL_SECONDS)
         return True
 
+    def decided(self, found: Found, sound: bool) -> bool:
+        """Whether it is known what came of a cell: the end of the run speaks for all, or this cell ended it."""
+        return found.outcome in ("ended", "hung") or (sound and found.outcome != "not reached")
+
     def close(self) -> list[str]:
         """End what is left of the run; returns what it had left behind after its own end."""
         over = self._over()
@@ -343,46 +238,6 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def last_words(output: str, lines: int = 6) -> str:
-    """The end of an output, without the frames of tracebacks."""
-    return " | ".join([line.strip() for line in output.splitlines() if line.strip()][-lines:])[-1200:]
-
-
-# --- what a run left ------------------------------------------------------------------------------
-
-
-def steps_in(run: Path) -> dict[int, dict[str, Any]]:
-    """The complete rows of ``metrics.jsonl`` that stand for steps, by rollout."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if "rollout/step" in row:
-                    found[int(row["rollout/step"])] = row
-    return found
-
-
-def numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """What training did: rewards, losses, gaps; not the clock, nor what the faults were."""
-    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_", "rollout/buffered")
-    gone = ("cache", "under_way", "_time", "weight_version", "staleness")
-    return {k: v for k, v in row.items() if not k.startswith(leave) and not any(word in k for word in gone)}
-
-
-def differences(run: Path, reference: Path) -> list[str]:
-    """The steps and values in which a run differs from an undisturbed one, as far as both went."""
-    ours, theirs = steps_in(run), steps_in(reference)
-    found = [f"step {step} is missing" for step in range(max(ours, default=-1)) if step not in ours]
-    for step in sorted(ours.keys() & theirs.keys()):
-        one, two = numbers(ours[step]), numbers(theirs[step])
-        found += [f"step {step}: {key}" for key in sorted({*one, *two}) if one.get(key) != two.get(key)]
-    weights, right = read_weights(run / "weights.jsonl"), read_weights(reference / "weights.jsonl")
-    both = weights.keys() & right.keys()
-    found += [f"weights after {step} steps" for step in sorted(both) if weights[step].digest != right[step].digest]
-    return found if both else [*found, "no digests of weights"]
-
-
 def judge(run: StruckRun, left: list[str], reference: Path) -> bool:
     """Complete what was found of each cell; returns whether the end of the run is as promised."""
     try:
@@ -395,19 +250,14 @@ def judge(run: StruckRun, left: list[str], reference: Path) -> bool:
     faults += [f"left behind: {', '.join(left)}"] if left else []
     promised = all(cell.target not in run.mode.differ for cell in run.chain)
     faults += [f"differs: {', '.join(unlike[:6])}"] if unlike and promised and run.last_step() >= 0 else []
-    for cell, found in zip(run.chain, run.found, strict=True):
+    for found in run.found:
         found.account, found.left = closes, left
         found.equal = not unlike if promised and run.last_step() >= 0 else None
-        fits = found.outcome in ("went on", "restarted") or (found.outcome == "ended" and clear(found.message, cell))
+        fits = found.outcome in ("went on", "restarted") or (found.outcome == "ended" and clear(found.message))
         found.ok = fits and not faults
         if fits and faults:
             found.message = "; ".join(faults)
     return not faults
-
-
-def clear(message: str, cell: Cell) -> bool:
-    """Whether the last lines of a run that ended say what was lost or what to do."""
-    return bool(re.search(r"\blost\b|did not (answer|start)|died|--load|logs of all processes", message))
 
 
 # --- the campaign ---------------------------------------------------------------------------------
@@ -447,20 +297,21 @@ class Campaign:
         finally:
             left = run.close()
         sound = judge(run, left, reference)
-        again: list[Cell] = []
         for cell, found in zip(chain, run.found, strict=True):
-            alone = len(chain) == 1
-            decided = found.outcome != "not reached" and (sound or found.outcome in ("ended", "hung"))
-            if alone or decided:
+            if len(chain) == 1 or run.decided(found, sound):
                 self.write(cell, found, chain)
-            else:
-                again.append(cell)
         if all(found.ok for found in run.found):
             shutil.rmtree(run.cwd)
         else:
             print(f"kept: {run.cwd}", flush=True)
-        for cell in again:
-            self.strike([cell])
+        struck = [found.outcome != "not reached" for found in run.found]
+        open_cells = [cell for cell, found in zip(chain, run.found, strict=True) if not run.decided(found, sound)]
+        unreached = chain[sum(struck) :] if any(struck) else []  # behind a cell that ended the run
+        for cell in open_cells if len(chain) > 1 else []:
+            if cell not in unreached:
+                self.strike([cell])
+        if unreached:
+            self.strike(unreached)
 
     def write(self, cell: Cell, found: Found, chain: Sequence[Cell] = ()) -> None:
         commit = subprocess.run(
@@ -472,49 +323,6 @@ class Campaign:
         with self.output.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
-
-
-def read_results(path: Path) -> dict[Cell, dict[str, Any]]:
-    """The last line of each cell."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        values = json.loads(line)
-        found[Cell(*(values[name] for name in ("mode", "target", "phase", "signal")))] = values
-    return found
-
-
-def table(results: dict[Cell, dict[str, Any]]) -> str:
-    """Markdown: for each mode and signal a table of targets and phases."""
-    lines = []
-    dates = sorted({values["date"] for values in results.values()})
-    commits = sorted({values["commit"] for values in results.values()})
-    counted = [values for values in results.values() if values["outcome"] != "absent"]
-    lines.append(
-        f"Struck on {' and '.join(dates)} at {', '.join(commits)}: {len(counted)} cells, "
-        f"{sum(values['ok'] for values in counted)} as promised."
-    )
-    for mode, number in dict.fromkeys((cell.mode, cell.signal) for cell in all_cells()):
-        these = {cell: v for cell, v in results.items() if (cell.mode, cell.signal) == (mode, number)}
-        if not any(values["outcome"] != "absent" for values in these.values()):
-            continue
-        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
-        for target in TARGETS:
-            row = [shown(these.get(Cell(mode, target, phase, number))) for phase in PHASES]
-            if set(row) - {"–", ""}:
-                lines.append(f"| {target} | {' | '.join(row)} |")
-    return "\n".join(lines)
-
-
-def shown(values: dict[str, Any] | None) -> str:
-    if values is None:
-        return ""
-    if values["outcome"] == "absent":
-        return "–"
-    told = f"{values['outcome']} {values['seconds']:.0f} s"
-    if values["ok"]:
-        return told
-    fault = "" if values["outcome"] in ("hung", "not reached", "ended") else f": {values['message'].partition(':')[0]}"
-    return f"**{told}{fault}**"
 
 
 def parse() -> argparse.Namespace:

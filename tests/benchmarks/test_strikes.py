@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import strike_cells
+import strike_results
 import strikes
-from strikes import Campaign, Cell, Work
+from strike_cells import Cell
+from strikes import Campaign, Work
 
 DRIVER = '''
 """A run of one process that makes steps, in the phases of the real one."""
@@ -52,7 +55,7 @@ sys.exit(code)
 class Small(Work):
     """Runs of one process, with a parent that starts it again."""
 
-    def command(self, mode: strikes.Mode, steps: int, name: str) -> list[str]:
+    def command(self, mode: strike_cells.Mode, steps: int, name: str) -> list[str]:
         return [sys.executable, str(self.folder / "parent.py"), str(self.folder / "train.py"), str(steps)]
 
 
@@ -69,10 +72,10 @@ def cell(phase: str, target: str = "driver", signal: str = "SIGKILL", mode: str 
 
 
 def test_every_cell_is_in_one_chain_in_the_order_of_time() -> None:
-    cells = strikes.all_cells()
+    cells = strike_cells.all_cells()
     assert len(cells) == len(set(cells)) == 5 * 10 * 8 * 2
-    there = [cell for cell in cells if not strikes.absent(cell)]
-    made = strikes.chains(there, 4)
+    there = [cell for cell in cells if not strike_cells.absent(cell)]
+    made = strike_cells.chains(there, 4)
     assert sorted(map(str, there)) == sorted(str(cell) for chain in made for cell in chain)
     for chain in made:
         assert len({(cell.mode, cell.signal) for cell in chain}) == 1
@@ -82,10 +85,10 @@ def test_every_cell_is_in_one_chain_in_the_order_of_time() -> None:
             ["end"],
             ["start", "end"],
         )
-        middle = [cell for cell in chain if cell.phase in strikes.MIDDLE]
+        middle = [cell for cell in chain if cell.phase in strike_cells.MIDDLE]
         assert len(middle) <= 4 and len({cell.target for cell in middle}) == len(middle)
-        struck = [rollout for rollout in strikes.rollouts_of(chain) if rollout >= 0]
-        assert struck == sorted(set(struck)) and strikes.steps_of(chain) > max(struck, default=-1) + 1
+        struck = [rollout for rollout in strike_cells.rollouts_of(chain) if rollout >= 0]
+        assert struck == sorted(set(struck)) and strike_cells.steps_of(chain) > max(struck, default=-1) + 1
 
 
 def test_cells_of_the_output_are_skipped_and_samples_repeat() -> None:
@@ -102,13 +105,20 @@ def test_cells_of_the_output_are_skipped_and_samples_repeat() -> None:
 def test_a_run_goes_on_restarts_or_hangs(campaign: Campaign) -> None:
     """A killed driver comes back; one that is stopped for good hangs, which is no promised outcome."""
     campaign.strike([cell("train"), cell("save"), cell("end")])
-    lines = strikes.read_results(campaign.output)
+    lines = strike_results.read_results(campaign.output)
     assert [values["outcome"] for values in lines.values()] == ["restarted"] * 3
     assert all(values["ok"] and values["equal"] and len(values["chain"]) == 2 for values in lines.values())
-    campaign.deadline = 1.0
-    campaign.strike([cell("generate", signal="SIGSTOP")])
-    hung = strikes.read_results(campaign.output)[cell("generate", signal="SIGSTOP")]
-    assert (hung["outcome"], hung["ok"]) == ("hung", False)
+    campaign.deadline = 5.0
+    campaign.strike([cell("generate", signal="SIGSTOP"), cell("train", signal="SIGSTOP")])
+    lines = strike_results.read_results(campaign.output)
+    assert [(values["outcome"], values["ok"]) for values in lines.values()][3:] == [("hung", False)] * 2
+
+
+def test_a_message_names_what_was_lost() -> None:
+    assert strike_results.clear("slime.ServerFailed: embedded engine 0 (pid 7) ended with status -9")
+    assert strike_results.clear("the actor's rank 0 did not answer for 30 s (--status-timeout)")
+    assert not strike_results.clear("ray.exceptions.ActorUnavailableError: the actor was lost")
+    assert not strike_results.clear("KeyError: 3")
 
 
 @pytest.mark.real
@@ -123,7 +133,7 @@ def test_a_chain_that_differs_is_struck_again_cell_by_cell(campaign: Campaign, m
 
     monkeypatch.setattr(strikes.StruckRun, "strike_all", strike_all)
     campaign.strike([cell("train"), cell("save")])
-    lines = strikes.read_results(campaign.output).values()
+    lines = strike_results.read_results(campaign.output).values()
     assert [(values["equal"], values["chain"]) for values in lines] == [(True, []), (True, [])]
 
 
@@ -138,16 +148,17 @@ def test_numbers_and_weights_are_compared_as_far_as_both_went(tmp_path: Path) ->
         return folder
 
     right = write("right", [1.0, 2.0, 3.0], ["a", "b", "c"])
-    assert strikes.differences(write("same", [1.0, 2.0], ["a", "b"]), right) == []
-    assert strikes.differences(write("loss", [1.0, 2.5], ["a", "b"]), right) == ["step 1: train/loss"]
-    assert strikes.differences(write("weights", [1.0, 2.0], ["a", "x"]), right) == ["weights after 1 steps"]
+    assert strike_results.differences(write("same", [1.0, 2.0], ["a", "b"]), right) == []
+    assert strike_results.differences(write("loss", [1.0, 2.5], ["a", "b"]), right) == ["step 1: train/loss"]
+    assert strike_results.differences(write("weights", [1.0, 2.0], ["a", "x"]), right) == ["weights after 1 steps"]
 
 
 def test_the_table_shows_what_fell_short() -> None:
     good = {"outcome": "went on", "seconds": 3.2, "ok": True, "message": "", "date": "2026-01-02", "commit": "abc"}
     bad = {**good, "ok": False, "message": "differs: step 3"}
     none = {**good, "outcome": "absent"}
-    text = strikes.table({cell("train", "engine"): good, cell("save", "engine"): bad, cell("start", "worker"): none})
+    results = {cell("train", "engine"): good, cell("save", "engine"): bad, cell("start", "worker"): none}
+    text = strike_results.table(results)
     assert "2 cells, 1 as promised" in text and "2026-01-02" in text
     (row,) = [line for line in text.splitlines() if line.startswith("| engine")]
     assert row == "| engine |  |  |  | went on 3 s |  |  | **went on 3 s: differs** |  |"

@@ -1,0 +1,135 @@
+"""The cells of the campaign of strikes, and the runs that they are struck in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from run_processes import ROLES
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+MEGATRON_SITE = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+TARGETS = tuple(ROLES)
+MIDDLE = ("generate", "reward", "train", "sync", "evaluation", "save")
+PHASES = ("start", *MIDDLE, "end")
+SIGNALS = ("SIGKILL", "SIGSTOP")
+ABSENT = {("verifier", "start"): "verifiers start with the first judgement"}
+NO_WORKER = "no mode has rollout workers: the rollout manager generates"
+FIRST = 1  # the rollout of the first strike
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the struck runs train.
+
+    Attributes:
+        apart: Steps between two strikes of a run.
+        differ: Targets after whose loss the mode does not promise the numbers of an undisturbed run.
+    """
+
+    flags: tuple[object, ...] = ()
+    script: str = "train.py"
+    apart: int = 2
+    differ: frozenset[str] = frozenset()
+
+
+# A restarted engine of an asynchronous run gets the weights that the trainer has then.
+_ASYNCHRONOUS = frozenset({"engine", "engine actor"})
+_MEGATRON = json.dumps({"PYTHONPATH": os.pathsep.join([str(MEGATRON_SITE), str(CHECKOUT)])})
+_TWO_RANKS = ("--actor-num-gpus-per-node", 2)
+_FULLY = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+MODES = {
+    "synchronous": Mode(),
+    "one-step": Mode(("--async-buffer-size", 1), "train_async.py", 3, _ASYNCHRONOUS),
+    "two ranks": Mode(_TWO_RANKS),
+    "fully asynchronous": Mode(
+        ("--async-buffer-size", 2, "--rollout-function-path", _FULLY), "train_async.py", 5, frozenset(TARGETS)
+    ),
+    "Megatron TP2": Mode(
+        (*_TWO_RANKS, "--tensor-model-parallel-size", 2, "--train-backend", "megatron", "--train-env-vars", _MEGATRON)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    mode: str
+    target: str
+    phase: str
+    signal: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.target}:{self.phase}:{self.signal}"
+
+
+@dataclass
+class Found:
+    """What came of a strike.
+
+    Attributes:
+        outcome: ``went on``, ``restarted``, ``ended``, ``hung``, ``not reached`` or ``absent``.
+        seconds: From the strike to the end of the step after it (or of the run).
+        account: Whether the ledger closes.
+        equal: Whether the numbers are those of an undisturbed run; None where the mode does not promise it.
+        left: What the run left behind.
+        ok: Whether all of this is as promised.
+    """
+
+    outcome: str
+    seconds: float = 0.0
+    account: bool = False
+    equal: bool | None = None
+    left: list[str] = field(default_factory=list)
+    message: str = ""
+    ok: bool = False
+
+
+def all_cells() -> list[Cell]:
+    """The cells in the order in which they are struck: the widest coverage first."""
+    order = [("synchronous", "SIGKILL"), ("synchronous", "SIGSTOP")]
+    order += [(mode, number) for number in SIGNALS for mode in MODES if mode != "synchronous"]
+    return [Cell(mode, target, phase, number) for mode, number in order for phase in PHASES for target in TARGETS]
+
+
+def absent(cell: Cell) -> str:
+    """Why there is no such process; empty if there is one."""
+    return NO_WORKER if cell.target == "worker" else ABSENT.get((cell.target, cell.phase), "")
+
+
+def chains(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
+    """Cells that are struck in one run, in the order of time: at most ``most`` of the middle, a start and an end."""
+    made: list[list[Cell]] = []
+    for _, some in itertools.groupby(cells, lambda cell: (cell.mode, cell.signal)):
+        same = list(some)
+        starts = [cell for cell in same if cell.phase == "start"]
+        ends = [cell for cell in same if cell.phase == "end"]
+        parts = []
+        for phase in MIDDLE:  # cells of one phase have different targets
+            parts += _parts([cell for cell in same if cell.phase == phase], most)
+        while starts or ends or parts:
+            middle = parts.pop(0) if parts else []
+            made.append([*starts[:1], *middle, *ends[:1]])
+            del starts[:1], ends[:1]
+    return made
+
+
+def _parts(cells: list[Cell], most: int) -> list[list[Cell]]:
+    return [cells[i : i + most] for i in range(0, len(cells), most)]
+
+
+def rollouts_of(chain: Sequence[Cell]) -> list[int]:
+    """The rollout in which each cell of a chain is struck; -1 for the start and the end."""
+    count, found = itertools.count(), []
+    for cell in chain:
+        middle = cell.phase in MIDDLE
+        found.append(FIRST + MODES[cell.mode].apart * next(count) if middle else -1)
+    return found
+
+
+def steps_of(chain: Sequence[Cell]) -> int:
+    return max(rollouts_of(chain)) + MODES[chain[0].mode].apart + 1 if max(rollouts_of(chain)) >= 0 else 3
