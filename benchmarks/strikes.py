@@ -59,6 +59,7 @@ from slime.checkpoint.ledger_report import read_ledger
 
 HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
 POLL_SECONDS = 0.02
+REACH_SECONDS = 300.0  # without a step, for a run to reach the phase of its next strike
 GONE_SECONDS = 60.0  # for the processes of a run to end after it
 START_SECONDS = 0.3  # after which a process that appeared in the start is struck
 QUICK: tuple[object, ...] = (
@@ -168,7 +169,7 @@ class StruckRun:
                 return bool(of_role(self.mark, cell.target)) and self.out.exists()
             return reached.exists() and bool(reached.read_text())
 
-        if not self._wait(lambda: ready() or self._over(), self.deadline) or not ready():
+        if not self._wait(lambda: ready() or self._over(), REACH_SECONDS) or not ready():
             self.found[number].message = last_words(self.output())
             return False
         if cell.phase == "start":
