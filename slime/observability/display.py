@@ -126,8 +126,7 @@ class Display:
         self.run_dir = run_dir
         self.state = StateFile(run_dir.path) if run_dir is not None else None
         self._log: AppendedFile | None = None
-        # Plain lines in a notebook as well, where rich would show each as an output of its own.
-        self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False, force_jupyter=False)
+        self.console = console or _stdout()
         self.timers = Timers()
         self.rewards: list[float] = []
         self._started, self._since = time.time(), since
@@ -245,6 +244,14 @@ class Display:
                 self.run_dir.logs.mkdir(parents=True, exist_ok=True)
                 self._log = AppendedFile(self.run_dir.logs / "driver.log", "driver.log")
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+
+
+def _stdout() -> Console:
+    """Standard output. A notebook gets plain lines: rich would show each as an output of its own, and a notebook's
+    standard output calls itself a terminal but cannot move the cursor up, as live lines do."""
+    in_notebook = Console().is_jupyter
+    terminal = False if in_notebook else None
+    return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=terminal)
 
 
 def _process_start(default: float) -> float:

@@ -209,3 +209,15 @@ def test_the_evaluations_table_fits_and_counts_missing_verdicts_only_where_there
     assert counted[-2].endswith(" 2") and "answer" in counted[-3]
     narrow = lines(60, reward_missing_count=2.0)  # headings wrap, but for the first column's
     assert any(line.startswith("eval at 12 ") for line in narrow) and narrow[-2].startswith("difference ")
+
+
+def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)  # as the standard output of a notebook says
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    display = Display()
+    with display.phase("train"):
+        pass
+    display.step_line(0, 2, {"rollout/raw_reward": 0.5}, {})
+    assert re.fullmatch(r"  train +\d+\.\d s\nstep 1/2  reward 0\.500 .\n", out.getvalue()), repr(out.getvalue())
