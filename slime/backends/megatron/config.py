@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
+NEUTRAL: Settings = {"window_size": None, "window_attn_skip_freq": None}
+"""The values of flags that a family's settings leave out, so that a flag cannot change the model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,7 +38,7 @@ def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config:
     Raises:
         MegatronError: Flags contradict config.json (the message has all differences), or are not supported.
     """
-    settings = family.settings(hf_config.to_dict())
+    settings = NEUTRAL | family.settings(hf_config.to_dict())
     differences = [
         f"--{name.replace('_', '-')} {flag}, but config.json specifies {settings.get(name)}"
         for name, flag in flags.items()

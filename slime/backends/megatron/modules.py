@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from slime.models.packed_attention import attend
@@ -123,7 +124,8 @@ class NormedResidual(nn.Module):
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal attention inside each sample of a pack, with or without context parallelism."""
+    """Causal attention inside each sample of a pack, with or without context parallelism, in some layers to a window
+    of keys."""
 
     def __init__(
         self,
@@ -137,6 +139,8 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed else -1
         skipped = config.no_rope_freq
         self.turns = not config.multi_latent_attention and not (skipped and skipped[layer_number - 1])
 
@@ -156,7 +160,8 @@ class PackedCoreAttention(MegatronModule):
         if self.turns and packed_seq_params.cos_sin is not None:
             q, k = turn_heads(q, k, *packed_seq_params.cos_sin, self.config.rotary_interleaved)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        out = attend(q, k, v, packed_seq_params.segments, scale)
+        segments = packed_seq_params.segments
+        out = attend(q, k, v, segments, scale, self.window if self.window + 1 < segments.max_k else -1)
         return out.reshape(out.shape[0], 1, -1)
 
 

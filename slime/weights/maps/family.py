@@ -101,7 +101,19 @@ def dense_settings(config: HfConfig) -> Settings:
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "max_position_embeddings": config["max_position_embeddings"],
         **_rope_scaling(rope),
+        **_windows(config),
     }
+
+
+def _windows(config: HfConfig) -> Settings:
+    """Return the sliding window, as the keys before and after a query, and which layers have it."""
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    slides = [int(kind == "sliding_attention") for kind in types] if types else [1]
+    if other := set(types or ()) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layers of the types {', '.join(sorted(other))} have no Megatron map: use --train-backend fsdp")
+    if not window or not any(slides):
+        return {}
+    return {"window_size": [window - 1, 0], **({} if all(slides) else {"window_attn_skip_freq": slides})}
 
 
 def rope_type(rope: HfConfig, built: tuple[str, ...]) -> str:

@@ -6,8 +6,6 @@ from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer,
 
 
 def settings(config: HfConfig) -> Settings:
-    if config.get("use_sliding_window"):
-        raise ValueError("Qwen2 with use_sliding_window is not supported: the Megatron backend has full attention only")
     return dense_settings(config) | {"add_qkv_bias": True}
 
 

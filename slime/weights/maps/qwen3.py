@@ -6,8 +6,6 @@ from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer,
 
 
 def settings(config: HfConfig) -> Settings:
-    if config.get("use_sliding_window"):
-        raise ValueError("Qwen3 with use_sliding_window is not supported: the Megatron backend has full attention only")
     return dense_settings(config) | {"qk_layernorm": True, "add_qkv_bias": bool(config.get("attention_bias"))}
 
 

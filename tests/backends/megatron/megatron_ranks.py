@@ -45,7 +45,7 @@ FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
 EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight")
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "glm4", *EXPERTS)
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", *EXPERTS)
 
 PLAN: list[Layout] = [
     # every family at TP1, TP2, PP2 and, with experts, EP2
@@ -76,6 +76,11 @@ PLAN: list[Layout] = [
     Layout("qwen3_yarn"),
     Layout("glm4_yarn", 2, {TP: 2}),
     Layout("llama_linear", 2, {CP: 2}),
+    # windows
+    Layout("mistral_tied", 2, {PP: 2}),
+    Layout("mistral", 2, {CP: 2}),
+    Layout("qwen2_window", 2, {TP: 2}),
+    Layout("qwen2_window", 2, {PP: 2, VPP: 2}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

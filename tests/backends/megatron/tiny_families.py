@@ -14,6 +14,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -111,6 +112,17 @@ CONFIGS |= {
         rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16, "partial_rotary_factor": 0.5},
     ),
     "llama_linear": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+}
+# a window shorter than the samples
+CONFIGS |= {
+    "mistral": MistralConfig(**SMALL, sliding_window=5),
+    "mistral_tied": MistralConfig(**SMALL | dict(tie_word_embeddings=True), sliding_window=None),
+    "qwen2_window": Qwen2Config(
+        **{k: v for k, v in SMALL.items() if k != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+    ),
 }
 
 
