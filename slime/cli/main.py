@@ -251,7 +251,12 @@ def _add_plan(commands: Subparsers) -> None:
     plan.add_argument("--gpus", type=int, help="number of GPUs to find layouts for (default: those of the flags)")
     plan.add_argument("--async", dest="asynchronous", action="store_true", help="plan the run of train_async.py")
     plan.add_argument("--mean-prompt", type=float, default=256.0, help="mean tokens of a prompt (default: 256)")
-    plan.add_argument("--mean-response", type=float, help="mean tokens of a response (default: the largest length)")
+    responses = plan.add_mutually_exclusive_group()
+    responses.add_argument(
+        "--mean-response", type=float, help="mean tokens of a response (default: the largest length)"
+    )
+    responses.add_argument("--median-response", type=float, help="median tokens of a response, instead of the mean")
+    responses.add_argument("--lengths-from", metavar="RUN", help="take the lengths of this finished run's samples")
     plan.add_argument("--sigma", type=float, default=0.0, help="spread of the logarithm of the lengths (default: 0)")
     plan.add_argument("--layouts", type=int, default=5, help="layouts to show, 0 for none (default: 5)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead")
@@ -267,7 +272,9 @@ def _plan(args: argparse.Namespace) -> int:
         args.asynchronous,
         args.mean_prompt,
         args.mean_response,
+        args.median_response,
         args.sigma,
+        args.lengths_from,
         args.layouts,
         args.json,
     )

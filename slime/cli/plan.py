@@ -15,7 +15,9 @@ class PlanOptions:
 
     Attributes:
         gpus: GPUs of all nodes; None for those that the flags name.
+        median_response: Instead of ``response_tokens``, the mean.
         search: Number of layouts to show; 0 to plan only the run of the flags.
+        lengths_from: Folder of a run whose lengths are taken.
     """
 
     kind: str = "h200"
@@ -23,7 +25,9 @@ class PlanOptions:
     asynchronous: bool = False
     prompt_tokens: float = 256.0
     response_tokens: float | None = None
+    median_response: float | None = None
     sigma: float = 0.0
+    lengths_from: str | None = None
     search: int = 5
     json: bool = False
 
@@ -35,13 +39,15 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         1 if the run does not fit, otherwise 0.
 
     Raises:
-        CommandError: The flags are wrong, or config.json of the model is not on this machine.
+        CommandError: The flags are wrong, config.json of the model is not on this machine, or the run to take lengths
+            from has no samples.
     """
     from slime.config.machine import Machine
     from slime.config.parser import ConfigError, read_command_line
     from slime.config.resolve import resolve_defaults
     from slime.plan.gpus import KINDS
     from slime.plan.layouts import best
+    from slime.plan.modes import ways
     from slime.plan.page import as_json, page
     from slime.plan.plan import make_plan
     from slime.plan.read import read_run
@@ -59,14 +65,9 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         args = args.with_values(train_dtype="bfloat16", rollout_dtype="bfloat16")
     if "compile_layers" not in args.explicit:  # this machine may lack triton, the one with the GPUs has it
         args = args.with_values(compile_layers=True)
-    run = read_run(
-        args,
-        KINDS[options.kind],
-        options.asynchronous,
-        options.prompt_tokens,
-        options.response_tokens,
-        options.sigma,
-    )
+    response_tokens, lengths = _lengths(options)
+    kind = KINDS[options.kind]
+    run = read_run(args, kind, options.asynchronous, options.prompt_tokens, response_tokens, options.sigma, lengths)
     if run is None:
         raise CommandError(
             f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
@@ -75,8 +76,27 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     made = make_plan(run)
     both = run.train is not None and run.engine is not None
     others = best(run, options.gpus or made.gpus, options.search) if both and options.search else []
+    # Without a distribution of lengths there is no tail, which decides how far the modes differ.
+    found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
     if options.json:
-        print(json.dumps({**as_json(made), "best": [as_json(other) for other in others]}, indent=2))
+        print(json.dumps(as_json(made, others, found), indent=2))
     else:
-        print("\n".join(page(made, others)))
+        print("\n".join(page(made, others, found)))
     return int(not made.fits)
+
+
+def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:
+    """Return the mean tokens of a response, and the measured lengths."""
+    from math import exp
+    from pathlib import Path
+
+    from slime.plan.lengths import measured_lengths
+
+    if options.lengths_from is not None:
+        try:
+            return None, measured_lengths(Path(options.lengths_from).expanduser())
+        except ValueError as error:
+            raise CommandError(f"--lengths-from: {error}") from error
+    if options.median_response is not None:
+        return options.median_response * exp(options.sigma**2 / 2), ()
+    return options.response_tokens, ()

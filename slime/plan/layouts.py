@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import log
 
 from slime.config.layout import ParallelLayout
@@ -45,11 +46,11 @@ def layouts(
 def candidates(run: Run, gpus: int) -> Iterator[Run]:
     """List the runs on ``gpus`` GPUs: each layout, size of an engine, recomputation or none, colocated or apart.
 
-    Apart, the run is asynchronous and the engines get a quarter, half or three quarters of the GPUs.
+    Apart, the run is asynchronous and the engines get one to seven eighths of the GPUs.
     """
     assert run.train is not None and run.engine is not None
     shares = [(gpus, gpus)] + [
-        (gpus - share, share) for share in sorted({gpus // 4, gpus // 2, gpus * 3 // 4} - {0, gpus})
+        (gpus - share, share) for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
     ]
     for trained, generating in shares:
         shared = trained == generating == gpus
@@ -64,6 +65,12 @@ def candidates(run: Run, gpus: int) -> Iterator[Run]:
                     yield replace(run, train=train, engine=engine, place=place, asynchronous=not shared)
 
 
+@lru_cache(maxsize=4)
+def fitting(run: Run, gpus: int) -> tuple[Plan, ...]:
+    """Return the plans of all candidates that fit."""
+    return tuple(plan for one in candidates(run, gpus) if (plan := make_plan(one)).fits)
+
+
 def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
     """Return the ``count`` fastest plans that fit, one for each backend, size of an engine and share of the GPUs.
 
@@ -74,9 +81,8 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
     def order(plan: Plan) -> tuple[int, int, float]:
         return (round(log(plan.step) / 0.01), len(plan.extrapolated), sum(plan.seconds.values()))
 
-    plans = [plan for one in candidates(run, gpus) if (plan := make_plan(one)).fits]
     found: dict[tuple[str, int, int, int], Plan] = {}
-    for plan in sorted(plans, key=order):
+    for plan in sorted(fitting(run, gpus), key=order):
         train, engine = plan.run.train, plan.run.engine
         assert train is not None and engine is not None
         found.setdefault((train.backend, train.layout.world_size, engine.engines, engine.gpus), plan)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from .gpus import GIB
 from .layouts import flags
+from .modes import Way, unmeasured
 from .plan import Plan
 
 
-def page(plan: Plan, others: Sequence[Plan] = ()) -> Iterator[str]:
-    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, and the best layouts."""
+def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -> Iterator[str]:
+    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, best layouts and modes."""
     run = plan.run
     yield f"model   {run.model.parameters / 1e9:.2f} billion parameters"
     yield f"GPU     {run.kind.name}, {run.kind.memory / GIB:.1f} GiB ({run.kind.source})"
@@ -39,9 +40,32 @@ def page(plan: Plan, others: Sequence[Plan] = ()) -> Iterator[str]:
         for other in others:
             mark = " (extrapolated)" if other.extrapolated else ""
             yield f"  {other.step:8.2f} s  {describe(other)}{mark}"
+    yield from _modes(ways)
+    if ways:
+        yield f"\nflags of the fastest mode, for {ways[0].program}"
+        yield "  " + " \\\n  ".join(ways[0].flags)
+    elif others:
         program = "train_async.py" if others[0].run.asynchronous else "train.py"
         yield f"\nflags of the first, for {program}"
         yield "  " + " \\\n  ".join(flags(others[0]))
+        yield "\nsynchronous or asynchronous, simulated: add --sigma, or --lengths-from with the folder of a run"
+
+
+def _modes(ways: Sequence[Way]) -> Iterator[str]:
+    if not ways:
+        return
+    yield f"\nsynchronous or asynchronous on {ways[0].plan.gpus} GPUs, simulated with slime's scheduling"
+    yield f"  {'s per step':>10}  {'engines have':>14}  {'trainer busy':>12}  oldest token"
+    for way in ways:
+        colocated = way.plan.run.place.colocate
+        has = "all GPUs" if colocated else f"{way.engine_gpus} GPUs"
+        marks = ["extrapolated"] if unmeasured(way) else []
+        marks += [f"simulated with {way.share:.0%} of samples and engines"] if way.share < 1 else []
+        mark = f" ({'; '.join(marks)})" if marks else ""
+        yield (
+            f"  {way.step:10.2f}  {has:>14}  {way.busy:12.0%}  {way.staleness} steps   "
+            f"{way.mode.name}: {describe(way.plan)}{mark}"
+        )
 
 
 def describe(plan: Plan) -> str:
@@ -60,8 +84,26 @@ def describe(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def as_json(plan: Plan) -> dict[str, object]:
+def as_json(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -> dict[str, object]:
     """The same values for a program: bytes and seconds."""
+    modes = [
+        {
+            "mode": way.mode.name,
+            "program": way.program,
+            "step_seconds": way.step,
+            "engine_gpus": way.engine_gpus,
+            "trainer_busy": way.busy,
+            "oldest_token_steps": way.staleness,
+            "simulated_share": way.share,
+            "extrapolated": unmeasured(way),
+            "flags": way.flags,
+        }
+        for way in ways
+    ]
+    return {**_as_json(plan), "best": [_as_json(other) for other in others], "modes": modes}
+
+
+def _as_json(plan: Plan) -> dict[str, object]:
     return {
         "run": describe(plan),
         "gpu": plan.run.kind.name,

@@ -176,7 +176,8 @@ def _extrapolated(run: Run) -> list[str]:
             found.append("generation with experts: no measurement")
     if run.asynchronous:
         found.append(
-            "asynchronous step: the longer of both sides; what waits for weights and for old samples is not simulated"
+            "asynchronous step: the longer of both sides, without what waits for weights and for old samples; with a "
+            "distribution of lengths, the modes below are simulated"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
@@ -26,24 +27,28 @@ def read_run(
     prompt_tokens: float = ASSUMED_PROMPT,
     response_tokens: float | None = None,
     sigma: float = 0.0,
+    lengths: tuple[int, ...] = (),
 ) -> Run | None:
     """Read a run from resolved flags; None if config.json of the model is not on this machine.
 
     Args:
         response_tokens: Mean length; None for the largest length, which overestimates memory and seconds.
+        lengths: Measured response lengths in ascending order, instead of ``response_tokens`` and ``sigma``.
     """
     model = PlannedModel.from_checkpoint(args.hf_checkpoint)
     if model is None:
         return None
+    lengths = tuple(min(length, args.rollout_max_response_len) for length in lengths)
     work = Workload(
         prompts=args.rollout_batch_size,
         samples=args.n_samples_per_prompt,
         prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens or float(args.rollout_max_response_len),
+        response_tokens=fmean(lengths) if lengths else response_tokens or float(args.rollout_max_response_len),
         longest=args.rollout_max_response_len,
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
         log_prob_passes=int(bool(args.use_kl_loss or args.kl_coef)) + int((args.num_steps_per_rollout or 1) > 1),
+        lengths=lengths,
     )
     place = Placement(
         colocate=args.colocate,

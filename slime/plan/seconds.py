@@ -51,6 +51,10 @@ DECODE_STEP = 1.5e-3
 """Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA graphs."""
 DECODE_LAYER = 0.9e-3
 """Seconds per layer and decode step without CUDA graphs, when the host launches each kernel."""
+HOST_STEP, HOST_REQUEST = 2.0e-3, 31e-6
+"""Seconds of SGLang's scheduler in each decode step, and for each running request. They overlap the GPU's work, so they
+limit small models: 490, 16,200 and 25,500 tokens/s at 1, 64 and 256 requests (synchronous run of h200_async_two_gpus).
+"""
 ALL_REDUCE = 20e-6
 """Seconds of one all-reduce of few tokens, of which a layer has two."""
 SYNC_FIXED = 0.35
@@ -185,7 +189,8 @@ def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
 def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, running: float, context: float) -> float:
     """Seconds of one decode step of an engine with ``running`` requests of ``context`` tokens (mean, prompt included).
 
-    The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step costs besides.
+    The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step costs besides; or the
+    time of the scheduler, if that is longer.
     """
     s, split = model.shape, engine.gpus
     touched = float(model.parameters - model.experts)
@@ -197,7 +202,8 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     cache /= CACHE_READ * kind.bandwidth
     multiply = 2.0 * (model.active + model.embedding) * running / split / (MATMUL * kind.flops)
     fixed = DECODE_STEP if engine.cuda_graphs else DECODE_LAYER * s.layers
-    return read + cache + multiply + fixed + (2 * s.layers * ALL_REDUCE if split > 1 else 0.0)
+    gpu = read + cache + multiply + fixed + (2 * s.layers * ALL_REDUCE if split > 1 else 0.0)
+    return max(gpu, HOST_STEP + HOST_REQUEST * running)
 
 
 def prefill_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, tokens: float, length: float) -> float:

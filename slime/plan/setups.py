@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, exp
+from statistics import fmean
 
 from slime.config.layout import ParallelLayout
 
@@ -17,6 +18,7 @@ class Workload:
         prompt_tokens, response_tokens: Mean lengths.
         longest: Largest length of a response.
         sigma: Standard deviation of the logarithm of the response lengths; 0 if all have the mean length.
+        lengths: Measured response lengths in ascending order, instead of a log-normal distribution.
         steps: Optimizer steps per rollout.
         shared_prompts: Whether a micro-batch holds the prompt of a group once.
         log_prob_passes: Forward passes over all samples before training: old log-probs, reference, teacher.
@@ -31,6 +33,7 @@ class Workload:
     steps: int = 1
     shared_prompts: bool = True
     log_prob_passes: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -39,6 +42,14 @@ class Workload:
     @property
     def length(self) -> float:
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def squares(self) -> float:
+        """Mean of the squared lengths over the square of the mean."""
+        if not self.lengths:
+            return exp(min(self.sigma, 1.0) ** 2)
+        whole = [self.prompt_tokens + length for length in self.lengths]
+        return fmean(length * length for length in whole) / fmean(whole) ** 2
 
 
 @dataclass(frozen=True)
@@ -139,5 +150,4 @@ def packs(work: Workload, train: TrainSetup) -> Packs:
         prompt /= max(together, 1.0)
     total = samples * (work.response_tokens + prompt)
     count = max(ceil(total / budget - 1e-6), 1)
-    squares = 2.718281828 ** (min(work.sigma, 1.0) ** 2)
-    return Packs(count, total / count, samples * work.response_tokens / count, work.length, squares)
+    return Packs(count, total / count, samples * work.response_tokens / count, work.length, work.squares)

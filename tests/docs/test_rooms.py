@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agent": {"config", "data", "engines", "rollout", "observability"},
     "environments": {"config", "data", "engines", "rollout", "agent", "observability"},
     "utils": {"config", "data", "engines", "algorithms", "observability"},
-    "plan": {"config", "data", "models", "rollout"},
+    "plan": {"config", "data", "models", "rollout", "observability"},
     "ray": {"rollout"},  # import paths of older plug-ins
     "cluster": LOW
     | {"engines", "weights", "checkpoint", "backends", "rollout", "environments", "observability", "plan"},

@@ -28,6 +28,12 @@ def test_memory_is_within_a_tenth_and_time_within_a_fifth_of_each_row() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_measured_modes_are_predicted_in_their_order() -> None:
+    found = [row for row in tool().rows() if row.file == "h200_async_two_gpus"]
+    assert len(found) == 4
+    assert sorted(found, key=lambda row: row.predicted) == sorted(found, key=lambda row: row.measured)
+
+
 def test_only_rows_of_replaced_code_and_the_row_that_gives_its_own_constant_are_outside() -> None:
     reasons = [row.outside for row in tool().rows() if row.outside]
     assert len(reasons) <= 13

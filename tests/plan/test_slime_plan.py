@@ -166,6 +166,7 @@ def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     "option",
     [["--kind", "h100"], ["--gpus", "2"], ["--async"], ["--mean-prompt", "900"], ["--mean-response", "300"],
+     ["--median-response", "300"],
      ["--sigma", "0.7"], ["--layouts", "1"]],
     ids=lambda option: option[0],
 )  # fmt: skip
