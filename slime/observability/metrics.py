@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -19,7 +19,7 @@ from slime.config.observability import chosen_trackers
 from slime.observability.best_effort import AppendedFile, best_effort, replacing
 from slime.observability.run_dir import RunDir, public_settings
 from slime.observability.samples import KeptTexts, read_samples, sample_files
-from slime.observability.trackers import Trackers
+from slime.observability.trackers import COLUMNS, Cells, Trackers, table_cell
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -90,13 +90,15 @@ class MetricsLogger:
         if self._tensorboard is not None:
             with best_effort("TensorBoard events"):
                 self._tensorboard.write(numbers, step, now)
+        self._trackers.log(numbers, step, step_key)
+        shown: list[dict[str, Any]] = []
+        if step_key == "rollout/step" and (self._trackers or self._wandb is not None):
+            shown = self._shown(step)
+            self._trackers.samples(shown, step)
         if self._wandb is not None:
             if self._global_batch_size:
                 step_key, step = "train/step", step * self._samples_per_rollout // self._global_batch_size
-            self._wandb.log({step_key: step, **numbers})
-        self._trackers.log(numbers, step, step_key)
-        if self._trackers and step_key == "rollout/step":
-            self._trackers.samples(self._shown(step), step)
+            self._wandb.log({step_key: step, **numbers, **_wandb_table(shown)})
 
     def _shown(self, step: int) -> list[dict[str, Any]]:
         """Some samples of a rollout, from the file that the rollout manager has written."""
@@ -198,6 +200,16 @@ class _TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _wandb_table(rows: Sequence[Cells]) -> dict[str, Any]:
+    """The metric ``samples`` with a table of these samples; without samples, no metric."""
+    if not rows:
+        return {}
+    import wandb
+
+    data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
+    return {"samples": wandb.Table(columns=list(COLUMNS), data=data, allow_mixed_types=True)}
 
 
 def _start_wandb(args: Args, run_dir: RunDir) -> Any:

@@ -108,7 +108,10 @@ class Mlflow(Tracker):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
-        table = {"step": [step] * len(rows), **{column: [_cell(row, column) for row in rows] for column in COLUMNS}}
+        table = {
+            "step": [step] * len(rows),
+            **{column: [table_cell(row, column) for row in rows] for column in COLUMNS},
+        }
         self._client.log_table(self._id, table, "samples.json")
 
     def close(self) -> None:
@@ -136,7 +139,7 @@ class Trackio(Tracker):
         self._trackio.log(dict(numbers), step=step)
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
-        data = [[_cell(row, column) for column in COLUMNS] for row in rows]
+        data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
         self._trackio.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step)
 
     def close(self) -> None:
@@ -152,13 +155,13 @@ class Swanlab(Tracker):
         self._swanlab = swanlab
         folder = run.folder / "swanlog"
         folder.mkdir(exist_ok=True)
-        swanlab.init(project=run.project, experiment_name=run.folder.name, config=dict(run.config), logdir=str(folder))
+        swanlab.init(project=run.project, name=run.folder.name, config=dict(run.config), log_dir=str(folder))
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         self._swanlab.log(dict(numbers), step=step)
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
-        texts = ["\n\n".join(f"{column}: {_cell(row, column)}" for column in COLUMNS) for row in rows]
+        texts = ["\n\n".join(f"{column}: {table_cell(row, column)}" for column in COLUMNS) for row in rows]
         self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def close(self) -> None:
@@ -222,6 +225,7 @@ def _start(name: str, run: Tracked) -> Tracker:
     return made
 
 
-def _cell(row: Cells, column: str) -> object:
+def table_cell(row: Cells, column: str) -> object:
+    """A value of a table: numbers, truth values and None as they are, anything else as text."""
     value = row.get(column)
     return value if value is None or isinstance(value, bool | int | float) else str(value)

@@ -119,6 +119,30 @@ def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
     assert any("r017" in json.dumps(row.get("samples")) for _, row in logged)
 
 
+def test_wandb_has_the_curve_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = log_three(run_args(tmp_path, "wandb", wandb_mode="offline"))
+    tables = [json.loads(path.read_text()) for path in run.path.glob("wandb/offline-*/files/media/table/*.json")]
+    rows = {row[1]: row for table in tables for row in table["data"]}
+    assert len(tables) == 3 and all(table["columns"] == ["prompt", "response", "label", "reward"] for table in tables)
+    assert len(rows) == 24 and rows["r017"] == ["p", "r017", None, 0.85]
+    (recorded,) = run.path.glob("wandb/offline-*/*.wandb")
+    assert b"rollout/reward" in recorded.read_bytes() and b"eval/x" in recorded.read_bytes()
+
+
+def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab", reason="pip install 'slime[swanlab]'")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    run = log_three(run_args(tmp_path, "swanlab", tracker_project="sums", lr=2e-6))
+    (folder,) = (run.path / "swanlog").glob("run-*")
+    texts = {path.read_text() for path in folder.glob("media/text/*.txt")}
+    assert len(texts) == 24 and "prompt: p\n\nresponse: r017\n\nlabel: None\n\nreward: 0.85" in texts
+    (recorded,) = folder.glob("*.swanlab")
+    assert all(name in recorded.read_bytes() for name in (b"rollout/reward", b"eval/x", b"sums"))
+    assert "value: 2.0e-06" in (folder / "files" / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "flags", "said"),
     [

@@ -110,7 +110,8 @@ def _windows(config: HfConfig) -> Settings:
     window, types = config.get("sliding_window"), config.get("layer_types")
     slides = [int(kind == "sliding_attention") for kind in types] if types else [1]
     if other := set(types or ()) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layers of the types {', '.join(sorted(other))} have no Megatron map: use --train-backend fsdp")
+        named = ", ".join(sorted(other))
+        raise ValueError(f"layers of the types {named} have no Megatron map: use --train-backend fsdp")
     if not window or not any(slides):
         return {}
     return {"window_size": [window - 1, 0], **({} if all(slides) else {"window_attn_skip_freq": slides})}
