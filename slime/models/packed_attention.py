@@ -59,8 +59,7 @@ def packed_attention(
     assert slime_pack is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    windowed = sliding_window is not None and sliding_window < slime_pack.max_k
-    window = int(sliding_window) - 1 if windowed and sliding_window is not None else -1
+    window = -1 if sliding_window is None else int(sliding_window) - 1
     out = attend(q, k, v, slime_pack, scale, window, ScoreChanges(s_aux, softcap))
     return out.unsqueeze(0), None
 
@@ -84,6 +83,8 @@ def attend(
     Returns:
         ``[T, H, d_v]``.
     """
+    if window >= pack.max_k - 1:
+        window = -1  # no segment is longer
     if pack.group is not None:
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)

@@ -101,6 +101,9 @@ def mark_as_megatron(folder: Path) -> list[Path]:
 def _full(entry: Entry, folder: HfFolder) -> Tensor:
     if not entry.experts:
         return _as_saved(entry, entry.layout.join([folder.get(name) for name in entry.hf]))
+    if entry.is_stacked:
+        stacked = zip(*(folder.get(name).unbind(0) for name in entry.hf), strict=True)
+        return torch.stack([entry.layout.join(tensors) for tensors in stacked])
     experts = []
     for expert in range(entry.experts):
         tensors = [folder.get(name.format(expert=expert)) for name in entry.hf]
@@ -141,6 +144,10 @@ def hf_tensors(
         dcp.load({entry.megatron: full}, storage_reader=reader, no_dist=True)
         if not entry.experts:
             yield from zip(entry.hf, entry.layout.split(_from_saved(entry, full)), strict=True)
+            continue
+        if entry.is_stacked:
+            parts = zip(*(entry.layout.split(part) for part in full.unbind(0)), strict=True)
+            yield from ((name, torch.stack(tensors)) for name, tensors in zip(entry.hf, parts, strict=True))
             continue
         for expert, part in enumerate(full.unbind(0)):
             names = [name.format(expert=expert) for name in entry.hf]

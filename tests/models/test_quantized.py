@@ -176,15 +176,15 @@ def test_gpt_oss_loads_as_transformers_dequantizes_it(tmp_path: Path) -> None:
         num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=64,
     )  # fmt: skip
     plain = save_model(config, tmp_path / "plain", torch.bfloat16)
-    tensors, expected = read_tensors(plain), {}
-    generator = torch.Generator().manual_seed(0)
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(118, 124, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        expected[name] = _convert_moe_packed_tensors(blocks, scales).float()
-    folder = rewrite(plain, tmp_path / "mxfp4", tensors, quantization_config={"quant_method": "mxfp4"})
+    tensors = to_mxfp4(read_tensors(plain))
+    expected = {
+        name.removesuffix("_blocks"): _convert_moe_packed_tensors(
+            blocks, tensors[name.replace("_blocks", "_scales")]
+        ).float()
+        for name, blocks in tensors.items()
+        if name.endswith("_blocks")
+    }
+    folder = rewrite(plain, tmp_path / "mxfp4", tensors, quantization_config=MXFP4_CONFIG)
     model = load_hf_model(folder, torch.float32, "cpu", attn_implementation="eager").state_dict()
     assert len(expected) == 4 and all(torch.equal(model[name], t) for name, t in expected.items())
 

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
+from slime.weights.maps.layouts import (
+    COLUMNS,
+    REPLICATED,
+    ROWS,
+    Interleaved,
+    Layout,
+    QueryKeyValue,
+    Stacked,
+    Transposed,
+    Vocabulary,
+)
 
 
 class Counted:
@@ -64,6 +74,26 @@ def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Lay
         assert torch.equal(part, whole if layout.axis is None else whole.chunk(size, layout.axis)[rank])
         read += sum(source.read for source in sources)
     assert read == sum(tensor.numel() for tensor in tensors) * (1 if layout.axis is not None else size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "full"),
+    [(Interleaved(), (3, 8), (2, 4, 3)), (Interleaved(), (8,), (2, 4)), (Transposed(), (4, 3), (3, 4))],
+)
+def test_an_expert_of_a_stacked_tensor(layout: Layout, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """Its parts are those of the whole, the shapes are known before, and what is split again is the same."""
+    tensor = torch.randn(shape)
+    whole = layout.join([tensor])
+    assert whole.shape == full
+    assert layout.axis is not None
+    for rank in range(2):
+        part = layout.part([tensor], rank, 2)
+        assert torch.equal(part, whole.chunk(2, layout.axis)[rank])
+        assert layout.full_shape(part.shape, 2) == list(full)
+    if isinstance(layout, Interleaved):
+        assert torch.equal(whole[0, 1], tensor[..., 2]), "gate and up in turn"
+        assert torch.equal(whole[1, 1], tensor[..., 3])
+    assert all(torch.equal(*pair) for pair in zip(layout.split(whole), [tensor], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
-NEUTRAL: Settings = {"window_size": None, "window_attn_skip_freq": None}
+NEUTRAL: Settings = {
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "window_attn_skip_freq": None,
+}
 """The values of flags that a family's settings leave out, so that a flag cannot change the model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -79,12 +86,17 @@ def transformer_config(
     args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
     """Return the config of the whole model for this parallel layout."""
+    from megatron.core.activations import quick_gelu
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     cls = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     dtype = DTYPES[args.train_dtype]
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
+    if moe and settings.get("add_bias_linear") and layout.etp > 1:
+        raise MegatronError(
+            "megatron-core has no expert tensor parallelism for experts with biases: use --expert-tensor-parallel-size 1"
+        )
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
@@ -102,7 +114,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": quick_gelu if settings.get("quick_geglu") else F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": device.type == "cpu",

@@ -23,8 +23,18 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
+@fused_on_cuda
+def weighted_clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, offset: float) -> Tensor:
+    """Return ``gate · sigmoid(1.702 gate) · (up + offset)`` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by
+    its weight. ``gate`` is at most ``limit``, and ``up`` is between ``-limit`` and ``limit`` (gpt-oss)."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + offset) * weights.unsqueeze(-1)).to(gate_up.dtype)
+
+
 class GroupedExperts(MegatronModule):
-    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``.
+    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``. With
+    ``add_bias_linear`` there are also ``gate_up_bias [n, 2, f]`` and ``down_bias [n, H]``.
 
     Tokens are sorted by expert. On CUDA each projection is one grouped product, on the CPU one product per expert. The
     gradients are always reduced over Megatron's expert-data-parallel group, which is correct in every layout. Those of
@@ -42,7 +52,10 @@ class GroupedExperts(MegatronModule):
         make = {"dtype": config.params_dtype, "device": device_of(config)}
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2, width, hidden, **make))
         self.down = nn.Parameter(torch.empty(num_local_experts, hidden, width, **make))
-        for parameter in (self.gate_up, self.down):
+        if config.add_bias_linear:
+            self.gate_up_bias = nn.Parameter(torch.empty(num_local_experts, 2, width, **make))
+            self.down_bias = nn.Parameter(torch.empty(num_local_experts, hidden, **make))
+        for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
@@ -53,14 +66,23 @@ class GroupedExperts(MegatronModule):
         For :class:`Routed` tokens, the backward pass sorts them again, so that their ``k`` copies are not kept."""
         # Megatron's dispatcher leaves the counts on the CPU. Grouped products need them on the device of the tokens.
         counts = tokens_per_expert.to(probs.device, torch.int64)
-        up = lambda x: grouped_linear(x, self.gate_up.flatten(1, 2), counts)  # noqa: E731
+        biased = self.config.add_bias_linear
+        bias = self.gate_up_bias.flatten(1) if biased else None
+        up = lambda x: grouped_linear(x, self.gate_up.flatten(1, 2), counts, bias)  # noqa: E731
         if isinstance(tokens, Routed):
             order = tokens.order
             gate_up = without_keeping(up, lambda hidden: spread(hidden, order), tokens.hidden)
         else:
             gate_up = up(tokens)
         down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
-        return without_keeping(down, lambda x: weighted_swiglu(x, probs), gate_up), None
+        out = without_keeping(down, lambda x: self._activate(x, probs), gate_up)
+        return (out + spread_bias(self.down_bias, counts, out) * probs.unsqueeze(-1).to(out.dtype)) if biased else out, None
+
+    def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
+        limit = self.config.activation_func_clamp_value
+        if limit is None:
+            return weighted_swiglu(gate_up, probs)
+        return weighted_clamped_swiglu(gate_up, probs, limit, self.config.glu_linear_offset)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
@@ -68,7 +90,7 @@ class GroupedExperts(MegatronModule):
         """Return the parameters as parts of tensors that contain all experts of the model. EP divides these tensors
         along the first axis, and ETP along the features."""
         found = {}
-        axes = {"gate_up": 2, "down": 2}
+        axes = {"gate_up": 2, "gate_up_bias": 2, "down": 2, "down_bias": 1}
         for name, parameter in self.named_parameters():
             first = len(sharded_offsets)
             offsets = (
@@ -82,9 +104,16 @@ class GroupedExperts(MegatronModule):
         return found
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``; returns ``[N, out]``.
-    ``counts``, ``[n]``, are the numbers of rows in the groups."""
+def spread_bias(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
+    """Return the bias of each row's group, ``[N, out]``: ``counts``, ``[n]``, rows have the same of ``bias``."""
+    return bias.repeat_interleave(counts, 0, output_size=len(rows))  # given the size, the host need not wait
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``, and add its ``bias``,
+    ``[n, out]``; returns ``[N, out]``. ``counts``, ``[n]``, are the numbers of rows in the groups."""
+    if bias is not None:
+        return grouped_linear(x, weight, counts) + spread_bias(bias, counts, x)
     if not len(x):  # no tokens were routed to these experts; the product gives them a gradient of 0
         return x @ weight[0].t()
     if x.is_cuda and x.dtype == torch.bfloat16:

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
@@ -124,8 +126,11 @@ class NormedResidual(nn.Module):
 
 
 class PackedCoreAttention(MegatronModule):
-    """Causal attention inside each sample of a pack, with or without context parallelism, in some layers to a window
-    of keys."""
+    """Causal attention inside each sample of a pack, with or without context parallelism.
+
+    The config may have a window for some layers (``window_size``, ``window_attn_skip_freq``), and attention sinks
+    (``softmax_type`` "learnable"), which are then the parameter ``softmax_offset [heads of this rank]``.
+    """
 
     def __init__(
         self,
@@ -143,6 +148,11 @@ class PackedCoreAttention(MegatronModule):
         self.window = config.window_size[0] if windowed else -1
         skipped = config.no_rope_freq
         self.turns = not config.multi_latent_attention and not (skipped and skipped[layer_number - 1])
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            make = {"dtype": config.params_dtype, "device": device_of(config)}
+            self.softmax_offset = nn.Parameter(torch.empty(heads, **make))
 
     def forward(
         self,
@@ -160,9 +170,15 @@ class PackedCoreAttention(MegatronModule):
         if self.turns and packed_seq_params.cos_sin is not None:
             q, k = turn_heads(q, k, *packed_seq_params.cos_sin, self.config.rotary_interleaved)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        segments = packed_seq_params.segments
-        out = attend(q, k, v, segments, scale, self.window if self.window + 1 < segments.max_k else -1)
+        out = attend(q, k, v, packed_seq_params.segments, scale, self.window, ScoreChanges(self.softmax_offset))
         return out.reshape(out.shape[0], 1, -1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the attention sinks, if any, as a part of those of all heads."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 @fused_on_cuda

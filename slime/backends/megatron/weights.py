@@ -19,6 +19,7 @@ from slime.backends.megatron.model import PolicyModel
 from slime.models.shards import ModelError
 from slime.models.stored import NamedWeights
 from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.layouts import Source
 
 T = TypeVar("T")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -104,7 +105,7 @@ class ModelWeights:
             return [name]
         entry = self.entries[name]
         experts = range(entry.experts) if entry.experts else (0,)
-        return [hf.format(expert=expert) for expert in experts for hf in entry.hf]
+        return list(dict.fromkeys(hf.format(expert=expert) for expert in experts for hf in entry.hf))
 
     # --- from a checkpoint -----------------------------------------------------------------------
 
@@ -142,8 +143,11 @@ class ModelWeights:
             if hf in folder and not folder.is_float(hf):
                 raise ModelError(f"{hf!r} in {folder.folder} is {folder.dtype_of(hf)}, which is not a float type")
         first = mpu.get_expert_model_parallel_rank() * tensor.shape[0] if entry.experts else 0
+        # What has all experts is read once, because a quantized tensor is always read as a whole.
+        mine = (slice(first, first + tensor.shape[0]),)
+        stacked = [folder[hf][mine] for hf in entry.hf] if entry.is_stacked else []
         for j, target in enumerate(tensor if entry.experts else [tensor]):
-            stored = [folder[hf.format(expert=first + j)] for hf in entry.hf]
+            stored: Sequence[Source] = [x[j] for x in stacked] or [folder[x.format(expert=first + j)] for x in entry.hf]
             try:
                 part = entry.layout.part(stored, group.rank(), group.size())
             except ModelError:  # its message already has the name of the tensor
@@ -160,6 +164,7 @@ class ModelWeights:
 
         This is a collective operation.
         """
+        stacked: list[Tensor] = []
         for batch in batches(self._pieces()):
             for piece, tensors in zip(batch, whole(batch), strict=True):
                 entry = piece.entry
@@ -168,8 +173,16 @@ class ModelWeights:
                     continue
                 count = self.held[entry.megatron].shape[0]
                 for rank, full in enumerate(tensors):
-                    names = (hf.format(expert=rank * count + piece.expert) for hf in entry.hf)
-                    yield from zip(names, entry.layout.split(full), strict=True)
+                    number, parts = rank * count + piece.expert, entry.layout.split(full)
+                    if not entry.is_stacked:
+                        yield from zip((hf.format(expert=number) for hf in entry.hf), parts, strict=True)
+                        continue
+                    if number == 0:
+                        stacked = [part.new_empty(entry.experts, *part.shape) for part in parts]
+                    for target, part in zip(stacked, parts, strict=True):
+                        target[number] = part
+                if entry.is_stacked and piece.expert == count - 1:
+                    yield from zip(entry.hf, stacked, strict=True)
 
     def _pieces(self) -> Iterator[Piece]:
         for name, entry in self.entries.items():

@@ -26,7 +26,7 @@ class Entry:
 
     Attributes:
         megatron: The name in the whole model (``decoder.layers.<global index>...``).
-        hf: The names of the Hugging Face tensors. With experts they contain ``{expert}``.
+        hf: The names of the Hugging Face tensors. With experts they contain ``{expert}``, unless ``is_stacked``.
         layout: How the tensors are joined and divided among ranks.
         experts: The number of experts, which is the first dimension of the parameter; 0 for none.
     """
@@ -35,6 +35,11 @@ class Entry:
     hf: tuple[str, ...]
     layout: Layout = REPLICATED
     experts: int = 0
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each Hugging Face tensor has all experts, as its first dimension. The layout is that of one expert."""
+        return self.experts > 0 and "{expert}" not in self.hf[0]
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,48 @@ class Stacked(_Rows):
         return [self.count, stacked[1] * tp, *stacked[2:]]
 
 
+class _OfExpert(Layout):
+    """The layout of one expert's part of a tensor that has all experts. The caller has read this part already."""
+
+    def _part(self, sources: Sequence[Source], axis: int, rank: int, size: int) -> Tensor:
+        full = self.join([source[...] for source in sources])
+        length = _share(full.shape[axis], size)
+        return full.narrow(axis, rank * length, length)
+
+
+@dataclass(frozen=True)
+class Interleaved(_OfExpert):
+    """Gate and up projection ``[H, 2 f]``, or their biases ``[2 f]``, with gate and up in turn (gpt-oss). The full array
+    is ``[2, f, H]`` or ``[2, f]``."""
+
+    axis: int | None = 1
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return _reversed(tensor.unflatten(-1, (-1, 2)))
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        return [_reversed(full).flatten(-2)]
+
+
+@dataclass(frozen=True)
+class Transposed(_OfExpert):
+    """A matrix ``[in, out]``. The full array is ``[out, in]``, and its input features are divided among ranks."""
+
+    axis: int | None = 1
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor.t()
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        return [full.t()]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(*reversed(range(x.dim())))
+
+
 @dataclass(frozen=True)
 class QueryKeyValue(_Rows):
     """The layout of attention projections: for each key-value group its query heads, its key head and its value head.

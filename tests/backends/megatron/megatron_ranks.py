@@ -44,7 +44,7 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
-EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight")
+EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", *EXPERTS)
 
 PLAN: list[Layout] = [
@@ -72,6 +72,7 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
     Layout("deepseek_v3", 2, {CP: 2}),
     Layout("moonlight", 2, {CP: 2, EP: 2}),
+    Layout("gpt_oss", 2, {CP: 2}),
     # positions that are stretched
     Layout("qwen3_yarn"),
     Layout("glm4_yarn", 2, {TP: 2}),

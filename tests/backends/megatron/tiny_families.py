@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -124,6 +125,14 @@ CONFIGS |= {
         max_window_layers=2,
     ),
 }
+CONFIGS["gpt_oss"] = GptOssConfig(
+    **SMALL,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=9,
+    swiglu_limit=0.5,  # small, so that it clamps
+    rope_parameters={**YARN, "rope_theta": 150000.0, "truncate": False},
+)
 
 
 def save_family(name: str, path: Path, seed: int = 0) -> Path:
@@ -131,8 +140,8 @@ def save_family(name: str, path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     with torch.no_grad():
-        for parameter in [*model.parameters(), *_trained_buffers(model)]:
-            if parameter.ndim == 1:
+        for place, parameter in [*model.named_parameters(), *_trained_buffers(model)]:
+            if parameter.ndim == 1 or place.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         pad = model.get_input_embeddings().weight[CONFIGS[name].pad_token_id]
         pad.copy_(torch.randn_like(pad) * 0.2)  # transformers starts it from 0
@@ -141,5 +150,5 @@ def save_family(name: str, path: Path, seed: int = 0) -> Path:
     return path
 
 
-def _trained_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+def _trained_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
