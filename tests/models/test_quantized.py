@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tiny_checkpoints import (
     FP8_CONFIG,
     INT4_CONFIG,
+    MXFP4_CONFIG,
     deepseek_config,
+    gpt_oss_config,
     linear_names,
     llama_config,
     read_tensors,
@@ -23,6 +25,7 @@ from tiny_checkpoints import (
     save_model,
     to_block_fp8,
     to_int4,
+    to_mxfp4,
     to_scaled_fp8,
 )
 
@@ -168,14 +171,9 @@ def test_mxfp4_agrees_with_transformers_and_with_the_format(tmp_path: Path) -> N
 
 
 def test_gpt_oss_loads_as_transformers_dequantizes_it(tmp_path: Path) -> None:
-    from transformers import GptOssConfig
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
-    config = GptOssConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=64,
-    )  # fmt: skip
-    plain = save_model(config, tmp_path / "plain", torch.bfloat16)
+    plain = save_model(gpt_oss_config(), tmp_path / "plain", torch.bfloat16)
     tensors = to_mxfp4(read_tensors(plain))
     expected = {
         name.removesuffix("_blocks"): _convert_moe_packed_tensors(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 
 def llama_config(**more: Any) -> LlamaConfig:
@@ -126,4 +126,25 @@ def to_int4(tensors: dict[str, Tensor], group: int = 32, bits: int = 4) -> dict[
             words.append([word - 2**32 if word >= 2**31 else word for word in packed])
         out[f"{name}_packed"] = torch.tensor(words, dtype=torch.int32)
         out[f"{name}_scale"], out[f"{name}_shape"] = scales, torch.tensor([rows, columns])
+    return out
+
+
+MXFP4_CONFIG = {"quant_method": "mxfp4"}
+
+
+def gpt_oss_config() -> GptOssConfig:
+    return GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def to_mxfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """gpt-oss' layout, with random values: bytes of two 4-bit floats, and an exponent for 32 of them."""
+    out, generator = dict(tensors), torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = out.pop(name).shape
+        sizes = (experts, rows, columns // 32)
+        out[f"{name}_blocks"] = torch.randint(0, 256, (*sizes, 16), generator=generator, dtype=torch.uint8)
+        out[f"{name}_scales"] = torch.randint(118, 124, sizes, generator=generator, dtype=torch.uint8)
     return out

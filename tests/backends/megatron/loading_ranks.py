@@ -73,7 +73,8 @@ def read_whole(weights: Any, folder: Any) -> tuple[dict[str, Any], int]:
         first = mpu.get_expert_model_parallel_rank() * count
         parts = []
         for expert in range(first, first + count):
-            full = entry.layout.join([folder.get(hf.format(expert=expert)) for hf in entry.hf])
+            tensors = [folder.get(hf.format(expert=expert)) for hf in entry.hf]
+            full = entry.layout.join([x[expert] for x in tensors] if entry.is_stacked else tensors)
             axis = entry.layout.axis
             parts.append(full if axis is None else full.chunk(group.size(), axis)[group.rank()])
         found[name] = torch.stack(parts).to(tensor.dtype)

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [{TP: 2, EP: 2, ETP: 1}, {EP: 2}, {TP: 2, ETP: 2}],
     "glm4": [{TP: 2}],
     "deepseek_v3": [{TP: 2, EP: 2, ETP: 1}, {PP: 2, EP: 2}],
+    "gpt_oss": [{TP: 2, EP: 2, ETP: 1}, {EP: 2}],
 }
 
 
