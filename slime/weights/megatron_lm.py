@@ -114,8 +114,8 @@ class MegatronLmWeights(NamedWeights):
         missing, wrong = [], []
         if any(entry.is_stacked for entry in family.entries(settings)):
             raise ModelError(
-                f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime does not know: load the "
-                "Hugging Face checkpoint, or convert that with tools/convert_hf_to_torch_dist.py"
+                f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime does not know: load "
+                "the Hugging Face checkpoint, or convert that with tools/convert_hf_to_torch_dist.py"
             )
         for entry in family.entries(settings):
             for expert in range(entry.experts) if entry.experts else (None,):

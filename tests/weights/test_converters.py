@@ -70,7 +70,8 @@ def test_to_megatron_and_back_gives_plain_weights(
         assert tensor.is_floating_point() and torch.equal(tensor, expected.get(name)), name
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     before, after = (
-        load_hf_model(folder, torch.float32, "cpu", attn_implementation="eager").state_dict() for folder in (source, back)
+        load_hf_model(folder, torch.float32, "cpu", attn_implementation="eager").state_dict()
+        for folder in (source, back)
     )
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 

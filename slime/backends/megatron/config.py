@@ -95,7 +95,7 @@ def transformer_config(
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
     if moe and settings.get("add_bias_linear") and layout.etp > 1:
         raise MegatronError(
-            "megatron-core has no expert tensor parallelism for experts with biases: use --expert-tensor-parallel-size 1"
+            "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
         )
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):

@@ -56,8 +56,8 @@ class GroupedExperts(MegatronModule):
             self.gate_up_bias = nn.Parameter(torch.empty(num_local_experts, 2, width, **make))
             self.down_bias = nn.Parameter(torch.empty(num_local_experts, hidden, **make))
         for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.allreduce = False
+            parameter.tensor_model_parallel = True
 
     def forward(self, tokens: Tensor | Routed, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the outputs ``[N, H]`` of ``tokens``, ``[N, H]``, which are sorted by expert. ``probs``, ``[N]``, are
@@ -76,7 +76,9 @@ class GroupedExperts(MegatronModule):
             gate_up = up(tokens)
         down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
         out = without_keeping(down, lambda x: self._activate(x, probs), gate_up)
-        return (out + spread_bias(self.down_bias, counts, out) * probs.unsqueeze(-1).to(out.dtype)) if biased else out, None
+        if biased:
+            out = out + spread_bias(self.down_bias, counts, out) * probs.unsqueeze(-1).to(out.dtype)
+        return out, None
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         limit = self.config.activation_func_clamp_value

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP

@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether each Hugging Face tensor has all experts, as its first dimension. The layout is that of one expert."""
+        """Whether each Hugging Face tensor has all experts, in its first dimension. The layout is that of one."""
         return self.experts > 0 and "{expert}" not in self.hf[0]
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss (20B, 120B): attention sinks, sliding windows in every other layer, experts with biases and clamped SwiGLU."""
+"""gpt-oss (20B, 120B): attention sinks, windows in every other layer, experts with biases and clamped SwiGLU."""
 
 from __future__ import annotations
 

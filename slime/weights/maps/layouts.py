@@ -161,8 +161,8 @@ class _OfExpert(Layout):
 
 @dataclass(frozen=True)
 class Interleaved(_OfExpert):
-    """Gate and up projection ``[H, 2 f]``, or their biases ``[2 f]``, with gate and up in turn (gpt-oss). The full array
-    is ``[2, f, H]`` or ``[2, f]``."""
+    """Gate and up projection ``[H, 2 f]``, or their biases ``[2 f]``, with gate and up in turn (gpt-oss). The full
+    array is ``[2, f, H]`` or ``[2, f]``."""
 
     axis: int | None = 1
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fsdp_helpers import make_args
+from tiny_families import CONFIGS
 from torch import Tensor
 
-from slime.backends.megatron.core import prepare
+from slime.backends.megatron.core import MegatronError, prepare
+from slime.config.layout import ParallelLayout
+from slime.weights.maps.registry import get_family
 
 pytestmark = pytest.mark.megatron
 
@@ -62,3 +66,16 @@ def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:
     remade, once = gradients(remade=True)
     assert (none, once) == (0, 1)
     assert len(plain) == 3 and all(torch.equal(a, b) for a, b in zip(plain, remade, strict=True))
+
+
+def test_what_gpt_oss_cannot_have_is_refused() -> None:
+    """Another factor in its activation, and expert tensor parallelism, which megatron-core lacks for biases."""
+    prepare()
+    from slime.backends.megatron.config import transformer_config
+
+    config, family = CONFIGS["gpt_oss"].to_dict(), get_family("gpt_oss")
+    with pytest.raises(ValueError, match=r"swiglu_alpha 2\.0 .* use --train-backend fsdp"):
+        family.settings({**config, "swiglu_alpha": 2.0})
+    with pytest.raises(MegatronError, match="use --expert-tensor-parallel-size 1"):
+        layout = ParallelLayout(world_size=2, tp=2, etp=2)
+        transformer_config(make_args("model"), family.settings(config), layout, torch.device("cpu"))
