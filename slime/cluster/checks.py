@@ -116,7 +116,8 @@ def check_schedules(args: Args) -> list[str]:
 
 
 def check_family(args: Args) -> list[str]:
-    """Report a model for which Megatron has no weight map. The config.json is read only if it is on this machine."""
+    """Report a model that has no weight map for Megatron, or a vision part. The config.json is read only if it is on
+    this machine."""
     from slime.config.hf_config import read_config
 
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
@@ -124,6 +125,8 @@ def check_family(args: Args) -> list[str]:
         return []
     from slime.weights.maps.registry import get_family
 
+    if "vision_config" in config:
+        return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
     try:
         get_family(str(config.get("model_type")), args.model_name)
     except ValueError as error:

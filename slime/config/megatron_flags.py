@@ -95,7 +95,10 @@ REFUSED: dict[str, str] = {
 """Flags that the Megatron backend cannot support, with the reasons."""
 
 
-BUILT_IN_SPECS = ("glm4", "get_glm_spec", "slime_plugins.models.glm4")
+BUILT_IN_SPECS = (
+    *("glm4", "get_glm_spec", "slime_plugins.models.glm4"),
+    *("slime_plugins.models.minimax_m2", "get_minimax_m2_layer_spec"),
+)
 """Values that ``--spec`` accepts. They have no effect, because the layers follow from config.json."""
 
 

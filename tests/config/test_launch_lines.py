@@ -126,6 +126,14 @@ def test_a_family_without_a_map_is_refused_before_the_start(check: Any, name: st
         assert [problem for problem in problems if part in problem], (part, problems)
 
 
+def test_a_vision_part_is_refused_before_the_start(tmp_path: Path) -> None:
+    """The config.json of Gemma 3 4B and larger, whose text part alone has a map."""
+    config = {"model_type": "gemma3", "text_config": {"model_type": "mistral"}, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = check_family(Args(train_backend="megatron", hf_checkpoint=str(tmp_path)))
+    assert "has a vision part: use --train-backend fsdp" in problem
+
+
 def test_every_family_with_a_map_has_a_recipe() -> None:
     accepted = {recipe["type"] for name, recipe in RECIPES.items() if not is_refused(name)}
     assert {get_family(model_type).name for model_type in accepted} == set(FAMILIES)

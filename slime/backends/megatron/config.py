@@ -147,6 +147,14 @@ def transformer_config(
         fields.pop("kv_channels", None)  # latent attention has head sizes of its own
         # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
         fields["qk_layernorm"] = False
+    if settings.get("qk_norm_over_heads"):
+        groups = settings["num_query_groups"]
+        if layout.tp > groups:
+            raise MegatronError(
+                f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads, of "
+                f"which several of so many ranks would have the same ones: use at most {groups}"
+            )
+        fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
     fields |= _recompute(settings, args.gradient_checkpointing)
     return cls(**fields)
 

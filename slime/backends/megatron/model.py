@@ -40,6 +40,7 @@ from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.backends.megatron.modules import (
     GatedMLP,
     GatedSharedExperts,
+    HeadsRMSNorm,
     LatentRotary,
     NormedResidual,
     Offsets,
@@ -255,7 +256,7 @@ def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
+            self_attention=_latent_attention() if config.multi_latent_attention else _attention(settings),
             self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain_residual,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),
@@ -264,8 +265,10 @@ def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool
     )
 
 
-def _attention(config: TransformerConfig) -> ModuleSpec:
-    norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _attention(settings: Settings) -> ModuleSpec:
+    norm: type[nn.Module] = IdentityOp
+    if settings.get("qk_layernorm"):
+        norm = HeadsRMSNorm if settings.get("qk_norm_over_heads") else RMSNorm
     return ModuleSpec(
         module=SelfAttention,
         params=_CAUSAL,
@@ -273,8 +276,8 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedCoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            k_layernorm=norm,
+            q_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_attention_heads"]}),
+            k_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_query_groups"]}),
         ),
     )
 

@@ -13,6 +13,11 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -20,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import attend
@@ -93,6 +99,35 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class HeadsRMSNorm(nn.Module):
+    """RMSNorm over all heads of a token together, of which each tensor-parallel rank has a part (MiniMax-M2)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **_: object) -> None:
+        """Create the norm of ``heads`` heads of ``hidden_size`` features."""
+        super().__init__()
+        self.eps, self.features = eps, heads * hidden_size
+        self.tp_group = get_tensor_model_parallel_group()
+        make = {"dtype": config.params_dtype, "device": device_of(config)}
+        self.weight = nn.Parameter(torch.ones(self.features // self.tp_group.size(), **make))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, ``[T, 1, heads of this rank, d]``."""
+        wide = x.flatten(2).float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.tp_group)
+        # Every rank's output depends on the sum, so its gradient is summed too.
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        normed = wide * torch.rsqrt(squares / self.features + self.eps)
+        return (self.weight * normed.to(x.dtype)).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weight as a part of that of all heads."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 def device_of(config: TransformerConfig) -> torch.device | str | int:

@@ -10,7 +10,8 @@ from typing import Any
 from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
 
 Settings = dict[str, Any]
-"""The values of Megatron's flags by their ``dest``, as a model script would set them."""
+"""The values of Megatron's flags by their ``dest``, as a model script would set them. Megatron has no flag for
+``qk_norm_over_heads``: the norms of query and key are over all heads together."""
 
 HfConfig = Mapping[str, Any]
 """The content of config.json with all defaults (``config.to_dict()`` of transformers)."""
@@ -114,9 +115,8 @@ def _windows(config: HfConfig) -> Settings:
     """Return the sliding window, as the keys before and after a query, and which layers have it."""
     window, types = config.get("sliding_window"), config.get("layer_types")
     slides = [int(kind == "sliding_attention") for kind in types] if types else [1]
-    if other := set(types or ()) - {"full_attention", "sliding_attention"}:
-        named = ", ".join(sorted(other))
-        raise ValueError(f"layers of the types {named} have no Megatron map: use --train-backend fsdp")
+    if other := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"layers of the types {', '.join(other)} have no Megatron map: use --train-backend fsdp")
     if not window or not any(slides):
         return {}
     return {"window_size": [window - 1, 0], **({} if all(slides) else {"window_attn_skip_freq": slides})}
@@ -213,7 +213,8 @@ def attention_entries(settings: Settings, index: int, prefix: str = "model.") ->
         entries.append(Entry(f"{megatron}linear_qkv.bias", tuple(f"{name}.bias" for name in names), qkv))
     entries.append(Entry(f"{megatron}linear_proj.weight", (f"{hf}o_proj.weight",), COLUMNS))
     if settings.get("qk_layernorm"):
-        entries += [Entry(f"{megatron}{x}_layernorm.weight", (f"{hf}{x}_norm.weight",)) for x in "qk"]
+        layout = ROWS if settings.get("qk_norm_over_heads") else REPLICATED
+        entries += [Entry(f"{megatron}{x}_layernorm.weight", (f"{hf}{x}_norm.weight",), layout) for x in "qk"]
     return entries
 
 

@@ -10,7 +10,10 @@ from slime.weights.maps.family import Family
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2"),
+    *("gpt_oss",),
+)
 """The modules of the families. Each has an attribute ``FAMILY``."""
 
 

@@ -58,6 +58,7 @@ CASES = [
         async_save=True,
     ),
     Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
+    Case(layout("minimax_m2", **{TP: 2}), (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2}))),
     Case(
         layout("llama", use_distributed_optimizer=False, **{TP: 2}),
         (

@@ -44,7 +44,7 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
-EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss")
+EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss")
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", *EXPERTS)
 
 PLAN: list[Layout] = [
@@ -82,6 +82,9 @@ PLAN: list[Layout] = [
     Layout("mistral", 2, {CP: 2}),
     Layout("qwen2_window", 2, {TP: 2}),
     Layout("qwen2_window", 2, {PP: 2, VPP: 2}),
+    # norms over all heads
+    Layout("minimax_m2_tied", 4, {TP: 2, PP: 2}),
+    Layout("minimax_m2", 4, {TP: 2, EP: 2, ETP: 1, **FULL}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

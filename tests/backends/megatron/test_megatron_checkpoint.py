@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
     paths: dict[str, Path] = {
-        name: save_family(name, folder / name) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+        name: save_family(name, folder / name) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2")
     }
     paths["output"] = folder / "output"
     paths["output"].mkdir()

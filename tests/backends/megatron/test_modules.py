@@ -8,6 +8,7 @@ from fsdp_helpers import make_args
 from tiny_families import CONFIGS
 from torch import Tensor
 
+from slime.backends.megatron.config import merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError, prepare
 from slime.config.layout import ParallelLayout
 from slime.weights.maps.registry import get_family
@@ -71,11 +72,24 @@ def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:
 def test_what_gpt_oss_cannot_have_is_refused() -> None:
     """Another factor in its activation, and expert tensor parallelism, which megatron-core lacks for biases."""
     prepare()
-    from slime.backends.megatron.config import transformer_config
-
     config, family = CONFIGS["gpt_oss"].to_dict(), get_family("gpt_oss")
     with pytest.raises(ValueError, match=r"swiglu_alpha 2\.0 .* use --train-backend fsdp"):
         family.settings({**config, "swiglu_alpha": 2.0})
     with pytest.raises(MegatronError, match="use --expert-tensor-parallel-size 1"):
         layout = ParallelLayout(world_size=2, tp=2, etp=2)
         transformer_config(make_args("model"), family.settings(config), layout, torch.device("cpu"))
+
+
+def test_a_norm_over_all_heads_needs_a_key_head_for_each_rank() -> None:
+    prepare()
+    settings = get_family("minimax_m2").settings(CONFIGS["minimax_m2"].to_dict())
+    args = make_args("model")
+    assert transformer_config(args, settings, ParallelLayout(2, tp=2), torch.device("cpu")).num_query_groups == 2
+    with pytest.raises(MegatronError, match=r"--tensor-model-parallel-size 4: .* at most 2"):
+        transformer_config(args, settings, ParallelLayout(4, tp=4), torch.device("cpu"))
+
+
+def test_flags_add_no_window_to_a_model_without_one() -> None:
+    config = CONFIGS["llama"]
+    with pytest.raises(MegatronError, match=r"--window-size \[4, 0\], but config.json specifies None"):
+        merged_settings({"window_size": [4, 0]}, "folder", get_family("llama"), config)

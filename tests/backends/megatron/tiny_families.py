@@ -15,6 +15,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -133,6 +134,13 @@ CONFIGS["gpt_oss"] = GptOssConfig(
     swiglu_limit=0.5,  # small, so that it clamps
     rope_parameters={**YARN, "rope_theta": 150000.0, "truncate": False},
 )
+MINIMAX: dict[str, Any] = SMALL | dict(
+    num_experts_per_tok=2, num_local_experts=4, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)
+)
+CONFIGS |= {
+    "minimax_m2": MiniMaxM2Config(**MINIMAX),
+    "minimax_m2_tied": MiniMaxM2Config(**MINIMAX | dict(tie_word_embeddings=True)),
+}
 
 
 def save_family(name: str, path: Path, seed: int = 0) -> Path:

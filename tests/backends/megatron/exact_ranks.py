@@ -1,0 +1,65 @@
+"""What the rank of ``test_megatron_exact.py`` runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "engines"))
+
+
+def compare(rank: int, ports: Any, folders: dict[str, tuple[Path, Path]]) -> None:
+    """For each family: its folder, and that of other weights of the same shape, which the engine starts with."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups, rank_batch
+    from safetensors.torch import load_file
+
+    from slime.backends.create import create_backend
+
+    for number, (name, (path, other)) in enumerate(folders.items()):
+        args = make_args(path, train_backend="megatron", world_size=1)
+        args.megatron = {}
+        backend: Any = create_backend(args, "actor", 0, 1, "127.0.0.1", ports.get(number))
+        stored, sent = load_file(path / "model.safetensors"), dict(backend.named_weights())
+        assert stored.keys() == sent.keys(), name
+        assert all(torch.equal(tensor, sent[key]) for key, tensor in stored.items()), name
+        batch = rank_batch(0, 0, 0, 1)
+        found = backend.log_probs(batch, with_entropy=True, temperature=1.0)
+        of_transformers, of_engine = plain_scores(path, batch), engine_log_probs(other, batch, backend)
+        for i, (log_probs, entropy) in enumerate(of_transformers):
+            torch.testing.assert_close(found["log_probs"][i], log_probs, atol=1e-5, rtol=0, msg=f"{name}, sample {i}")
+            torch.testing.assert_close(found["entropy"][i], entropy, atol=1e-5, rtol=0, msg=f"{name}, sample {i}")
+            torch.testing.assert_close(of_engine[i], log_probs, atol=1e-4, rtol=0, msg=f"{name}, sample {i}")
+        leave_groups()
+
+
+def plain_scores(path: Path, batch: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Log-probs and entropies of each sample alone, by transformers with its eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    found = []
+    for tokens, length in zip(batch["tokens"], batch["response_lengths"], strict=True):
+        with torch.no_grad():
+            rows = torch.log_softmax(model(tokens[None]).logits[0, -int(length) - 1 : -1], -1)
+        found.append((rows.gather(1, tokens[-int(length) :, None])[:, 0], -(rows.exp() * rows).sum(-1)))
+    return found
+
+
+def engine_log_probs(path: Path, batch: dict[str, Any], backend: Any) -> list[Any]:
+    """Log-probs by an embedded engine with other weights, after those of the backend were sent to it."""
+    import torch
+    from engine_drivers import finish, load, make
+
+    loaded = load(path)
+    weights = loaded.engine.weights
+    loaded.engine.change_weights(lambda: weights.load(backend.named_weights()), "1")
+    sequences = [make(x.tolist(), str(i), start_len=0, max_new_tokens=1) for i, x in enumerate(batch["tokens"])]
+    finish(loaded, sequences)
+    lengths = batch["response_lengths"]
+    return [torch.tensor(x.input_logprobs[-int(n) :]) for x, n in zip(sequences, lengths, strict=True)]
