@@ -65,26 +65,35 @@ def _read(folder: Path) -> Found:
     if is_adapter(folder):
         settings, config = read_config(folder)
         return settings, read_factors(folder), str(config.get("base_model_name_or_path"))
-    meta = folder / "actor" / "trainer.json"
-    stored = json.loads(meta.read_text()).get("lora") if meta.is_file() else None
-    if stored is None:
+    file = folder / "actor" / "trainer.json"
+    meta = json.loads(file.read_text()) if file.is_file() else {}
+    if meta.get("lora") is None:
         raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
-    return _of_snapshot(meta.parent, stored)
+    tensors, prefix = ("torch_dist", "") if meta.get("format") == "megatron" else ("dcp", "model/")
+    return _of_snapshot(file.parent / tensors, prefix, meta["lora"])
 
 
-def _of_snapshot(folder: Path, stored: Mapping[str, object]) -> Found:
+def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Found:
+    """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several axes of rows."""
     import torch
 
-    from slime.backends.fsdp.checkpoint import TENSORS
     from slime.backends.tensor_shards import StoredTensors, TensorShard
     from slime.models.lora import LoraSettings
     from slime.models.peft_files import Factors
 
-    tensors = StoredTensors(folder / TENSORS)
-    shapes = {name: shape for name, shape in tensors.shapes.items() if name.startswith("model/")}
+    tensors = StoredTensors(folder)
+    modules = [
+        name.removesuffix(".lora_A")
+        for name in tensors.shapes
+        if name.endswith(".lora_A") and name.startswith(prefix) and not name.startswith(("optimizer", "copy"))
+    ]
+    names = [f"{module}.lora_{factor}" for module in modules for factor in "AB"]
+    shapes = {name: tensors.shapes[name] for name in names}
     values = {name: torch.empty(shape, dtype=tensors.dtypes[name]) for name, shape in shapes.items()}
     tensors.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
-    modules = [name.removesuffix(".lora_A") for name in values if name.endswith(".lora_A")]
-    factors = {m.removeprefix("model/"): Factors(values[f"{m}.lora_A"], values[f"{m}.lora_B"]) for m in modules}
+    factors = {
+        module.removeprefix(prefix): Factors(values[f"{module}.lora_A"], values[f"{module}.lora_B"].flatten(0, -2))
+        for module in modules
+    }
     settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
     return settings, factors, str(stored["base"])

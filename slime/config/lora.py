@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import DERIVED, flag
+from slime.config.hf_config import read_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -132,8 +134,8 @@ def check_lora(args: Args) -> list[str]:
         options = sorted(f"--{name.replace('_', '-')}" for name in idle)
         return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
     problems = _contradictions(args)
-    if args.train_backend != "fsdp":
-        problems.append("--lora-rank: LoRA needs --train-backend fsdp; Megatron layers have no adapters yet")
+    if args.train_backend == "megatron":
+        problems += _check_megatron(args)
     reason = _no_adapters(args)
     if args.lora_sync == "adapter" and reason:
         problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
@@ -154,6 +156,37 @@ def check_lora(args: Args) -> list[str]:
     if "lr" not in args.explicit:
         args.notices.append(
             f"--lr is not given ({args.lr:g}): LoRA usually needs about ten times the rate of full training"
+        )
+    return problems
+
+
+def _check_megatron(args: Args) -> list[str]:
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    problems = megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
+    if args.lora_dropout:
+        problems.append("--lora-dropout: adapters of --train-backend megatron have no dropout; leave it out")
+    if args.ckpt_format == "torch":
+        problems.append("--ckpt-format torch writes whole models, and --lora-rank trains an adapter: use torch_dist")
+    if args.megatron.get("moe_router_bias_update_rate"):
+        problems.append(
+            "--moe-router-bias-update-rate changes the base, which --lora-rank does not train: leave it out"
+        )
+    return problems
+
+
+def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[str]:
+    """Return why the model of a config.json cannot have adapters on Megatron's layers; nothing if it can."""
+    problems = []
+    if config.get("kv_lora_rank"):
+        problems.append(
+            "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have no adapters with "
+            "--train-backend megatron: use fsdp"
+        )
+    groups = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if groups and tensor_parallel > groups:
+        problems.append(
+            f"--lora-rank: {tensor_parallel} tensor-parallel ranks cannot share the adapters of {groups} key-value "
+            "heads: lower --tensor-model-parallel-size"
         )
     return problems
 

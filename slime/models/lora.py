@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -109,21 +110,35 @@ def add_lora(
         for name, module in model.named_modules()
         if type(module) in (nn.Linear, CpuLinear) and id(module) in inside
     }
+    chosen = choose_layers(list(linears), settings, type(model).__name__)
+    model.requires_grad_(False)
+    for name in chosen:
+        _add(linears[name], settings, seed_of(name))
+    return lora_layers(model)
+
+
+def choose_layers(linears: Sequence[str], settings: LoraSettings, model: str) -> list[str]:
+    """Return the names of the layers that have an adapter.
+
+    Args:
+        linears: The names of all linear layers of the decoder layers that can have one.
+        model: The name of the model's class, for error messages.
+
+    Raises:
+        ModelError: A pattern selects no layer, or no layer is left.
+    """
     for flag, patterns in (("--lora-target-modules", settings.targets), ("--lora-exclude-modules", settings.exclude)):
         for pattern in patterns:
             if pattern != ALL_LINEAR and not any(selects(pattern, name) for name in linears):
                 last = sorted({name.rpartition(".")[2] for name in linears})
                 raise ModelError(
-                    f"{flag} {pattern!r} selects no linear layer of the decoder layers of {type(model).__name__}, "
+                    f"{flag} {pattern!r} selects no linear layer of the decoder layers of {model}, "
                     f"which has {', '.join(last)}. Embeddings, the head and fused experts cannot have adapters"
                 )
-    model.requires_grad_(False)
-    chosen = {name: module for name, module in linears.items() if _is_chosen(name, settings)}
+    chosen = [name for name in linears if _is_chosen(name, settings)]
     if not chosen:
         raise ModelError("--lora-exclude-modules leaves no layer of --lora-target-modules")
-    for name, module in chosen.items():
-        _add(module, settings, seed_of(name))
-    return lora_layers(model)
+    return chosen
 
 
 def _is_chosen(name: str, settings: LoraSettings) -> bool:
@@ -134,15 +149,19 @@ def _is_chosen(name: str, settings: LoraSettings) -> bool:
 
 
 def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
-    shape, device = (settings.rank, module.in_features), module.weight.device
-    factor = torch.empty(shape, device=device)
+    device = module.weight.device
+    factor = torch.empty(settings.rank, module.in_features, device=device)
     if device.type != "meta":
-        generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device has the same values
-        if settings.init == "gaussian":
-            factor.copy_(torch.randn(shape, generator=generator) / settings.rank)
-        else:
-            factor.copy_((torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(module.in_features))
+        factor.copy_(initial_factor(settings, module.in_features, seed))
     attach(module, factor, torch.zeros(module.out_features, settings.rank, device=device), settings)
+
+
+def initial_factor(settings: LoraSettings, inputs: int, seed: int) -> Tensor:
+    """Return the initial values of ``A``, float32 ``[rank, inputs]`` on the CPU, so that every device has the same."""
+    shape, generator = (settings.rank, inputs), torch.Generator().manual_seed(seed)
+    if settings.init == "gaussian":
+        return torch.randn(shape, generator=generator) / settings.rank
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(inputs)
 
 
 def attach(module: nn.Linear, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
@@ -158,8 +177,14 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
+class Switched(Protocol):
+    """A layer whose adapter can be switched off."""
+
+    lora_on: bool
+
+
 @contextmanager
-def adapters_off(layers: Iterable[LoraLinear]) -> Iterator[None]:
+def adapters_off(layers: Iterable[Switched]) -> Iterator[None]:
     """Let the layers compute without their adapters within the context."""
     layers = list(layers)
     for layer in layers:

@@ -7,7 +7,10 @@ import json
 import pytest
 from config_parts import Workplace
 
+from slime.config.lora import megatron_problems
 from slime.config.parser import ConfigError
+
+MEGATRON = "--lora-rank 8 --train-backend megatron "
 
 
 def test_defaults(workplace: Workplace) -> None:
@@ -41,7 +44,9 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--use-rslora", "--use-rslora has no effect without --lora-rank"),
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
-        ("--lora-rank 8 --train-backend megatron", "Megatron layers have no adapters yet"),
+        (MEGATRON + "--lora-dropout 0.1", "adapters of --train-backend megatron have no dropout"),
+        (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),
+        (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate changes the base"),
         ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list excludes --lora-rank"),
         ("--lora-rank 8 --freeze-params-name-list q_proj", "--freeze-params-name-list excludes --lora-rank"),
         ("--lora-rank 8 --lora-sync adapter --rollout-backend sglang", "sglang needs merged weights so far"),
@@ -60,6 +65,21 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         workplace.load(line.format(other=other))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        ({"num_key_value_heads": 2}, 2, None),
+        ({"num_key_value_heads": 2}, 4, "4 tensor-parallel ranks cannot share the adapters of 2 key-value heads"),
+        ({"num_attention_heads": 4}, 4, None),
+        ({"kv_lora_rank": 512, "num_attention_heads": 4}, 1, "the projections of latent attention"),
+        ({}, 8, None),  # config.json is not on this machine
+    ],
+)
+def test_models_without_adapters_on_megatron(config: dict[str, object], ranks: int, said: str | None) -> None:
+    problems = megatron_problems(config, ranks)
+    assert len(problems) == (said is not None) and all(str(said) in problem for problem in problems)
 
 
 @pytest.mark.parametrize(

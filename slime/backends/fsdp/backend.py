@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from slime.backends.adapter import lora_settings
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
-from slime.backends.fsdp.lora import TrainedAdapter, lora_settings
+from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import (
     DTYPES,
     ModelFormat,
@@ -89,12 +90,12 @@ class FsdpBackend(SharedBackend):
             args, role, rank, world_size, self.shard_size, buffers, self.optimizer, self.bank, self.adapter
         )
 
-    def _adapter(self) -> TrainedAdapter | None:
+    def _adapter(self) -> FsdpAdapter | None:
         settings = lora_settings(self.args)
         if settings is None:
             return None
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
-        return TrainedAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
+        return FsdpAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
 
     def _make_copies(self) -> None:
         """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
@@ -110,7 +111,7 @@ class FsdpBackend(SharedBackend):
         if actor:
             adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
 
-    def _new_bank(self, copies: CopySettings, named: list[tuple[str, nn.Parameter]]) -> WeightBank:
+    def _new_bank(self, copies: CopySettings, named: Sequence[tuple[str, Tensor]]) -> WeightBank:
         return WeightBank(
             named,
             dtype=DTYPES[self.args.train_dtype],

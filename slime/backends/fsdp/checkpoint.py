@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
-from slime.backends.fsdp.lora import TrainedAdapter
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
@@ -92,7 +92,7 @@ class FsdpState:
         meta = json.loads((path / META).read_text())
         if meta["role"] != self.role:
             raise ValueError(f"{path} contains the state of the {meta['role']}, not of the {self.role}")
-        self._require_fit(path, meta.get("lora"))
+        require_fit(self.adapter, path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
         args = self.args
         copies = [] if args.finetune else meta["copies"]
@@ -140,15 +140,6 @@ class FsdpState:
             if writer == mine and (isinstance(stored.like, DTensor) or self.rank == 0):
                 found[name] = stored
         return _shards(found)
-
-    def _require_fit(self, path: Path, stored: dict[str, Any] | None) -> None:
-        if self.adapter is not None:
-            self.adapter.require_fit(path, stored)
-        elif stored is not None:
-            raise ValueError(
-                f"{path} has only an adapter of {stored['base']}: add --lora-rank {stored['rank']}, or merge an export "
-                "of --save-hf into the base with slime merge-lora"
-            )
 
     def _describe(self) -> dict[str, object]:
         return {

@@ -1,48 +1,25 @@
-"""The adapter of a trained model (LoRA): its layers, its files, and the identity of the base that it belongs to."""
+"""Adapters (LoRA) on the linear layers of a model of transformers that FSDP shards."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime.backends.bank import CopySettings, WeightBank, shard_box
+from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
+from slime.backends.bank import shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.config.args import Args
-from slime.config.lora import adapter_file
-from slime.config.seeds import derive_seed
 from slime.models.cpu_linear import CpuLinear
-from slime.models.lora import LoraLinear, LoraSettings, adapters_off, add_lora, lora_layers, merged, shortest_targets
-from slime.models.peft_files import Factors, peft_config, read_config, read_factors, write_adapter
-from slime.models.shards import ModelError, shorten
+from slime.models.lora import LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
+from slime.models.peft_files import Factors
 
 Named = Sequence[tuple[str, nn.Parameter]]
-_CHUNK = 1 << 22  # elements of a tensor that are hashed at a time
-
-
-def lora_settings(args: Args) -> LoraSettings | None:
-    """Return the shape of the adapter; None if the weights themselves are trained."""
-    if not args.lora_rank:
-        return None
-    return LoraSettings(
-        rank=args.lora_rank,
-        alpha=args.lora_alpha,
-        dropout=args.lora_dropout,
-        rslora=args.use_rslora,
-        init=args.lora_init,
-        targets=tuple(args.lora_target_modules),
-        exclude=tuple(args.lora_exclude_modules or ()),
-    )
 
 
 def add_adapter(
@@ -53,27 +30,12 @@ def add_adapter(
     Raises:
         ModelError: The flags select no layer, or the adapter in ``load`` has other layers or shapes.
     """
-    added = add_lora(model, layers, settings, partial(_seed_of, seed))
-    if adapter_file(load) is None or load is None:
-        return
-    read_config(load)  # refuses adapters of another kind
-    stored = read_factors(load)
-    if stored.keys() != added.keys():
-        raise ModelError(
-            f"the adapter in {load} has layers that --lora-target-modules and --lora-exclude-modules do not select, or "
-            f"lacks some: {shorten(sorted(stored.keys() ^ added.keys()))}"
-        )
-    for name, layer in added.items():
-        for mine, theirs in zip((layer.lora_A, layer.lora_B), stored[name], strict=True):
-            if mine.shape != theirs.shape:
-                shapes = f"{tuple(theirs.shape)}, but {tuple(mine.shape)} in the model"
-                raise ModelError(f"the adapter in {load} does not fit the model: {name} has a factor {shapes}")
+    added = add_lora(model, layers, settings, partial(seed_of, seed))
+    stored = stored_factors(load, {name: (x.lora_A.shape, x.lora_B.shape) for name, x in added.items()}) or {}
+    for name, (a, b) in stored.items():
+        for mine, theirs in ((added[name].lora_A, a), (added[name].lora_B, b)):
             if not mine.is_meta:
                 mine.data.copy_(theirs)
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return derive_seed(seed, f"adapter of {name}")
 
 
 class AdapterMerge:
@@ -108,132 +70,34 @@ class AdapterMerge:
         )
 
 
-class TrainedAdapter:
-    """The adapter of one role's model.
-
-    Attributes:
-        trained: The parameters that are trained: the adapter, and the head of a critic.
-        base: All others.
-        copies: Whole models besides the base: a teacher, or a reference with another base.
-    """
+class FsdpAdapter(TrainedAdapter):
+    """An adapter whose factors are sharded like all parameters."""
 
     def __init__(self, args: Args, settings: LoraSettings, model: nn.Module, named: Named, shard_size: int) -> None:
-        self.settings, self.base_path = settings, str(args.hf_checkpoint)
-        self.model = model
-        self.layers = lora_layers(model)
-        self.trained = [(name, p) for name, p in named if p.requires_grad]
-        self.base = [(name, p) for name, p in named if not p.requires_grad]
-        self.copies: WeightBank | None = None
-        self._shard_size = shard_size
-        self._identity: dict[str, str] | None = None
+        super().__init__(args, settings, named)
+        self.model, self.layers, self._shard_size = model, lora_layers(model), shard_size
 
-    def make_copies(
-        self,
-        settings: CopySettings,
-        bank: WeightBank,
-        whole: WeightBank,
-        initial: str,
-        load: Callable[[str, str], None],
-    ) -> None:
-        """Make the copies that the flags require.
-
-        The reference is the base without the adapter, so that it needs a copy only if it is refreshed, or if it has
-        another base.
-
-        Args:
-            bank: The copies of the adapter.
-            whole: The copies of the base.
-            initial: The path of the base.
-            load: ``load(tag, path)`` reads a model into the copy ``tag`` of ``whole``.
-        """
-        self.copies = whole
-        if settings.ref and settings.ref_load and settings.ref_load != initial:
-            load("ref", settings.ref_load)
-        elif settings.ref and settings.ref_moves:
-            bank.copy("actor", "ref")
-            for name, tensor in bank.tensors("ref").items():
-                if name.endswith(".lora_B"):
-                    tensor.zero_()
-            bank.moving.add("ref")
-        if settings.teacher_load is not None:
-            load("teacher", settings.teacher_load)
-        if settings.old_actor:
-            bank.copy("actor", "old_actor")
-            bank.moving.add("old_actor")
-
-    @contextmanager
-    def using(self, tag: str, bank: WeightBank) -> Iterator[None]:
-        """Let the model compute as one of the copies within the context."""
-        if self.copies is not None and tag in self.copies.copies:
-            with adapters_off(self.layers.values()), self.copies.using(tag):
-                yield
-        elif tag == "ref" and tag not in bank.copies:
-            with adapters_off(self.layers.values()):
-                yield
-        else:
-            with bank.using(tag):
-                yield
+    def switches(self) -> list[LoraLinear]:
+        """See :meth:`TrainedAdapter.switches`."""
+        return list(self.layers.values())
 
     def factors(self) -> dict[str, Factors]:
-        """Return the whole factors by the names of their modules. This is a collective operation."""
+        """See :meth:`TrainedAdapter.factors`."""
         parts = [(f"{name}.{x}", getattr(layer, x).detach()) for name, layer in self.layers.items() for x in _FACTORS]
         whole = dict(whole_tensors(parts))
         return {name: Factors(*(whole[f"{name}.{x}"] for x in _FACTORS)) for name in self.layers}
 
-    def save(self, path: Path, writer: bool) -> None:
-        """Write the adapter in the format of PEFT. This is a collective operation, in which one rank writes."""
-        factors = self.factors()
-        if writer:
-            linears = [name for name, module in self.model.named_modules() if isinstance(module, _LINEAR)]
-            targets = shortest_targets(list(self.layers), linears)
-            write_adapter(path, self.config(targets), factors)
+    def targets(self) -> list[str]:
+        """See :meth:`TrainedAdapter.targets`."""
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, _LINEAR)]
+        return shortest_targets(list(self.layers), linears)
 
-    def config(self, targets: Sequence[str]) -> dict[str, Any]:
-        """Return the content of PEFT's ``adapter_config.json`` with these names of modules."""
-        return peft_config(self.settings, targets, self.base_path)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what a snapshot says about the adapter. This is a collective operation."""
-        computed = {name: asdict(self.settings)[name] for name in ("rank", "alpha", "rslora")}
-        return {**computed, "base": self.base_path, "base_identity": self.identity()}
-
-    def require_fit(self, path: Path, stored: Mapping[str, Any] | None) -> None:
-        """Compare the description in a snapshot with this adapter. This is a collective operation.
-
-        Raises:
-            ValueError: The snapshot has the weights of a whole model, another base, or an adapter of another shape.
-        """
-        mine = self.describe()
-        if stored is None:
-            raise ValueError(
-                f"{path} has the weights of a whole model, and --lora-rank trains an adapter: export them with "
-                "--save-hf, and pass the export as --hf-checkpoint"
-            )
-        for name in ("rank", "alpha", "rslora"):
-            if stored[name] != mine[name]:
-                flag = "--use-rslora" if name == "rslora" else f"--lora-{name}"
-                raise ValueError(f"{path} has an adapter with {name} {stored[name]}, but {flag} is {mine[name]}")
-        theirs = stored["base_identity"]
-        if any(theirs[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in theirs):
-            raise ValueError(
-                f"{path} has an adapter of the base {stored['base']}, whose weights differ from those of "
-                f"--hf-checkpoint {self.base_path}: an adapter is of no use without its base"
-            )
-
-    def identity(self) -> dict[str, str]:
-        """Return digests of the base's values by dtype, equal for every number of ranks.
-
-        The values are hashed in bfloat16, so that a run with another ``--train-dtype`` can compare, and also in float32
-        if that is their dtype. This is a collective operation at the first call.
-        """
-        if self._identity is None:
-            dtypes = [torch.bfloat16]
-            if all(p.dtype == torch.float32 for _, p in self.base):
-                dtypes.append(torch.float32)
-            self._identity = {
-                str(dtype).removeprefix("torch."): base_digest(self.base, dtype, self._shard_size) for dtype in dtypes
-            }
-        return self._identity
+    def digests(self) -> dict[str, str]:
+        """See :meth:`TrainedAdapter.digests`."""
+        dtypes = [torch.bfloat16]
+        if all(p.dtype == torch.float32 for _, p in self.base):
+            dtypes.append(torch.float32)
+        return {str(dtype).removeprefix("torch."): base_digest(self.base, dtype, self._shard_size) for dtype in dtypes}
 
 
 _FACTORS = ("lora_A", "lora_B")
@@ -241,10 +105,9 @@ _LINEAR = (nn.Linear, CpuLinear, LoraLinear)
 
 
 @torch.no_grad()
-def base_digest(named: Named, dtype: torch.dtype, shard_size: int) -> str:
+def base_digest(named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, shard_size: int) -> str:
     """Return a digest of the values of all parameters, rounded to ``dtype``, which does not depend on the sharding.
 
-    The bits of each element are multiplied by an odd number that depends on its position, and summed modulo 2**64.
     This is a collective operation if the parameters are sharded.
 
     Args:
@@ -255,19 +118,11 @@ def base_digest(named: Named, dtype: torch.dtype, shard_size: int) -> str:
     sums = torch.stack([_weighted_sum(p, dtype) if counts else zero for _, p in named])
     if any(isinstance(p, DTensor) for _, p in named):
         dist.all_reduce(sums)
-    text = "\n".join(f"{name} {value}" for (name, _), value in zip(named, sums.tolist(), strict=True))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of(zip((name for name, _ in named), sums.tolist(), strict=True))
 
 
 def _weighted_sum(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    flat = local(parameter.detach()).reshape(-1)
     start = 0
     if isinstance(parameter, DTensor):  # FSDP shards rows
         start = shard_box(parameter)[0][0] * parameter.shape[1:].numel()
-    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for offset in range(0, flat.numel(), _CHUNK):
-        chunk = flat[offset : offset + _CHUNK].to(dtype).view(bits).long()
-        position = torch.arange(start + offset, start + offset + chunk.numel(), device=flat.device)
-        total += (chunk * (position * 0x2545F4914F6CDD1D | 1)).sum()
-    return total
+    return weighted_sum(local(parameter.detach()).reshape(-1), start, dtype)

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slime.backends.adapter import lora_settings
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
-from slime.backends.fsdp.lora import add_adapter, lora_settings
+from slime.backends.fsdp.lora import add_adapter
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime.backends.adapter import TrainedAdapter
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
@@ -21,6 +22,7 @@ from slime.backends.megatron import groups, modules
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
+from slime.backends.megatron.lora import MegatronAdapter
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.routing import ENGINE, Mode
@@ -35,7 +37,9 @@ from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
+from slime.models.peft_files import factor_names, named_factors
 from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
+from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)
 
@@ -77,23 +81,42 @@ class MegatronBackend(SharedBackend):
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
-        copies = CopySettings.from_args(args)
-        self.bank = WeightBank(
-            self.weights.tensors(),
+        adapters = self.model.adapters
+        self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
+        self._make_copies()
+        self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter)
+
+    def _make_copies(self) -> None:
+        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
+        copies, initial = CopySettings.from_args(self.args), InitialWeights.from_args(self.args).path(megatron=True)
+        adapter, actor = self.adapter, self.role == "actor"
+        if adapter is None:
+            self.bank = self._whole_bank = self._new_bank(copies, self.weights.tensors())
+            if actor:
+                load_copies(copies, self.bank, initial, self._load_copy)
+            return
+        self.bank, self._whole_bank = self._new_bank(copies, adapter.trained), self._new_bank(copies, adapter.base)
+        if actor:
+            adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
+
+    def _new_bank(self, copies: CopySettings, named: Sequence[tuple[str, Tensor]]) -> WeightBank:
+        return WeightBank(
+            named,
             # Megatron's gradient buffers and its optimizer have pointers to the memory of the parameters.
             may_swap_pointers=False,
-            on_device=role == "actor" and keeps_copies_on_device(copies, self.weights.tensors()),
-            arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
+            on_device=self.role == "actor" and keeps_copies_on_device(copies, named),
+            # The memory of the offloader is free while the model is on the accelerator.
+            arena=self.offloader.host if self.device.type == "cuda" else None,
         )
-        if role == "actor":
-            initial = InitialWeights.from_args(args).path(megatron=True)
-            load_copies(copies, self.bank, initial, self._load_copy)
-        self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Load a copy, which is another model of the same shape, through the parameters of the model."""
-        with self.bank.filling(tag):
+        with self._whole_bank.filling(tag):
             self.model.read_weights(path)
+
+    def _using(self, tag: ModelTag) -> AbstractContextManager[None]:
+        """Let the model compute as one of the copies of the weights within the context."""
+        return self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank)
 
     # --- forward only ---------------------------------------------------------------------------
 
@@ -110,7 +133,7 @@ class MegatronBackend(SharedBackend):
         policy = model in ("actor", "old_actor")  # other models choose their experts themselves
         mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
         self.finish_update()
-        with self.bank.using(model), self._routed(batch, mode):
+        with self._using(model), self._routed(batch, mode):
             return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
 
     def values(self, batch: RankBatch) -> list[Tensor]:
@@ -206,18 +229,44 @@ class MegatronBackend(SharedBackend):
     # --- weights and state ----------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint. They may be the memory of the model."""
+        """Yield full tensors with the names of the checkpoint. They may be the memory of the model.
+
+        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
+        """
         assert self.role == "actor", "a critic's weights go to no engine"
+        separate = self.adapter is not None and self.args.lora_sync == "adapter"
+        yield from self._weights(merge=not separate)
+        if self.adapter is not None and separate:
+            yield from named_factors(self.adapter.factors()).items()
+
+    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, with the adapter added to them if there is one and ``merge`` is set."""
         self.finish_update()
-        yield from self.weights.gather()
+        adapters = self.model.adapters
+        return self.weights.gather() if adapters is None or not merge else adapters.merge(self.weights.gather())
+
+    @property
+    def adapter_sync(self) -> AdapterSync | None:
+        """See :attr:`TrainBackend.adapter_sync`."""
+        adapters, adapter = self.model.adapters, self.adapter
+        if adapters is None or adapter is None or self.role != "actor":
+            return None
+        if self.args.lora_sync == "merged":
+            return AdapterSync(frozenset(f"{name}.weight" for name in adapters.names), None)
+        names = frozenset(name for layer in adapters.names for name in factor_names(layer))
+        return AdapterSync(names, adapter.config(adapters.names))
 
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights (``--save-hf``)."""
+        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
         path, writer = Path(path), self.rank == 0
+        if self.adapter is not None and self.args.lora_export == "peft":
+            self.finish_update()
+            self._save_adapter(self.adapter, path)
+            return
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
         try:
-            write_tensors(chain(self.named_weights(), mtp.tensors()), path, writer)
+            write_tensors(chain(self._weights(merge=True), mtp.tensors()), path, writer)
             if source is not None:
                 copy_companions(source, path)
                 copy_config(source, path, mtp)
@@ -225,6 +274,12 @@ class MegatronBackend(SharedBackend):
                     logger.warning("%s: %s", path, mtp.notice)
         finally:
             self.barrier()  # also after an error of the writer, for which the other ranks would wait
+
+    def _save_adapter(self, adapter: TrainedAdapter, path: Path) -> None:
+        try:
+            adapter.save(path, writer=self.rank == 0)
+        finally:
+            self.barrier()
 
     def finish_update(self) -> None:
         self.model.finish_gather()
@@ -237,7 +292,8 @@ class MegatronBackend(SharedBackend):
         """Move weights, moments and main parameters to pinned CPU memory, and free gradients."""
         self.finish_update()
         self.model.drop_gradients()
-        weights = [x.detach() for _, x in self.weights.tensors()]
+        named = self.weights.tensors() if self.adapter is None else [*self.adapter.base, *self.adapter.trained]
+        weights = [x.detach() for _, x in named]
         self.offloader.sleep([*weights, *self.optimizer.tensors()], weights if keep_weights else ())
         self.clear_memory()
 

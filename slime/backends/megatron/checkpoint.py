@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
@@ -44,7 +45,10 @@ from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_mega
 
 @dataclass
 class MegatronState:
-    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`."""
+    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`.
+
+    With an adapter (LoRA), only it is saved, with the identity of its base.
+    """
 
     args: Args
     rank: int
@@ -52,6 +56,7 @@ class MegatronState:
     model: TrainedModel
     optimizer: ScheduledOptimizer
     bank: WeightBank
+    adapter: TrainedAdapter | None = None
 
     def __post_init__(self) -> None:
         self.group, self.memory = new_save_group(self.args.async_save), ShardMemory()
@@ -68,7 +73,8 @@ class MegatronState:
             dist.barrier()
         write = self._rank_files_writer(path) if self.args.ckpt_format == "torch" else self._shards_writer(path)
         rng: RngState = {**rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-        small = small_files_writer(path, self.rank, rng, self._describe() if self.rank == 0 else None)
+        description = self._describe()
+        small = small_files_writer(path, self.rank, rng, description if self.rank == 0 else None)
         # The collective operations come first: a rank that fails before them would leave the others waiting.
         return lambda: [*write(), *small()]
 
@@ -87,16 +93,17 @@ class MegatronState:
         meta = read_meta(path)
         if meta["role"] != self.model.role:
             raise MegatronError(f"{path} contains the state of the {meta['role']}, not of the {self.model.role}")
+        require_fit(self.adapter, path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
-        args = self.args
+        args, adapter = self.args, self.adapter is not None
         for tag in [] if args.finetune else meta["copies"]:
             self.bank.moving.add(tag)
             # A copy has no modules. It is loaded into the parameters of the model, which get the actor's weights back
             # afterwards.
             with self.bank.filling(tag):
-                load_weights(self.model, path, _copy_folder(tag))
+                load_weights(self.model, path, _copy_folder(tag), adapter)
         if not meta["optimizer"] or args.no_load_optim or args.finetune:
-            load_weights(self.model, path)
+            load_weights(self.model, path, adapter=adapter)
             # Main parameters are copies in float32. Without this, the first step would restore the old weights.
             self.optimizer.chained.reload_model_params()
         elif meta["ckpt_format"] == "torch":
@@ -116,11 +123,13 @@ class MegatronState:
     def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
         """Return the shards that this rank writes, by folder."""
         chunks, chained = self.model.chunks, self.optimizer.chained
-        folders = {path / TENSORS: written_shards(chunks, chained, with_optimizer=not self.args.no_save_optim)}
+        adapter, with_optimizer = self.adapter is not None, not self.args.no_save_optim
+        written = written_shards(chunks, chained, with_optimizer=with_optimizer, adapter=adapter)
+        folders = {path / TENSORS: written}
         live = [tensor for _, tensor in self.bank.named]
         for tag in sorted(self.bank.moving):
             of_copy = {id(tensor): copy for tensor, copy in zip(live, self.bank.copies[tag], strict=True)}
-            folders[path / _copy_folder(tag)] = written_shards(chunks, chained, of_copy)
+            folders[path / _copy_folder(tag)] = written_shards(chunks, chained, of_copy, adapter=adapter)
         return folders
 
     def _shards_writer(self, path: Path) -> Write:
@@ -161,8 +170,9 @@ class MegatronState:
                 "--no-load-optim to continue with the weights only"
             )
         try:
-            of_optimizer = state_shards(self.model.chunks, self.optimizer.chained, stored)
-            stored.read([*weight_shards(self.model.chunks), *of_optimizer])
+            chunks, adapter = self.model.chunks, self.adapter is not None
+            of_optimizer = state_shards(chunks, self.optimizer.chained, stored, adapter)
+            stored.read([*weight_shards(chunks, adapter), *of_optimizer])
         except ValueError as error:
             raise MegatronError(f"{error}; pass --no-load-optim to continue with the weights only") from error
         self.optimizer.set_adam_steps(adam_steps)
@@ -182,6 +192,7 @@ class MegatronState:
             layout=layout_sizes(self.model.layout),
             ckpt_format=self.args.ckpt_format,
             train_dtype=self.args.train_dtype,
+            **({} if self.adapter is None else {"lora": self.adapter.describe()}),
         )
 
 

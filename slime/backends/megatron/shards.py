@@ -20,8 +20,10 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from slime.backends.megatron.lora_layers import factors_of
 from slime.backends.megatron.model import Chunk, unwrapped
 from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, share
+from slime.weights.maps.family import Entry
 
 STATE = "optimizer.state."
 MAIN = "param"
@@ -87,8 +89,13 @@ class Kept(NamedTuple):
         return {name: x for name, x in state.items() if isinstance(x, Tensor) and name != "step"}
 
 
-def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
-    """Return the parameters of this rank's model chunks, and the buffers that are trained."""
+def parameters(chunks: Sequence[Chunk], adapter: bool = False) -> list[Parameter]:
+    """Return the parameters of this rank's model chunks, and the buffers that are trained.
+
+    Args:
+        adapter: Whether to return only what is trained with an adapter (LoRA): its factors, by the names of their
+            layers in transformers, and the head of a critic. Otherwise everything else is returned.
+    """
     metadata = {
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
@@ -103,9 +110,25 @@ def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
                 parts = [sharded]
             else:
                 continue  # the extra state of a module, which no module of slime has
+            if adapter and not sharded.data.requires_grad:
+                continue
             places = [_place(part, sharded.data) for part in parts]
             found.append(Parameter(sharded.data, places, not any(sharded.replica_id[:-1])))
+        if adapter:
+            found += [_factor(factor, entry) for factor, entry in factors_of(unwrapped(chunk))]
     return found
+
+
+def _factor(tensor: Tensor, entry: Entry) -> Parameter:
+    """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along one axis."""
+    group, axis = mpu.get_tensor_model_parallel_group(), entry.layout.axis
+    full = entry.layout.full_shape(list(tensor.shape), group.size())
+    shape, offsets = list(full), [0] * len(full)
+    if axis is not None:
+        shape[axis] //= group.size()
+        offsets[axis] = shape[axis] * group.rank()
+    place = Place(entry.megatron, 0, tuple(shape), tuple(offsets), tuple(full), may_be_padded=False)
+    return Parameter(tensor, [place], is_written=axis is not None or group.rank() == 0)
 
 
 def _place(part: ShardedTensor, whole: Tensor) -> Place:
@@ -159,6 +182,7 @@ def written_shards(
     chained: ChainedOptimizer,
     copies: Mapping[int, Tensor] | None = None,
     with_optimizer: bool = False,
+    adapter: bool = False,
 ) -> list[TensorShard]:
     """Return the shards that this rank writes of the weights and, if requested, of the optimizer's state.
 
@@ -166,10 +190,11 @@ def written_shards(
         chained: Megatron's optimizers.
         copies: The weights to write by the ``id`` of each parameter. Default: the parameters themselves.
         with_optimizer: Whether to return the optimizer's state, too.
+        adapter: See :func:`parameters`.
     """
     kept, sharded = kept_state(chained), is_sharded(chained)
     shards: list[TensorShard] = []
-    for parameter in parameters(chunks):
+    for parameter in parameters(chunks, adapter):
         if not parameter.is_written:
             continue
         state = kept.get(id(parameter.tensor))
@@ -197,17 +222,21 @@ def _share(tensor: Tensor) -> tuple[int, int]:
     return share(tensor.numel(), group.rank(), group.size())
 
 
-def weight_shards(chunks: Sequence[Chunk]) -> list[TensorShard]:
-    """Return the shards of all weights on this rank, into which a checkpoint is read."""
+def weight_shards(chunks: Sequence[Chunk], adapter: bool = False) -> list[TensorShard]:
+    """Return the shards of all weights on this rank, into which a checkpoint is read; ``adapter`` as in
+    :func:`parameters`."""
     return [
         shard
-        for parameter in parameters(chunks)
+        for parameter in parameters(chunks, adapter)
         for shard in parameter.shards(parameter.tensor.detach().view(-1), 0, 0, parameter.tensor.numel())
     ]
 
 
-def state_shards(chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors) -> list[TensorShard]:
-    """Return the shards of the optimizer's state on this rank, into which a checkpoint is read.
+def state_shards(
+    chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors, adapter: bool = False
+) -> list[TensorShard]:
+    """Return the shards of the optimizer's state on this rank, into which a checkpoint is read; ``adapter`` as in
+    :func:`parameters`.
 
     Moments are created if the checkpoint has them. If it lacks a main parameter, the weight is read instead.
 
@@ -216,7 +245,7 @@ def state_shards(chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: Sto
     """
     kept = kept_state(chained)
     shards: list[TensorShard] = []
-    for parameter in parameters(chunks):
+    for parameter in parameters(chunks, adapter):
         state = kept.get(id(parameter.tensor))
         if state is None:
             continue

@@ -8,10 +8,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
 
+from slime.backends.adapter import lora_settings
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import modules, rank_files
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.lora import ModelAdapters, require_support
 from slime.backends.megatron.model import build_chunk, unwrapped
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
@@ -36,6 +38,7 @@ class TrainedModel:
 
     Attributes:
         chunks: One model chunk, or several with interleaved pipelines.
+        adapters: The adapters (LoRA); None if the weights themselves are trained.
         routing: The routing replay; None without ``--use-routing-replay`` or without experts, and for a critic.
     """
 
@@ -58,6 +61,12 @@ class TrainedModel:
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
         everywhere = [names(name) for name in [*self.weights.entries, *self.weights.own]]
         select_trainable(held, everywhere, args.only_train_params_name_list, args.freeze_params_name_list)
+        lora = lora_settings(args)
+        self.adapters: ModelAdapters | None = None
+        if lora is not None:
+            require_support(self.hf_config.to_dict(), layout.tp)
+            load = args.load if role == "actor" else None
+            self.adapters = ModelAdapters(models, self.weights, lora, args.seed, load)
         self.routing: RoutingReplay | None = None
         if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
             with_experts = moe_layers(self.settings)
@@ -129,16 +138,25 @@ class TrainedModel:
         return [b.grad_data for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def load_weights(model: TrainedModel, path: Path, part: str | None = None) -> None:
-    """Read the weights of a Megatron checkpoint, or those of a copy in its folder ``part``, into the parameters."""
+def load_weights(model: TrainedModel, path: Path, part: str | None = None, adapter: bool = False) -> None:
+    """Read the weights of a Megatron checkpoint, or those of a copy in its folder ``part``, into the parameters.
+
+    Args:
+        adapter: Whether the checkpoint has only an adapter (LoRA), which is read into that of the model.
+    """
     meta = read_meta(path)
+    if not adapter and meta.get("lora"):
+        raise MegatronError(
+            f"{path} has only an adapter of {meta['lora']['base']}, not the weights of a model: merge it into its base "
+            "with slime merge-lora"
+        )
     if meta["ckpt_format"] == "torch":
         states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], layout_sizes(model.layout))
         for chunk, state in zip(model.chunks, states, strict=True):
             unwrapped(chunk).load_state_dict(state)
     else:
         try:
-            StoredTensors(path / (part or TENSORS)).read(weight_shards(model.chunks))
+            StoredTensors(path / (part or TENSORS)).read(weight_shards(model.chunks, adapter))
         except ValueError as error:
             raise MegatronError(str(error)) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ class ModelWeights:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         buffers = [(name, x) for name, x in chunk.named_buffers() if name.endswith("expert_bias") and x is not None]
         for name, tensor in [*chunk.named_parameters(), *buffers]:
-            whole = _LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
+            whole = global_name(name, numbers)
             if role == "critic" and whole.startswith("output_layer."):
                 self.own[whole] = tensor
             elif self.tied and whole == OUTPUT:
@@ -78,13 +78,7 @@ class ModelWeights:
                 set_tensor_model_parallel_attributes(tensor, True, entry.layout.axis, 1)
 
     def _who_holds(self) -> dict[str, Held]:
-        mine = {name: (tuple(x.shape), x.dtype) for name, x in self.local.items()}
-        everyones = _gather_objects(mine, mpu.get_pipeline_model_parallel_group())
-        held = {
-            name: Held(stage, *description)
-            for stage, names in enumerate(everyones)
-            for name, description in names.items()
-        }
+        held = who_holds(self.local)
         missing = [name for name in self.entries if name not in held]
         if missing:
             raise MegatronError(f"the model has no parameters for these entries of its weight map: {missing[:5]}")
@@ -158,41 +152,68 @@ class ModelWeights:
 
     # --- to a checkpoint -------------------------------------------------------------------------
 
-    @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full Hugging Face tensors on every rank. They may share memory with the parameters.
+        """Yield full Hugging Face tensors on every rank; see :func:`gather`."""
+        return gather(self.entries, self.local, self.held)
 
-        This is a collective operation.
-        """
-        stacked: list[Tensor] = []
-        for batch in batches(self._pieces()):
-            for piece, tensors in zip(batch, whole(batch), strict=True):
-                entry = piece.entry
-                if piece.expert is None:
-                    yield from zip(entry.hf, entry.layout.split(tensors[0]), strict=True)
-                    continue
-                count = self.held[entry.megatron].shape[0]
-                for rank, full in enumerate(tensors):
-                    number, parts = rank * count + piece.expert, entry.layout.split(full)
-                    if not entry.is_stacked:
-                        yield from zip((hf.format(expert=number) for hf in entry.hf), parts, strict=True)
-                        continue
-                    if number == 0:
-                        stacked = [part.new_empty(entry.experts, *part.shape) for part in parts]
-                    for target, part in zip(stacked, parts, strict=True):
-                        target[number] = part
-                if entry.is_stacked and piece.expert == count - 1:
-                    yield from zip(entry.hf, stacked, strict=True)
 
-    def _pieces(self) -> Iterator[Piece]:
-        for name, entry in self.entries.items():
-            stage, shape, dtype = self.held[name]
-            mine = self.local.get(name)
-            if not entry.experts:
-                yield Piece(entry, stage, shape, dtype, mine, None)
+def global_name(name: str, numbers: Sequence[int]) -> str:
+    """Return the name in the whole model of a parameter or module of a chunk whose layers have these numbers."""
+    return _LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
+
+
+def who_holds(local: Mapping[str, Tensor]) -> dict[str, Held]:
+    """Return the parameters of all pipeline stages, given those of this rank. This is a collective operation."""
+    mine = {name: (tuple(x.shape), x.dtype) for name, x in local.items()}
+    everyones = _gather_objects(mine, mpu.get_pipeline_model_parallel_group())
+    return {
+        name: Held(stage, *description) for stage, names in enumerate(everyones) for name, description in names.items()
+    }
+
+
+@torch.no_grad()
+def gather(
+    entries: Mapping[str, Entry], local: Mapping[str, Tensor], held: Mapping[str, Held]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield full Hugging Face tensors on every rank. They may share memory with the parameters.
+
+    This is a collective operation.
+
+    Args:
+        entries: The entries of all parameters by their names in the whole model.
+        local: The parameters of this rank.
+        held: The result of :func:`who_holds`.
+    """
+    stacked: list[Tensor] = []
+    for batch in batches(_pieces(entries, local, held)):
+        for piece, tensors in zip(batch, whole(batch), strict=True):
+            entry = piece.entry
+            if piece.expert is None:
+                yield from zip(entry.hf, entry.layout.split(tensors[0]), strict=True)
                 continue
-            for j in range(shape[0]):
-                yield Piece(entry, stage, shape[1:], dtype, None if mine is None else mine[j], j)
+            count = held[entry.megatron].shape[0]
+            for rank, full in enumerate(tensors):
+                number, parts = rank * count + piece.expert, entry.layout.split(full)
+                if not entry.is_stacked:
+                    yield from zip((hf.format(expert=number) for hf in entry.hf), parts, strict=True)
+                    continue
+                if number == 0:
+                    stacked = [part.new_empty(entry.experts, *part.shape) for part in parts]
+                for target, part in zip(stacked, parts, strict=True):
+                    target[number] = part
+            if entry.is_stacked and piece.expert == count - 1:
+                yield from zip(entry.hf, stacked, strict=True)
+
+
+def _pieces(entries: Mapping[str, Entry], local: Mapping[str, Tensor], held: Mapping[str, Held]) -> Iterator[Piece]:
+    for name, entry in entries.items():
+        stage, shape, dtype = held[name]
+        mine = local.get(name)
+        if not entry.experts:
+            yield Piece(entry, stage, shape, dtype, mine, None)
+            continue
+        for j in range(shape[0]):
+            yield Piece(entry, stage, shape[1:], dtype, None if mine is None else mine[j], j)
 
 
 def _fill(name: str, target: Tensor, source: Tensor) -> None:

@@ -1,0 +1,203 @@
+"""The adapter (LoRA) of a model that megatron-core trains, with the names of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
+from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.lora_layers import FactorPair, LoraLayer, Projection, attach, factors_of
+from slime.backends.megatron.model import PolicyModel
+from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
+from slime.config.args import Args
+from slime.config.lora import megatron_problems
+from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
+from slime.models.peft_files import Factors
+from slime.weights.maps.family import COLUMNS, REPLICATED, ROWS, Entry
+from slime.weights.maps.layouts import QueryKeyValue
+
+_LINEAR = re.compile(r"^decoder\.layers\.\d+\..*\.linear_(qkv|proj|fc1|fc2)\.weight$")
+_WEIGHT, _A, _B = ".weight", ".lora_A", ".lora_B"
+
+
+class ModelAdapters:
+    """The adapters on the linear layers of a model.
+
+    Attributes:
+        names: The layers with an adapter, as transformers names them, in the order of the model; also those of other
+            pipeline stages.
+        linears: The names of all layers that could have one.
+        layers: The layers with adapters on this rank.
+    """
+
+    def __init__(
+        self, chunks: Sequence[PolicyModel], weights: ModelWeights, settings: LoraSettings, seed: int, load: str | None
+    ) -> None:
+        """Freeze the model except the head of a critic, and add adapters, with the values of PEFT's files in the folder
+        ``load``, if it has any. This is a collective operation.
+
+        Raises:
+            ModelError: The flags select no layer, or the adapter in ``load`` has other layers or shapes.
+            MegatronError: The layout cannot divide the adapter.
+        """
+        self.settings, self._seed = settings, seed
+        entries = [e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts]
+        self.linears = [name for entry in entries for name in _modules(entry)]
+        self.names = choose_layers(self.linears, settings, type(chunks[0]).__name__)
+        self._chosen = frozenset(self.names)
+        self.shapes = {
+            name: shapes
+            for entry in entries
+            for name, shapes in self._shapes(entry, weights.held)
+            if name in self._chosen
+        }
+        self._stored = stored_factors(load, self.shapes)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        for tensor in weights.own.values():
+            tensor.requires_grad_(True)
+        self.layers = [layer for chunk in chunks for layer in self._adapt(chunk, weights)]
+        self._stored = None
+        found = [(entry, factor) for chunk in chunks for factor, entry in factors_of(chunk)]
+        self.local: dict[str, Tensor] = {entry.megatron: factor for entry, factor in found}
+        self.entries = {entry.megatron: entry for source in entries for entry in self._factor_entries(source)}
+        self.held = who_holds(self.local)
+        for chunk in chunks:
+            if chunk.pre_process:
+                # Recomputation and Megatron's schedules need a gradient of the input of the first layer.
+                chunk.embedding.register_forward_hook(_with_gradient)
+
+    def _shapes(
+        self, entry: Entry, held: dict[str, Held]
+    ) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
+        """Yield the names of the projections in a weight, and the shapes of the whole factors."""
+        tp, rank = mpu.get_tensor_model_parallel_world_size(), self.settings.rank
+        rows, columns = held[entry.megatron].shape
+        is_row = entry.layout == COLUMNS
+        for name, count in zip(_modules(entry), _rows(entry, rows), strict=True):
+            yield name, ((rank, columns * tp if is_row else columns), (count if is_row else count * tp, rank))
+
+    def _factor_entries(self, entry: Entry) -> Iterator[Entry]:
+        """Yield the entries of the factors of all projections in a weight that have an adapter."""
+        single = len(entry.hf) == 1
+        a, b = (COLUMNS, REPLICATED) if entry.layout == COLUMNS else (REPLICATED, entry.layout if single else ROWS)
+        for name in _modules(entry):
+            if name in self._chosen:
+                yield Entry(name + _A, (name + _A,), a)
+                yield Entry(name + _B, (name + _B,), b)
+
+    def _adapt(self, chunk: PolicyModel, weights: ModelWeights) -> Iterator[LoraLayer]:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for local_name, module in chunk.named_modules():
+            entry = weights.entries.get(global_name(local_name, numbers) + _WEIGHT)
+            if entry is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                continue
+            factors = list(self._factor_entries(entry))
+            if not _LINEAR.match(entry.megatron) or not factors:
+                continue
+            pairs = {}
+            for a, b in zip(factors[::2], factors[1::2], strict=True):
+                name = a.megatron.removesuffix(_A)
+                pairs[name.rpartition(".")[2]] = FactorPair(*self._values(name, (a, b), module.weight), (a, b))
+            last = [name.rpartition(".")[2] for name in _modules(entry)]
+            projections = tuple(map(Projection, last, _rows(entry, module.weight.shape[0])))
+            yield attach(module, pairs, self.settings.scale, projections, _groups(entry))
+
+    def _values(self, name: str, entries: tuple[Entry, Entry], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's parts of the factors of a projection."""
+        (_, inputs), b = self.shapes[name]
+        if self._stored is not None:
+            whole: tuple[Tensor, Tensor] = self._stored[name]
+        else:
+            whole = initial_factor(self.settings, inputs, seed_of(self._seed, name)), torch.zeros(b)
+        group = mpu.get_tensor_model_parallel_group()
+        mine = [e.layout.part([x], group.rank(), group.size()) for e, x in zip(entries, whole, strict=True)]
+        made = [x.reshape(-1, x.shape[-1]).to(like, copy=True).contiguous() for x in mine]
+        return made[0], made[1]
+
+    @torch.no_grad()
+    def whole(self) -> dict[str, Factors]:
+        """Return the whole factors by the names of their layers. This is a collective operation."""
+        found = dict(gather(self.entries, self.local, self.held))
+        return {name: Factors(found[name + _A], found[name + _B]) for name in self.names}
+
+    def merge(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights with the names of the checkpoint, with the adapters added. This is a collective
+        operation."""
+        factors = self.whole()
+        for name, weight in weights:
+            pair = factors.get(name.removesuffix(_WEIGHT))
+            yield name, weight if pair is None else merged(weight, *pair, self.settings.scale).to(weight.dtype)
+
+
+class MegatronAdapter(TrainedAdapter):
+    """An adapter whose factors are divided among tensor-parallel ranks, and its layers among pipeline stages."""
+
+    def __init__(self, args: Args, adapters: ModelAdapters, weights: ModelWeights) -> None:
+        super().__init__(args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())])
+        self.adapters, self._weights = adapters, weights
+
+    def switches(self) -> list[LoraLayer]:
+        """See :meth:`TrainedAdapter.switches`."""
+        return self.adapters.layers
+
+    def factors(self) -> dict[str, Factors]:
+        """See :meth:`TrainedAdapter.factors`."""
+        return self.adapters.whole()
+
+    def targets(self) -> list[str]:
+        """See :meth:`TrainedAdapter.targets`."""
+        return shortest_targets(self.adapters.names, self.adapters.linears)
+
+    def digests(self) -> dict[str, str]:
+        """See :meth:`TrainedAdapter.digests`."""
+        sums: dict[torch.dtype, list[tuple[str, Tensor]]] = {torch.bfloat16: [], torch.float32: []}
+        wide = True
+        for name, tensor in self._weights.gather():
+            wide = wide and tensor.dtype == torch.float32
+            for dtype, found in sums.items():
+                found.append((name, weighted_sum(tensor.reshape(-1), 0, dtype)))
+        if not wide:
+            del sums[torch.float32]
+        return {
+            str(dtype).removeprefix("torch."): digest_of((name, int(value)) for name, value in found)
+            for dtype, found in sums.items()
+        }
+
+
+def _modules(entry: Entry) -> list[str]:
+    """Return the names of the linear layers of transformers in a weight."""
+    return [name.removesuffix(_WEIGHT) for name in entry.hf]
+
+
+def _rows(entry: Entry, rows: int) -> list[int]:
+    """Divide the number of rows of a weight, or of this rank's part of it, among its projections."""
+    if isinstance(entry.layout, QueryKeyValue):
+        one = rows // (entry.layout.heads_per_group + 2)
+        return [one * entry.layout.heads_per_group, one, one]
+    return [rows // len(entry.hf)] * len(entry.hf)
+
+
+def _groups(entry: Entry) -> int:
+    """Return the number of blocks on this rank in which the rows of projections alternate."""
+    if not isinstance(entry.layout, QueryKeyValue):
+        return 1
+    return entry.layout.groups // mpu.get_tensor_model_parallel_world_size()
+
+
+def require_support(config: dict[str, object], tensor_parallel: int) -> None:
+    """Raise MegatronError if the model of a config.json cannot have adapters in this layout."""
+    if problems := megatron_problems(config, tensor_parallel):
+        raise MegatronError("; ".join(problems))
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+    return output

@@ -1,0 +1,175 @@
+"""Adapters (LoRA) on Megatron's parallel linear layers, one pair of factors for each projection of the checkpoint.
+
+Megatron fuses query, key and value, and gate and up, in one layer. Each of these projections has its own ``A`` and
+``B``, as in transformers. With tensor parallelism, each rank has the whole ``A`` and its rows of ``B`` of a layer that
+divides its outputs (column-parallel), and its columns of ``A`` and the whole ``B`` of a layer that divides its inputs
+(row-parallel). Ranks exchange only ``A x``, whose number of features is the rank of the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from slime.backends.megatron.modules import Offsets
+from slime.models.cpu_linear import linear
+from slime.weights.maps.family import Entry
+
+_OWN = "lora."  # the attribute of a layer that holds its factors
+
+
+class Projection(NamedTuple):
+    """One projection of the checkpoint in a layer.
+
+    Attributes:
+        name: The last part of its name (``q_proj``).
+        rows: The number of its output features on this rank.
+    """
+
+    name: str
+    rows: int
+
+
+class FactorPair(nn.Module):
+    """The factors of one projection: ``lora_A [rank, in]`` and ``lora_B [out, rank]``, or this rank's parts of them."""
+
+    def __init__(self, a: Tensor, b: Tensor, entries: tuple[Entry, Entry]) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        self.entries = entries
+        for factor, entry in self.by_entry():
+            if entry.layout.axis is not None:  # the norm of all gradients counts other parameters on one rank only
+                set_tensor_model_parallel_attributes(factor, True, entry.layout.axis, 1)
+
+    def by_entry(self) -> tuple[tuple[nn.Parameter, Entry], ...]:
+        return (self.lora_A, self.entries[0]), (self.lora_B, self.entries[1])
+
+
+class LoraColumn(ColumnParallelLinear):
+    """A column-parallel layer with adapters. Its own weight and bias are frozen.
+
+    Attributes:
+        lora: The factors by the name of their projection.
+        lora_projections: All projections of the layer, with or without an adapter.
+        lora_groups: The number of blocks on this rank in which the projections' rows alternate.
+        lora_scale: The factor ``s`` of ``s B A x``.
+        lora_on: Whether ``forward`` adds the adapters. If not, it computes exactly what it would without them.
+    """
+
+    lora: nn.ModuleDict
+    lora_projections: tuple[Projection, ...]
+    lora_groups: int
+    lora_scale: float
+    lora_on: bool
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's features of the output, ``[T, 1, out]``, and the bias that the caller has to add."""
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        return output + self._adapters(input_) if self.lora_on else output, bias
+
+    def _adapters(self, x: Tensor) -> Tensor:
+        pairs = _pairs(self.lora)
+        inner = linear(x, torch.cat([pair.lora_A for pair in pairs.values()])) * self.lora_scale
+        # Each rank computes the part of the gradient of A x that belongs to its rows of B, so backward sums over ranks.
+        if self.sequence_parallel:
+            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            inner = copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
+        inner_of = dict(zip(pairs, inner.chunk(len(pairs), -1), strict=True))
+        outputs = [
+            linear(inner_of[name], pairs[name].lora_B) if name in pairs else inner.new_zeros(*inner.shape[:-1], rows)
+            for name, rows in self.lora_projections
+        ]
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat([x.unflatten(-1, (self.lora_groups, -1)) for x in outputs], -1).flatten(-2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the tensors of the layer without its adapters."""
+        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+
+
+class LoraRow(RowParallelLinear):
+    """A row-parallel layer with an adapter; attributes as in :class:`LoraColumn`."""
+
+    lora: nn.ModuleDict
+    lora_scale: float
+    lora_on: bool
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, ``[T, 1, out]``, and the bias that the caller has to add."""
+        output, bias = super().forward(input_)
+        return output + self._adapter(input_) if self.lora_on else output, bias
+
+    def _adapter(self, x: Tensor) -> Tensor:
+        (pair,) = _pairs(self.lora).values()
+        inner = linear(x, pair.lora_A) * self.lora_scale
+        if self.sequence_parallel:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
+        else:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
+        return linear(inner, pair.lora_B)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the tensors of the layer without its adapter."""
+        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+
+
+LoraLayer: TypeAlias = LoraColumn | LoraRow
+
+
+def attach(
+    module: ColumnParallelLinear | RowParallelLinear,
+    pairs: dict[str, FactorPair],
+    scale: float,
+    projections: tuple[Projection, ...],
+    groups: int,
+) -> LoraLayer:
+    """Change a linear layer to one with adapters. ``pairs`` are the factors by the name of their projection."""
+    column = isinstance(module, ColumnParallelLinear)
+    module.__class__ = LoraColumn if column else LoraRow
+    assert isinstance(module, LoraColumn | LoraRow)
+    module.lora, module.lora_scale, module.lora_on = nn.ModuleDict(pairs), scale, True
+    if isinstance(module, LoraColumn):
+        module.lora_projections, module.lora_groups = projections, groups
+    for pair in pairs.values():
+        # With sequence parallelism, the whole factor sees this rank's part of the tokens, so its gradients are summed.
+        whole = pair.lora_A if column else pair.lora_B
+        whole.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
+    return module
+
+
+def factors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Entry]]:
+    """Yield the factors on this rank, in the order of the model."""
+    for module in model.modules():
+        if isinstance(module, FactorPair):
+            yield from module.by_entry()
+
+
+def _pairs(modules: nn.ModuleDict) -> dict[str, FactorPair]:
+    return {name: pair for name, pair in modules.items() if isinstance(pair, FactorPair)}
+
+
+def _without_adapters(tensors: dict[str, ShardedTensor], prefix: str) -> dict[str, ShardedTensor]:
+    return {name: x for name, x in tensors.items() if not name.startswith(prefix + _OWN)}

@@ -1,0 +1,183 @@
+"""LoRA on Megatron's layers against FSDP on one rank: gradients of the factors, the reference, snapshots and files.
+
+One launch of four processes runs every layout (``megatron_lora_ranks.py``); the tests below look at its results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_helpers import make_args, make_backend
+from launch import run_ranks
+from megatron_lora_ranks import KEPT, PLAN, adapter_key, arguments, results_of
+from megatron_ranks import Layout, rank_batch
+from safetensors.torch import load_file
+from tiny_families import save_family
+
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.tensor_shards import StoredTensors
+from slime.cli.merge_lora import merge_lora
+from slime.models.peft_files import Factors, factor_names, write_adapter
+
+pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models, and for each set of flags an adapter with random factors that ``--load`` reads."""
+    folder = tmp_path_factory.mktemp("megatron_lora")
+    found: dict[str, Path] = {name: save_family(name, folder / name) for name in sorted({x.model for x in PLAN})}
+    (folder / "output").mkdir()
+    found["output"] = folder / "output"
+    for number, layout in enumerate(PLAN):
+        key = adapter_key(layout)
+        if key not in found and layout.role == "actor":
+            found[key] = folder / f"adapter_{number}"
+            _random_adapter(layout, found, found[key])
+    return found
+
+
+def _random_adapter(layout: Layout, paths: dict[str, Path], folder: Path) -> None:
+    args = make_args(paths[layout.model], **layout.flags)
+    adapter = make_backend(args).adapter
+    assert adapter is not None
+    generator = torch.Generator().manual_seed(5)
+    random = {
+        name: Factors(*(torch.randn(x.shape, generator=generator) * 0.1 for x in factors))
+        for name, factors in adapter.factors().items()
+    }
+    write_adapter(folder, adapter.config(adapter.targets()), random)
+
+
+@pytest.fixture(scope="module")
+def ranks(paths: dict[str, Path]) -> list[Results]:
+    """By rank: results by layout."""
+    run_ranks("megatron_lora_ranks:worker", 4, paths)
+    return [torch.load(paths["output"] / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, Path], ranks: list[Results]) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {}
+    for layout in PLAN:
+        if layout.reference not in found:
+            args = arguments(layout, paths, "fsdp")
+            backend = make_backend(args, layout.role)
+            if layout.role == "critic":  # FSDP names its layers otherwise, so that they have other initial values
+                _take_factors(backend, result(ranks, layout, 0)["loaded"])
+            found[layout.reference] = results_of(backend, args, lambda seed, zero: rank_batch(seed, zero, 0, 1))
+    return found
+
+
+def _take_factors(backend: FsdpBackend, factors: dict[str, torch.Tensor]) -> None:
+    assert backend.adapter is not None
+    for name, layer in backend.adapter.layers.items():
+        layer.lora_A.data, layer.lora_B.data = (factors[x].clone() for x in factor_names(f"model.{name}"))
+
+
+def result(ranks: list[Results], layout: Layout, rank: int) -> dict[str, Any]:
+    found = ranks[rank][layout.name]
+    assert "error" not in found, found["error"]
+    return found
+
+
+@pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
+def test_loss_and_gradients_of_both_factors_are_those_of_fsdp(
+    layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
+) -> None:
+    """The loaded adapter is equal bit for bit. Gradients agree to 1e-5 of the largest of each factor."""
+    reference = expected[layout.reference]
+    prefix = "train/critic-" if layout.role == "critic" else "train/"
+    if layout.role == "critic":
+        named = {key: _as_actor(reference[key]) for key in ("loaded", "gradients")}
+        reference = {**reference, **named}
+    for rank in range(layout.world):
+        mine = result(ranks, layout, rank)
+        assert mine["loaded"].keys() == reference["loaded"].keys()
+        assert all(torch.equal(x, reference["loaded"][name]) for name, x in mine["loaded"].items())
+        ours, theirs = mine["metrics"], reference["metrics"]
+        assert math.isclose(ours[f"{prefix}loss"], theirs[f"{prefix}loss"], rel_tol=0, abs_tol=5e-6)
+        assert math.isclose(ours[f"{prefix}grad_norm"], theirs[f"{prefix}grad_norm"], rel_tol=1e-5)
+        for name, gradient in reference["gradients"].items():
+            gap = float((mine["gradients"][name] - gradient).abs().max())
+            assert gap <= 1e-5 * max(float(gradient.abs().max()), 1e-2), (name, rank, gap)
+        assert any(float(x.abs().max()) > 1e-3 for x in mine["gradients"].values())
+
+
+def _as_actor(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add the part of the names that FSDP's critics lack."""
+    return {name.replace("base_model.model.", "base_model.model.model.", 1): x for name, x in factors.items()}
+
+
+@pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
+def test_only_the_adapter_is_trained(layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]) -> None:
+    one = expected[layout.reference]
+    found = [result(ranks, layout, rank) for rank in range(layout.world)]
+    assert len({str(x[key]) for x in found for key in ("base", "base_after")}) == 1
+    for mine in found:
+        if layout.role == "critic":
+            wanted = _own(layout, mine, one["values"])
+            assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(mine["values"], wanted, strict=True))
+            continue
+        assert mine["changing"] == one["changing"] and mine["merged"].keys() == one["merged"].keys()
+        for name, tensor in one["merged"].items():
+            torch.testing.assert_close(mine["merged"][name], tensor, rtol=0, atol=1e-6)
+        for ours, theirs in zip(mine["log_probs"], _own(layout, mine, one["log_probs"]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def _own(layout: Layout, mine: dict[str, Any], everyones: list[torch.Tensor]) -> list[torch.Tensor]:
+    data_rank, size = mine["data_rank"]
+    groups = rank_batch(0, 0, 0, 1)["group_indices"]
+    return [x for x, group in zip(everyones, groups, strict=True) if group % size == data_rank]
+
+
+# --- reference, snapshots and files ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
+def test_the_reference_is_the_base_bit_for_bit(layout: Layout, ranks: list[Results]) -> None:
+    for rank in range(layout.world):
+        mine = result(ranks, layout, rank)
+        assert mine["copies"] == (["old_actor"], []), "the reference needs no copy"
+        assert len(mine["ref"]) and all(map(torch.equal, mine["ref"], mine["separate"]))
+        assert not any(map(torch.equal, mine["actor"], mine["separate"])), "the adapter is on again"
+
+
+@pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
+def test_resume_is_exact(layout: Layout, ranks: list[Results]) -> None:
+    for rank in range(layout.world):
+        mine = result(ranks, layout, rank)
+        straight, resumed = ({k: v for k, v in mine[x].items() if "perf/" not in k} for x in ("straight", "resumed"))
+        assert straight == resumed
+        assert all(torch.equal(x, mine["resumed_end"][name]) for name, x in mine["end"].items())
+        assert not all(torch.equal(x, mine["saved"][name]) for name, x in mine["end"].items())
+        assert all(map(torch.equal, mine["old"], mine["resumed_old"]))
+
+
+@pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
+def test_snapshots_and_exports_hold_the_adapter(
+    layout: Layout, ranks: list[Results], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    """The export has the names and the configuration of FSDP's, and merges to the same model as the snapshot."""
+    folder, saved = paths["output"] / str(PLAN.index(layout)), result(ranks, layout, 0)["saved"]
+    stored = set(StoredTensors(folder / "iter_0000001" / "actor" / "torch_dist").shapes)
+    factors = {name.removeprefix("base_model.model.").removesuffix(".weight") for name in saved}
+    moments = {f"optimizer.state.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in factors}
+    assert stored == factors | moments
+    written = load_file(str(folder / "adapter" / "adapter_model.safetensors"))
+    assert written.keys() == saved.keys() and all(torch.equal(x, saved[name]) for name, x in written.items())
+    given = paths[adapter_key(layout)]
+    config, fsdp = (json.loads((path / "adapter_config.json").read_text()) for path in (folder / "adapter", given))
+    assert config == fsdp
+    merge_lora(folder / "adapter", None, tmp_path / "merged")
+    merge_lora(folder / "iter_0000001", None, tmp_path / "of_snapshot")
+    first, second = (load_file(str(tmp_path / x / "model.safetensors")) for x in ("merged", "of_snapshot"))
+    assert first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
