@@ -123,15 +123,17 @@ def check_family(args: Args) -> list[str]:
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
         return []
-    from slime.weights.maps.registry import get_family
+    from slime.config.layout import ParallelLayout
+    from slime.weights.maps.registry import get_family, not_divided
 
     if "vision_config" in config:
         return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
     try:
-        get_family(str(config.get("model_type")), args.model_name)
+        family = get_family(str(config.get("model_type")), args.model_name)
     except ValueError as error:
         return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
-    return []
+    problem = not_divided(family, ParallelLayout.from_args(args))
+    return [problem] if problem else []
 
 
 def _check_checkpoints(args: Args) -> list[str]:

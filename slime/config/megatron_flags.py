@@ -21,7 +21,7 @@ READ_BY_SLIME = frozenset(
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     virtual_pipeline_model_parallel_size recompute_activations start_weight_decay end_weight_decay
     weight_decay_incr_style accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_distributed_optimizer
-    swiglu quick_geglu spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
+    swiglu quick_geglu use_gated_attention spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
 """Flags that the Megatron backend reads itself, or that repeat values of config.json."""
 
@@ -76,8 +76,7 @@ _NO_MAP = "no model family with a weight map has it"
 REFUSED: dict[str, str] = {
     "fp16": "use --train-dtype bfloat16",
     **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size"), _NO_TE),
-    **dict.fromkeys(("squared_relu", "use_gated_attention", "attention_output_gate"), _NO_MAP),
-    **dict.fromkeys(("experimental_attention_variant", "apply_layernorm_1p", "moe_shared_expert_gate"), _NO_MAP),
+    **dict.fromkeys(("squared_relu", "experimental_attention_variant"), _NO_MAP),
     "use_kitchen": "it needs NVIDIA's kitchen package",
     "cpu_offloading": f"{_NO_TE}: use --recompute-granularity full or --optimizer-cpu-offload",
     "use_megatron_fsdp": "use --train-backend fsdp",
@@ -98,6 +97,8 @@ REFUSED: dict[str, str] = {
 BUILT_IN_SPECS = (
     *("glm4", "get_glm_spec", "slime_plugins.models.glm4"),
     *("slime_plugins.models.minimax_m2", "get_minimax_m2_layer_spec"),
+    *("slime_plugins.models.qwen3_next", "get_qwen3_next_spec"),
+    *("slime_plugins.models.qwen3_5", "get_qwen3_5_spec"),
 )
 """Values that ``--spec`` accepts. They have no effect, because the layers follow from config.json."""
 

@@ -69,15 +69,27 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
-        rows = hidden_states[0]
-        out = torch.zeros_like(rows)
-        for block in pack.sequences:
-            batch = rows.index_select(0, block.rows)
-            if block.slots is not None:
-                padded = batch.new_zeros(block.n * block.length, batch.shape[1])
-                batch = padded.index_copy(0, block.slots, batch)
-            result = plain(hidden_states=batch.unflatten(0, (block.n, block.length)))
-            out = out.index_copy(0, block.own, result.flatten(0, 1).index_select(0, block.picks))
-        return out.unsqueeze(0)
+        return run_sequences(lambda batch: plain(hidden_states=batch), hidden_states[0], pack).unsqueeze(0)
 
     return forward
+
+
+def run_sequences(mixer: Callable[[Tensor], Tensor], rows: Tensor, pack: PackSegments) -> Tensor:
+    """Run a module with a state on the sequences of a pack, which must be listed there.
+
+    Args:
+        mixer: A causal function of whole sequences, ``[n, L, H]``.
+        rows: ``[T, H]``, the rows of the pack.
+
+    Returns:
+        ``[T, H]``, with 0 for rows that belong to no sequence.
+    """
+    out = torch.zeros_like(rows)
+    for block in pack.sequences:
+        batch = rows.index_select(0, block.rows)
+        if block.slots is not None:
+            padded = batch.new_zeros(block.n * block.length, batch.shape[1])
+            batch = padded.index_copy(0, block.slots, batch)
+        result = mixer(batch.unflatten(0, (block.n, block.length)))
+        out = out.index_copy(0, block.own, result.flatten(0, 1).index_select(0, block.picks))
+    return out

@@ -23,6 +23,7 @@ from slime.config.hf_config import megatron_folder
 from slime.weights.dcp_metadata import require_tensors
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.layouts import Stacked
 
 META = "trainer.json"
 TENSORS = "torch_dist"
@@ -113,7 +114,7 @@ def _full(entry: Entry, folder: HfFolder) -> Tensor:
 
 def _as_saved(entry: Entry, full: Tensor) -> Tensor:
     """Return a tensor in its stored shape: gate and up are concatenated, except for experts, which keep them apart."""
-    return full.flatten(0, 1) if full.dim() == 3 and not entry.experts else full
+    return full.flatten(0, 1) if isinstance(entry.layout, Stacked) and not entry.experts else full
 
 
 def hf_tensors(

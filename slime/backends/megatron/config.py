@@ -30,6 +30,11 @@ NEUTRAL: Settings = {
     "softmax_type": "vanilla",
     "window_size": None,
     "window_attn_skip_freq": None,
+    "apply_layernorm_1p": False,
+    "attention_output_gate": False,
+    "use_gated_attention": False,
+    "linear_attention_freq": None,
+    "moe_shared_expert_gate": False,
 }
 """The values of flags that a family's settings leave out, so that a flag cannot change the model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -51,6 +51,7 @@ class PackBuilder:
         pad_to_multiple: Pad the tokens of a rank to a multiple of this. Sequence parallelism divides them by the
             tensor-parallel size.
         share_prompts: Whether samples of a group store their prompt once.
+        with_sequences: Whether packs list their sequences, for layers with a state.
         chunk_size, fused: How logits are computed; see :class:`Scoring`.
     """
 
@@ -58,6 +59,7 @@ class PackBuilder:
     context_group: ProcessGroup | None = None
     pad_to_multiple: int = 1
     share_prompts: bool = True
+    with_sequences: bool = False
     chunk_size: int = -1
     fused: bool = False
 
@@ -69,7 +71,7 @@ class PackBuilder:
         lengths = [int(batch["response_lengths"][i]) for i in indices] or [1]
         groups = [int(batch["group_indices"][i]) for i in indices] or [0]
         layout = self._layout(tokens, lengths, groups)
-        segments = PackSegments.from_layout(layout, self.device, self.context_group)
+        segments = PackSegments.from_layout(layout, self.device, self.context_group, self.with_sequences)
         # With context parallelism, a sample is divided among ranks in chunks, so its scored rows are listed one by one.
         index = layout.response_index
         return MicroBatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ from slime.backends.megatron.modules import (
     NormedResidual,
     Offsets,
     PackedCoreAttention,
+    PackedDeltaNet,
     PackedRotary,
     ReplicatedLinear,
     RMSNorm,
@@ -57,6 +59,8 @@ from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from slime.weights.maps.family import Settings, moe_layers, padded_vocab_size
 
+MakeMixer: TypeAlias = Callable[[int], nn.Module]
+"""Makes the mixer of a layer, given its index."""
 EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -184,6 +188,7 @@ def build_chunk(
     vp_stage: int | None,
     seed: int,
     rotary: tuple[Tensor, float] | None = None,
+    delta_net: MakeMixer | None = None,
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
 
@@ -193,11 +198,12 @@ def build_chunk(
         vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
         seed: The seed of the value head.
         rotary: The result of :func:`~slime.backends.megatron.modules.scaled_frequencies`.
+        delta_net: The result of :func:`~slime.backends.megatron.modules.delta_nets`, if the model has such layers.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
-        block_spec(config, settings, vp_stage),
+        block_spec(config, settings, vp_stage, delta_net),
         vocab_size=padded_vocab_size(settings),
         max_sequence_length=settings.get("max_position_embeddings") or 1,
         pre_process=mpu.is_pipeline_first_stage(**stage),
@@ -225,6 +231,8 @@ def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, 
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             replace_dispatcher(layer.mlp, get_default_pg_collection())
+            if config.moe_shared_expert_gate:  # Megatron creates it on the CPU
+                layer.mlp.shared_experts.gate_weight.data = layer.mlp.shared_experts.gate_weight.to(device_of(config))
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)
@@ -239,24 +247,34 @@ def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
-def block_spec(config: TransformerConfig, settings: Settings, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, settings: Settings, vp_stage: int | None, delta_net: MakeMixer | None = None
+) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer of the model."""
     with_experts = moe_layers(settings)
+    linear = settings.get("linear_attention_freq") or [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, settings, with_experts[index]) for index in here], layer_norm=RMSNorm
+        layer_specs=[layer_spec(config, settings, with_experts[i], delta_net if linear[i] else None) for i in here],
+        layer_norm=RMSNorm,
     )
 
 
-def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool) -> ModuleSpec:
-    """Return the specification of a decoder layer."""
+def layer_spec(
+    config: TransformerConfig, settings: Settings, with_experts: bool, delta_net: MakeMixer | None = None
+) -> ModuleSpec:
+    """Return the specification of a decoder layer. With ``delta_net``, it has this instead of attention."""
+    if delta_net is not None:
+        attention = ModuleSpec(module=PackedDeltaNet, params={"make": delta_net})
+    else:
+        attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
     normed = ModuleSpec(module=NormedResidual, params={"config": config})
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention() if config.multi_latent_attention else _attention(settings),
+            self_attention=attention,
             self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain_residual,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),

@@ -28,7 +28,7 @@ from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import moe_layers
-from slime.weights.maps.registry import family_of
+from slime.weights.maps.registry import family_of, not_divided
 from slime.weights.megatron_lm import MegatronLmWeights
 from slime.weights.torch_dist import RANK_FILES, TENSORS, read_meta
 
@@ -39,6 +39,7 @@ class TrainedModel:
     Attributes:
         chunks: One model chunk, or several with interleaved pipelines.
         adapters: The adapters (LoRA); None if the weights themselves are trained.
+        has_state: Whether layers have a state, so that packs must list their sequences.
         routing: The routing replay; None without ``--use-routing-replay`` or without experts, and for a critic.
     """
 
@@ -46,12 +47,16 @@ class TrainedModel:
         self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)
+        if problem := not_divided(self.family, layout):
+            raise MegatronError(problem)
         self.settings = merged_settings(args.megatron, args.hf_checkpoint, self.family, self.hf_config)
         self.config = transformer_config(args, self.settings, layout, device)
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
         rotary = None if self.config.multi_latent_attention else modules.scaled_frequencies(self.hf_config)
-        models = [build_chunk(self.config, self.settings, role, stage, seed, rotary) for stage in stages]
+        self.has_state = any(self.settings.get("linear_attention_freq") or ())
+        delta_net = modules.delta_nets(self.hf_config) if self.has_state else None
+        models = [build_chunk(self.config, self.settings, role, stage, seed, rotary, delta_net) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have room only for

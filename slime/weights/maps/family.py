@@ -53,6 +53,7 @@ class Family:
         settings: Converts config.json to Megatron's settings.
         layer: Returns the entries of one layer, given the settings and its global index.
         prefix: The prefix of the tensor names in the checkpoint.
+        not_divided: Why tensor and context parallelism are refused; "" if they are not.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Family:
     settings: Callable[[HfConfig], Settings]
     layer: Callable[[Settings, int], list[Entry]]
     prefix: str = "model."
+    not_divided: str = ""
 
     def entries(self, settings: Settings) -> Iterator[Entry]:
         """Yield the entries of all parameters in the order of the checkpoint, from the embedding to the output."""
@@ -205,7 +207,10 @@ def attention_entries(settings: Settings, index: int, prefix: str = "model.") ->
     hf, megatron = f"{prefix}layers.{index}.self_attn.", f"decoder.layers.{index}.self_attention."
     groups = settings["num_query_groups"]
     qkv = QueryKeyValue(
-        groups=groups, heads_per_group=settings["num_attention_heads"] // groups, dim=settings["kv_channels"]
+        groups=groups,
+        heads_per_group=settings["num_attention_heads"] // groups,
+        dim=settings["kv_channels"],
+        gated=bool(settings.get("attention_output_gate")),
     )
     names = [f"{hf}{x}_proj" for x in "qkv"]
     entries = [Entry(f"{megatron}linear_qkv.weight", tuple(f"{name}.weight" for name in names), qkv)]

@@ -197,17 +197,25 @@ class QueryKeyValue(_Rows):
     """The layout of attention projections: for each key-value group its query heads, its key head and its value head.
 
     The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups, a rank has a part of
-    a group.
+    a group. If queries are ``gated``, each head in the checkpoint is a query and its gate, ``2 * dim`` rows, and a group
+    of the full array has its gates after its queries.
     """
 
     axis: int | None = 0
     groups: int = 1
     heads_per_group: int = 1
     dim: int = 1
+    gated: bool = False
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(0, (self.groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+        query, *key_value = (x.unflatten(0, (self.groups, -1)) for x in tensors)
+        if self.gated:
+            query = query.unflatten(1, (self.heads_per_group, 2, self.dim)).transpose(1, 2).flatten(1, 3)
+        return torch.cat([query, *key_value], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
-        sizes = [self.heads_per_group * self.dim, self.dim, self.dim]
-        return [x.flatten(0, 1) for x in full.unflatten(0, (self.groups, -1)).split(sizes, dim=1)]
+        sizes = [self.heads_per_group * self.dim * (2 if self.gated else 1), self.dim, self.dim]
+        query, *key_value = full.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
+        if self.gated:
+            query = query.unflatten(1, (2, self.heads_per_group, self.dim)).transpose(1, 2).flatten(1, 3)
+        return [x.flatten(0, 1) for x in (query, *key_value)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from slime.config.layout import ParallelLayout
 from slime.weights.maps.family import Family
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "minimax_m2"),
-    *("gpt_oss",),
+    *("gpt_oss", "qwen3_next", "qwen3_5"),
 )
 """The modules of the families. Each has an attribute ``FAMILY``."""
 
@@ -35,6 +36,16 @@ def get_family(model_type: str, model_name: str | None = None) -> Family:
     raise ValueError(
         f"there is no Megatron map for the model type {model_type!r}, only for {', '.join(FAMILIES)}: "
         "use --train-backend fsdp, or give --model-name of a family with the same architecture"
+    )
+
+
+def not_divided(family: Family, layout: ParallelLayout) -> str | None:
+    """Return why the family cannot have a parallel layout, and what to do; None if it can."""
+    if not family.not_divided or layout.tp == layout.cp == 1:
+        return None
+    return (
+        f"--tensor-model-parallel-size {layout.tp} and --context-parallel-size {layout.cp} must be 1, because "
+        f"{family.not_divided}: use pipeline, expert and data parallelism"
     )
 
 

@@ -85,6 +85,12 @@ PLAN: list[Layout] = [
     # norms over all heads
     Layout("minimax_m2_tied", 4, {TP: 2, PP: 2}),
     Layout("minimax_m2", 4, {TP: 2, EP: 2, ETP: 1, **FULL}),
+    # gated delta nets
+    *(Layout(model) for model in ("qwen3_next", "qwen3_next_tied", "qwen3_5", "qwen3_5_moe")),
+    Layout("qwen3_5", 2, {PP: 2, **FULL}),
+    Layout("qwen3_next", 2, {EP: 2}),
+    Layout("qwen3_5_moe", 2, {PP: 2}),
+    Layout("qwen3_next_tied", 4, {PP: 2, EP: 2}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

@@ -19,8 +19,11 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SMALL: dict[str, Any] = dict(
@@ -141,6 +144,21 @@ CONFIGS |= {
     "minimax_m2": MiniMaxM2Config(**MINIMAX),
     "minimax_m2_tied": MiniMaxM2Config(**MINIMAX | dict(tie_word_embeddings=True)),
 }
+DELTA_NET: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+)
+SHARED: dict[str, Any] = EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=16)
+CONFIGS |= {
+    "qwen3_next": Qwen3NextConfig(**SMALL, **DELTA_NET, **SHARED, mlp_only_layers=[1]),
+    "qwen3_next_tied": Qwen3NextConfig(**SMALL | dict(tie_word_embeddings=True), **DELTA_NET, **SHARED),
+    "qwen3_5": Qwen3_5TextConfig(**SMALL | dict(tie_word_embeddings=True), **DELTA_NET),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SMALL, **DELTA_NET, **SHARED),
+}
 
 
 def save_family(name: str, path: Path, seed: int = 0) -> Path:
@@ -149,7 +167,7 @@ def save_family(name: str, path: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     with torch.no_grad():
         for place, parameter in [*model.named_parameters(), *_trained_buffers(model)]:
-            if parameter.ndim == 1 or place.endswith("_bias"):
+            if (parameter.ndim == 1 and "A_log" not in place) or place.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         pad = model.get_input_embeddings().weight[CONFIGS[name].pad_token_id]
         pad.copy_(torch.randn_like(pad) * 0.2)  # transformers starts it from 0
