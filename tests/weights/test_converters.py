@@ -16,6 +16,7 @@ from slime.weights.hf_folder import HfFolder
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.append(str(CHECKOUT / "tests" / "models"))
+from every_family import save_tiny  # noqa: E402
 from tiny_checkpoints import (  # noqa: E402
     FP8_CONFIG,
     INT4_CONFIG,
@@ -45,6 +46,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tool: str, *words: object) -> None:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(deepseek_config(), tmp_path_factory.mktemp("plain"), torch.bfloat16)
+
+
+def test_a_model_with_gated_delta_nets_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shapes of its convolutions, and gates in the place that they had."""
+    source = save_tiny("Qwen3.5-MoE", tmp_path / "hf")
+    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
+    run(monkeypatch, "convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "back")
+    before, after = read_tensors(source), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def quantized(plain: Path, folder: Path, layout: str) -> Path:

@@ -53,7 +53,8 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
     if kind == "qkv":
         groups, heads, dim = (draw(st.integers(1, 4)) for _ in range(3))
         dim *= size  # more ranks than groups cut a group, perhaps within a head
-        return QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim), [], size, matrices
+        gated = draw(st.booleans())
+        return QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim, gated=gated), [], size, matrices
     return (ROWS if kind == "rows" else REPLICATED), [rows], size, matrices
 
 
@@ -63,7 +64,8 @@ def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Lay
     if isinstance(layout, Vocabulary):
         rows = [layout.rows]
     elif isinstance(layout, QueryKeyValue):
-        rows = [layout.groups * layout.dim * heads for heads in (layout.heads_per_group, 1, 1)]
+        queries = layout.heads_per_group * (2 if layout.gated else 1)
+        rows = [layout.groups * layout.dim * heads for heads in (queries, 1, 1)]
     columns = (3 * size,) if matrices else ()
     tensors = [torch.randn(count, *columns) for count in rows]
     whole = layout.join(tensors)
@@ -74,6 +76,16 @@ def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Lay
         assert torch.equal(part, whole if layout.axis is None else whole.chunk(size, layout.axis)[rank])
         read += sum(source.read for source in sources)
     assert read == sum(tensor.numel() for tensor in tensors) * (1 if layout.axis is not None else size)
+    assert all(torch.equal(*pair) for pair in zip(layout.split(whole), tensors, strict=True))
+
+
+def test_gates_come_after_the_queries_of_their_group() -> None:
+    layout = QueryKeyValue(groups=2, heads_per_group=2, dim=1, gated=True)
+    query = torch.tensor([1, -1, 2, -2, 3, -3, 4, -4])  # a gate after its query
+    assert layout.join([query, torch.tensor([5, 6]), torch.tensor([7, 8])]).tolist() == [
+        *(1, 2, -1, -2, 5, 7),
+        *(3, 4, -3, -4, 6, 8),
+    ]
 
 
 @pytest.mark.parametrize(

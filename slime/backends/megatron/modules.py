@@ -26,8 +26,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from torch.distributed import ProcessGroup
+from transformers import AutoModelForCausalLM
 
 from slime.models.layer_kinds import gated_delta_net
 from slime.models.masked_attention import ScoreChanges

@@ -1,4 +1,4 @@
-"""Qwen3.5 (text), dense and with experts: Qwen3-Next's layers, with the projections of the delta net in four matrices."""
+"""Qwen3.5 (text), dense and with experts: Qwen3-Next's layers, with the delta net's projections in four matrices."""
 
 from __future__ import annotations
 

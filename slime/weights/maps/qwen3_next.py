@@ -1,4 +1,4 @@
-"""Qwen3-Next (80B-A3B): gated delta nets, gated attention, norms of 1 + weight, experts and a shared expert with a gate."""
+"""Qwen3-Next (80B-A3B): gated delta nets and gated attention, norms of 1 + weight, a shared expert with a gate."""
 
 from __future__ import annotations
 
