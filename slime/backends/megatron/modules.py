@@ -99,8 +99,8 @@ def rms_norm_1p(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, or · (1 + weight) with ``layernorm_zero_centered_gamma``. With sequence parallelism each rank
-    has part of the tokens, so gradients are summed."""
+    """x / rms(x) · weight, or · (1 + weight) with ``layernorm_zero_centered_gamma``. With sequence parallelism each
+    rank has part of the tokens, so gradients are summed."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()

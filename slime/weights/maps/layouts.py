@@ -197,8 +197,8 @@ class QueryKeyValue(_Rows):
     """The layout of attention projections: for each key-value group its query heads, its key head and its value head.
 
     The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups, a rank has a part of
-    a group. If queries are ``gated``, each head in the checkpoint is a query and its gate, ``2 * dim`` rows, and a group
-    of the full array has its gates after its queries.
+    a group. If queries are ``gated``, each head in the checkpoint is a query and its gate, ``2 * dim`` rows, and a
+    group of the full array has its gates after its queries.
     """
 
     axis: int | None = 0
