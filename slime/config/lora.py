@@ -182,6 +182,11 @@ def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[s
             "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have no adapters with "
             "--train-backend megatron: use fsdp"
         )
+    if "linear_attention" in (config.get("layer_types") or ()):
+        problems.append(
+            "--lora-rank: gated delta nets and gated attention (linear_attention in config.json) have no adapters with "
+            "--train-backend megatron: use fsdp"
+        )
     groups = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if groups and tensor_parallel > groups:
         problems.append(

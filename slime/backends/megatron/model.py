@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.backends.megatron.modules import (
     GatedMLP,
@@ -46,7 +47,6 @@ from slime.backends.megatron.modules import (
     NormedResidual,
     Offsets,
     PackedCoreAttention,
-    PackedDeltaNet,
     PackedRotary,
     ReplicatedLinear,
     RMSNorm,
@@ -198,7 +198,7 @@ def build_chunk(
         vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
         seed: The seed of the value head.
         rotary: The result of :func:`~slime.backends.megatron.modules.scaled_frequencies`.
-        delta_net: The result of :func:`~slime.backends.megatron.modules.delta_nets`, if the model has such layers.
+        delta_net: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`, if the model has such layers.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(

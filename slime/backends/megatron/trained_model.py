@@ -14,6 +14,7 @@ from slime.backends.megatron import modules, rank_files
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.lora import ModelAdapters, require_support
+from slime.backends.megatron.delta_net import delta_nets
 from slime.backends.megatron.model import build_chunk, unwrapped
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
@@ -55,7 +56,7 @@ class TrainedModel:
         seed = derive_seed(args.seed, "value head")
         rotary = None if self.config.multi_latent_attention else modules.scaled_frequencies(self.hf_config)
         self.has_state = any(self.settings.get("linear_attention_freq") or ())
-        delta_net = modules.delta_nets(self.hf_config) if self.has_state else None
+        delta_net = delta_nets(self.hf_config) if self.has_state else None
         models = [build_chunk(self.config, self.settings, role, stage, seed, rotary, delta_net) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
