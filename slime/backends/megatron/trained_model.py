@@ -13,8 +13,8 @@ from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import modules, rank_files
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.lora import ModelAdapters, require_support
 from slime.backends.megatron.delta_net import delta_nets
+from slime.backends.megatron.lora import ModelAdapters, require_support
 from slime.backends.megatron.model import build_chunk, unwrapped
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
