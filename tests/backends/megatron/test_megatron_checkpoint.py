@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    paths: dict[str, Path] = {
-        name: save_family(name, folder / name) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2")
-    }
+    paths: dict[str, Path] = {name: save_family(name, folder / name) for name in {case.saved.model for case in CASES}}
     paths["output"] = folder / "output"
     paths["output"].mkdir()
     run_ranks("checkpoint_ranks:worker", 2, paths)
