@@ -7,20 +7,28 @@ log-probs, as SGLang would. The bare generator sends the same bodies over the sa
 bytes away. What the loop adds (tokenising, decoding, samples, rewards, bookkeeping) is CPU time of the client: at
 ``--rate`` output tokens/s of real engines it is this share of one core, and it only slows generation down as far as
 it keeps a finished request from being followed by the next.
+
+With ``--workers N`` the loop hands its groups to N rollout workers (``--rollout-workers``; 0: none), and the CPU of
+this process, which is then the rollout manager's, stands beside that of the workers. With ``--delay 0`` the time on the
+clock is the rate at which N processes read answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def main() -> None:
@@ -48,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens per answer")
     parser.add_argument("--delay", type=float, default=4.0, help="seconds until an answer")
+    parser.add_argument("--workers", type=int, default=0, help="rollout workers")
     parser.add_argument("--rate", type=float, default=15660.0, help="output tokens/s of real engines to compare with")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -90,17 +99,46 @@ def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[str, An
     """Bare, loop, bare, loop; the second of each counts (the first loads what is loaded once)."""
     args, source = prepare(options, url, folder)
     seconds: dict[str, tuple[float, float]] = {}
-    for rollout_id in range(2):
-        seconds["bare"] = timed(bare(options, url))
-        seconds["loop"] = timed(loop(args, rollout_id, source))
+    with rollout_workers(args, options.workers, folder) as workers:
+        for rollout_id in range(2):
+            seconds["bare"] = timed(bare(options, url))
+            before = sum(process.cpu_times().user + process.cpu_times().system for process in workers)
+            seconds["loop"] = timed(loop(args, rollout_id, source))
+            used = sum(process.cpu_times().user + process.cpu_times().system for process in workers) - before
+            seconds["workers"] = 0.0, used
     cpu = {name: 1e3 * used / options.samples for name, (_, used) in seconds.items()}
     per_second = options.rate / options.new
     return {
         "samples": options.samples, "concurrency": options.concurrency, "new": options.new, "delay": options.delay,
         "bare_wall_s": seconds["bare"][0], "loop_wall_s": seconds["loop"][0],
+        "workers": options.workers, "workers_cpu_ms_per_sample": cpu["workers"],
         "bare_cpu_ms_per_sample": cpu["bare"], "loop_cpu_ms_per_sample": cpu["loop"],
         "share_of_a_core_at_rate": 1e-3 * cpu["loop"] * per_second, "rate": options.rate,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def rollout_workers(args: Any, count: int, folder: Path) -> Iterator[list[psutil.Process]]:
+    """Generate the groups of the block in so many rollout workers; yields their processes."""
+    if not count:
+        yield []
+        return
+    from slime.cluster.placement import thread_environment
+    from slime.cluster.rollout_workers import RolloutWorkers, worker_launcher
+    from slime.cluster.session import connect, disconnect
+    from slime.rollout.state import GenerateState
+
+    connect()
+    parts = [1 / count] * count
+    launch = worker_launcher([args] * count, parts, folder, thread_environment(1))
+    workers = RolloutWorkers(launch, parts, 120.0, lambda: None)
+    try:
+        workers.start()
+        GenerateState(args).generator = workers
+        yield [psutil.Process(pid) for pid in workers.pids()]
+    finally:
+        workers.stop()
+        disconnect()
 
 
 def timed(work: Any) -> tuple[float, float]:
@@ -169,6 +207,8 @@ def show(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for name in ("bare", "loop"):
         wall, cpu = result[f"{name}_wall_s"], result[f"{name}_cpu_ms_per_sample"]
         print(f"  {name:<5}{wall:8.2f} s on the clock {cpu:8.2f} ms of CPU per sample")
+    if options.workers:
+        print(f"  {options.workers} workers{result['workers_cpu_ms_per_sample']:19.2f} ms of CPU per sample, together")
     share = result["share_of_a_core_at_rate"]
     print(f"  at {options.rate:.0f} output tokens/s the loop keeps {share:.1%} of one core busy")
 

@@ -58,7 +58,7 @@ class Engine:
 
     @property
     def worker(self) -> Worker:
-        return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port)
+        return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port, self.index)
 
     def wait_ready(self) -> None:
         """Block until the engine answers. Its address changes with every start."""

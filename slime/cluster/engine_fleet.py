@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from slime.cluster.engine import GONE, Engine, EngineStatus, State
 from slime.cluster.polling import wait_for
+from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
@@ -43,10 +44,12 @@ class EngineFleet:
         specs: The engines that this run starts.
         external: URLs of servers that are already running.
         keys: The keys of engines and routers.
+        workers: Number of rollout workers, among which the engines are divided.
 
     Attributes:
         addresses: The values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
             ``sglang_router_port`` (of the first model's router, or of the only engine) and ``sglang_model_routers``.
+        shares: Number of parts into which the engines are divided; 0: they are not.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class EngineFleet:
         specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
         keys: RunKeys | None = None,
+        workers: int = 0,
     ) -> None:
         self.keys = keys or RunKeys()
         self.args, self.log_dir, self.launch = args, log_dir, launch
@@ -68,6 +72,10 @@ class EngineFleet:
         ]
         for engine in self.engines[count:]:
             send_key(engine.url, self.keys.engine)
+        # Only engines of one kind, behind a router of this run, are divided.
+        alike = all((e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in self.engines)
+        divided = alike and len(self.engines) > 1 and not args.sglang_router_ip
+        self.shares = min(workers, len(self.engines)) if divided else 0
         self.count = count
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
@@ -146,7 +154,7 @@ class EngineFleet:
             return
         url = workers[0].url
         if len(workers) > 1 or self.args.use_router or self.tolerant or self.args.sglang_router_ip:
-            self.router = Routers(RouterSettings.from_args(self.args, self.keys), self.log_dir)
+            self.router = Routers(RouterSettings.from_args(self.args, self.keys), self.log_dir, self.shares)
             self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)
@@ -155,6 +163,14 @@ class EngineFleet:
             "sglang_router_port": address.port or 80,
             "sglang_model_routers": self.router.addresses if self.router is not None else {},
         }
+
+    def addresses_of(self, worker: int) -> dict[str, object]:
+        """Return :attr:`addresses` as a rollout worker gets them: with the router of its share of the engines."""
+        if self.router is None or not self.shares:
+            return self.addresses
+        url = urlsplit(list(self.router.by_share.values())[worker % self.shares].url)
+        models = dict.fromkeys(self.router.addresses, (url.hostname, url.port))
+        return {"sglang_router_ip": url.hostname, "sglang_router_port": url.port, "sglang_model_routers": models}
 
     def stop(self, at_once: bool = False) -> None:
         """Stop router and engines; returns when their processes have ended. Safe to call twice.
@@ -356,7 +372,7 @@ class EngineFleet:
                 except (ServerFailed, OSError) as error:  # A worker may hang, for example; the health checks find it.
                     logger.error("the router could not be started again: %s", error)
                     continue
-                logger.warning("the router serves again at %s", self.router.by_model[model].url)
+                logger.warning("the router of %s serves again", model)
 
 
 def _ask(engine: Engine) -> Mapping[str, object]:

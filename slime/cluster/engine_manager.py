@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slime.cluster.engine_loads import EngineLoads
     from slime.cluster.health import HealthMonitor
     from slime.cluster.placement import Placement
+    from slime.cluster.rollout_workers import RolloutWorkers
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
     from slime.engines.keys import RunKeys
@@ -37,6 +38,7 @@ class EngineManager:
         self._fleet: EngineFleet | None = None
         self._monitor: HealthMonitor | None = None
         self.loads: EngineLoads | None = None
+        self.workers: RolloutWorkers | None = None
 
     def start_engines(self, placement: Placement) -> list[str]:
         """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
@@ -45,7 +47,9 @@ class EngineManager:
         from slime.cluster.engine_loads import EngineLoads
         from slime.cluster.health import HealthMonitor
         from slime.cluster.placement import thread_environment
+        from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
         from slime.config.machine import raise_file_limit
+        from slime.config.rollout import may_use_workers
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
         from slime.observability import progress
@@ -58,7 +62,8 @@ class EngineManager:
         launch = launcher(args, specs, placement, self.log_dir, environment, keys.engine)
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
         # Stored before the start, so that a shutdown during the start ends the engines that were launched.
-        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external, keys)
+        workers = args.rollout_workers if args.rollout_workers > 1 and may_use_workers(args) else 0
+        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external, keys, workers)
         urls = fleet.start(lambda done, total: progress.report("start engines", done, total))
         self.args = self.args.with_values(**fleet.addresses)
         init_http_client(self.args)
@@ -73,6 +78,12 @@ class EngineManager:
         watch_faults(monitor.wake)  # A failed request causes a check at once.
         self.loads = EngineLoads(fleet.engines, lambda: monitor.paused, RunDir(self.log_dir.parent).engines)
         self.loads.start()
+        if workers:
+            parts = parts_of_workers(workers, fleet.shares, len(fleet.engines))
+            own = [self.args.with_values(**fleet.addresses_of(number)) for number in range(workers)]
+            launch_worker = worker_launcher(own, parts, self.log_dir, environment)
+            self.workers = RolloutWorkers(launch_worker, parts, args.start_timeout, monitor.wake)
+            self.workers.start()
         return urls
 
     @property
@@ -167,14 +178,22 @@ class EngineManager:
         """Metrics: requests that were retried, engines lost and restarted, since the previous rollout."""
         from slime.engines.http import take_retries
 
-        return {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
+        counts = {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
+        if self.workers is not None:
+            counts["rollout/worker_restart_count"] = self.workers.restarts()
+        return counts
 
     def engine_report(self) -> str:
         """One line per engine, with the last log lines of those that died."""
         return self.fleet.report() if self._fleet is not None else "no engine was started"
 
     def end_engines(self, at_once: bool = True) -> None:
-        """Stop router and engines; returns when their processes have ended. Requests in progress fail."""
+        """Stop rollout workers, router and engines; returns when their processes have ended.
+
+        Groups in progress fail.
+        """
+        if self.workers is not None:  # first: they would start requests again, and report engines as faulty
+            self.workers.stop()
         if self._monitor is not None:
             self._monitor.stop()
         if self.loads is not None:

@@ -111,7 +111,7 @@ class RolloutManager(EngineManager):
 
         start = time.perf_counter()
         args = self.args
-        GenerateState(args).observer = self.state.observe
+        self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample
             output = RolloutFnTrainOutput(load_rollout(args.load_debug_rollout_data, rollout_id, subsample))
@@ -131,6 +131,12 @@ class RolloutManager(EngineManager):
         run(complete())
         return rollout
 
+    def _generate_state(self) -> GenerateState:
+        """The state that the rollout functions share, with the rollout workers, which ``args`` do not hold."""
+        state = GenerateState(self.args)
+        state.generator = self.workers
+        return state
+
     def open_pool(self, first_step: int, last_step: int, held_step: int) -> bool:
         """Open the standing pool of an asynchronous run, if its rollout function has one, and log its schedule.
 
@@ -146,7 +152,7 @@ class RolloutManager(EngineManager):
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
             return False
-        GenerateState(self.args).observer = self.state.observe
+        self._generate_state().observer = self.state.observe
         ahead = len(self.state.restored)  # the number of rollouts that need not be generated
         self.pool = opener(self.args, self.data_source, first_step, last_step, ahead)
         return True
@@ -221,6 +227,7 @@ class RolloutManager(EngineManager):
         from slime.observability.evaluations import write_evaluation
 
         start = time.perf_counter()
+        self._generate_state()
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})

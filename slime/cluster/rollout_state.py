@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slime.checkpoint.files import read_state, write_state
 from slime.checkpoint.ledger import Ledger, Line
+from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, StatefulDataSource
 from slime.observability.best_effort import warn
@@ -18,11 +19,6 @@ from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-OWN_FUNCTIONS = (
-    "slime.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
-)
 
 
 @dataclass

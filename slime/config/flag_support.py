@@ -124,7 +124,7 @@ class UnsupportedConfig:
     )
     use_http2: bool = ignored(False, "Send requests by HTTP/2", "slime uses HTTP/1.1 with a connection pool")
     use_distributed_post: bool = ignored(
-        False, "Send HTTP requests from one Ray actor per node", "the rollout manager sends all requests itself"
+        False, "Send HTTP requests from one Ray actor per node", "use --rollout-workers"
     )
     http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "slime connects to them directly")
     recompute_loss_function: bool = ignored(

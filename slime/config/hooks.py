@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -76,7 +77,8 @@ def _load_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")
-    name = f"slime_hook_{file.stem}_{abs(hash(str(file))):x}"
+    # The same name in every process, so that objects of the file's classes can travel between them.
+    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

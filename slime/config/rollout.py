@@ -17,6 +17,8 @@ DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
 
 FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
+"""The rollout functions that account for every group, and that can generate in rollout workers."""
 
 
 @dataclass
@@ -24,6 +26,12 @@ class RolloutConfig:
     _title = "rollout"
 
     rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook", help="Function that generates a rollout")
+    rollout_workers: int = flag(
+        1,
+        low=1,
+        help="Number of processes that generate and score. 1: the rollout manager's own; more: rollout workers, which "
+        "the rollout manager hands groups to. For many engines, whose answers one process cannot read in time",
+    )
     custom_generate_function_path: str | None = hook_flag(
         "Function that generates one sample, for example over several turns or with tools. Default: one request "
         "to an engine"
@@ -155,8 +163,19 @@ def is_fully_async(args: Args) -> bool:
     return args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
 
 
+def may_use_workers(args: Args) -> bool:
+    """Whether rollouts or evaluations hand groups to rollout workers; a user's function generates them itself."""
+    functions = {path.replace(":", ".") for path in (args.rollout_function_path, args.eval_function_path) if path}
+    return bool(functions & set(OWN_FUNCTIONS))
+
+
 def check_rollout(args: Args) -> list[str]:
     problems = []
+    if args.rollout_workers > 1 and not may_use_workers(args):
+        args.notices.append(
+            f"--rollout-workers {args.rollout_workers} has no effect: {args.rollout_function_path} runs as a whole in "
+            "the process of the rollout manager"
+        )
     if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
         problems.append(
             "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"
@@ -259,6 +278,8 @@ def _check_replay(args: Args) -> list[str]:
     if args.replay_schedule is None:
         return []
     problems = []
+    if args.rollout_workers > 1:
+        problems.append("--replay-schedule needs --rollout-workers 1")
     if args.rollout_backend != "embedded" or not args.deterministic:
         problems.append(
             "--replay-schedule repeats a run exactly, which needs --rollout-backend embedded and --deterministic"

@@ -139,6 +139,12 @@ def take_retries() -> int:
     return count
 
 
+def add_retries(count: int) -> None:
+    """Count retries that another process of the rollout has reported."""
+    global _retried
+    _retried += count
+
+
 async def post(url: str, payload: object, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """POST JSON and return the decoded response: JSON if possible, otherwise text.
 

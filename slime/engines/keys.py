@@ -131,6 +131,16 @@ def send_key(url: str, keys: ServerKeys) -> None:
     _by_address[_address(url)] = keys
 
 
+def known_keys() -> dict[str, ServerKeys]:
+    """Return the keys that this process sends, by address (``host:port``), for :func:`send_keys` in another one."""
+    return dict(_by_address)
+
+
+def send_keys(known: Mapping[str, ServerKeys]) -> None:
+    """Send the keys of :func:`known_keys` with all further requests of this process."""
+    _by_address.update(known)
+
+
 def auth_headers(url: str) -> dict[str, str]:
     """Return the ``Authorization`` header for a request to ``url``; empty if ``url`` is not a server of this run.
 

@@ -37,6 +37,7 @@ class Worker:
 
     Attributes:
         model: The served model. Each model has its own router.
+        index: The number of the engine, by which rollout workers share the engines.
         bootstrap_port: The port at which a prefill server hands over its KV cache; None for other servers.
     """
 
@@ -44,6 +45,7 @@ class Worker:
     model: str = DEFAULT_MODEL
     worker_type: WorkerType = "regular"
     bootstrap_port: int | None = None
+    index: int = 0
 
 
 class Router:
@@ -169,16 +171,24 @@ def start_router(
 
 
 class Routers:
-    """The routers of a run, one per served model.
+    """The routers of a run: one per served model, and one per share of the engines for rollout workers.
+
+    A share has every ``shares``-th engine. While none of its engines serves, its router has those of all other shares.
+
+    Args:
+        shares: Number of shares; 0: there are none. Shares need a single model whose engines are alike.
 
     Attributes:
         by_model: The routers in the order of the models. User functions find the address of the first one in
             ``args.sglang_router_ip`` and ``args.sglang_router_port``.
+        by_share: The routers of the shares.
     """
 
-    def __init__(self, settings: RouterSettings, log_dir: Path) -> None:
-        self.settings, self.log_dir = settings, log_dir
+    def __init__(self, settings: RouterSettings, log_dir: Path, shares: int = 0) -> None:
+        self.settings, self.log_dir, self.shares = settings, log_dir, shares
         self.by_model: dict[str, Router] = {}
+        self.by_share: dict[str, Router] = {}
+        self._serving: dict[str, Worker] = {}  # by URL; only kept for shares
         self._added: list[Worker] = []  # workers of a router that slime did not start; stop() removes them there
         self._missed: dict[str, int] = {}  # consecutive pings without an answer, by model
 
@@ -197,6 +207,23 @@ class Routers:
                 self.by_model[model].add_workers(own)
             else:
                 self.by_model[model] = self._start(model, own, address_towards([worker.url for worker in own]))
+        self._serving = {worker.url: worker for worker in workers}
+        for name in _share_names(self.shares):
+            own = self._of_share(name)
+            self.by_share[name] = self._start(name, own, address_towards([worker.url for worker in own]))
+
+    def _of_share(self, name: str) -> list[Worker]:
+        number, serving = _share_names(self.shares).index(name), list(self._serving.values())
+        return [worker for worker in serving if worker.index % self.shares == number] or serving
+
+    def _balance(self) -> None:
+        """Let the router of each share have the engines that it should have."""
+        for name, router in self.by_share.items():
+            wanted = {worker.url: worker for worker in self._of_share(name)}
+            known = {engine_url(worker["url"]) for worker in router.workers()}
+            router.add_workers([worker for url, worker in wanted.items() if url not in known])
+            for url in known - wanted.keys():
+                router.remove_worker(url)
 
     @property
     def addresses(self) -> dict[str, tuple[str | None, int | None]]:
@@ -214,19 +241,25 @@ class Routers:
         router.add_worker(worker)
         if not isinstance(router, RouterProcess):
             self._added.append(worker)
+        self._serving[worker.url] = worker
+        self._balance()
 
     def remove_worker(self, url: str) -> None:
-        for router in self.by_model.values():
-            router.remove_worker(url)
+        self._serving.pop(url, None)
+        try:
+            for router in self.by_model.values():
+                router.remove_worker(url)
+        finally:  # a router that does not answer keeps no other from forgetting the engine
+            self._balance()
 
     def dead(self) -> list[tuple[str, str]]:
-        """Return the model and a description of each router that slime started and that has failed.
+        """Return the model (or share) and a description of each router that slime started and that has failed.
 
         A router has failed if its process ended, or if it did not answer :data:`MOST_MISSED_PINGS` consecutive pings.
         The description contains the last log lines. Each call of this method sends one ping to each router.
         """
         found = []
-        for model, router in self.by_model.items():
+        for model, router in {**self.by_model, **self.by_share}.items():
             if not isinstance(router, RouterProcess):
                 continue
             if not router.alive():
@@ -243,18 +276,28 @@ class Routers:
         return found
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
-        """Start a router that ended or hangs again, at the same address, which clients keep using."""
-        old = self.by_model[model]
+        """Start a router that ended or hangs again, at the same address, which clients keep using.
+
+        Args:
+            model: The model, or the name of the share, as :meth:`dead` returned it.
+            workers: All engines that serve.
+        """
+        self._serving = {worker.url: worker for worker in workers}
+        routers = self.by_share if model in self.by_share else self.by_model
+        old = routers[model]
         if isinstance(old, RouterProcess):
             old.kill()  # a hanging router may ignore SIGTERM; its clients' connections are reset, and they retry
         address = urlsplit(old.url)
         own = [worker for worker in workers if worker.model == model]
-        self.by_model[model] = self._start(model, own, address.hostname or "", address.port)
+        own = self._of_share(model) if model in self.by_share else own
+        routers[model] = self._start(model, own, address.hostname or "", address.port)
         self._missed[model] = 0
+        with contextlib.suppress(ServerFailed, OSError):  # another one that has failed is restarted next
+            self._balance()
 
     def stop(self) -> None:
         """Stop the routers that slime started, and remove the engines of this run from a router that it did not."""
-        for router in self.by_model.values():
+        for router in (*self.by_model.values(), *self.by_share.values()):
             if isinstance(router, RouterProcess):
                 router.stop()
         for worker in self._added:
@@ -264,6 +307,10 @@ class Routers:
     def _start(self, model: str, workers: Sequence[Worker], host: str, port: int | None = None) -> RouterProcess:
         name = "router.log" if model == DEFAULT_MODEL else f"router-{model}.log"
         return start_router(self.settings, workers, host, port, self.log_dir / name)
+
+
+def _share_names(shares: int) -> list[str]:
+    return [f"share-{number}" for number in range(shares)]
 
 
 def engine_url(worker_url: str) -> str:

@@ -48,7 +48,10 @@ async def abort(args: Args) -> None:
     """
     from slime.engines.http import HttpError, request
 
-    GenerateState(args).aborted = True  # first: tasks that continue after the abort must not send new requests
+    state = GenerateState(args)
+    state.aborted = True  # first: tasks that continue after the abort must not send new requests
+    if state.generator is not None:
+        await state.generator.abort()
     try:
         urls = await worker_urls(args)
     except HttpError as error:

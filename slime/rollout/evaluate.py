@@ -17,7 +17,8 @@ from slime.data.sample import Group, Sample, flatten
 from slime.observability import progress
 from slime.rollout.abort import rest_seconds
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
-from slime.rollout.group import continuable, generate_and_rm_group, snapshot
+from slime.rollout.generator import generator_of
+from slime.rollout.group import continuable, snapshot
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
@@ -63,7 +64,7 @@ async def _finished(args: Args, group: Group, params: SamplingParams, purpose: s
     original, tries = snapshot(group), 0
     while True:
         before = sum(sample.response_length for sample in flatten(group))
-        group = await generate_and_rm_group(args, group, params, evaluation=True, purpose=purpose)
+        group = await generator_of(args).generate(args, group, params, evaluation=True, purpose=purpose)
         leaves = flatten(group)
         if not any(sample.status is Sample.Status.ABORTED for sample in leaves):
             return group

@@ -20,12 +20,12 @@ from slime.observability import progress
 from slime.rollout.abort import abort_and_drain, rest_seconds
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
-from slime.rollout.group import continuable, generate_and_rm_group, is_finished, snapshot
+from slime.rollout.generator import generator_of
+from slime.rollout.group import continuable, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
 from slime.rollout.settings import LoopSettings
 from slime.rollout.state import GenerateState
-from slime.rollout.weight_timeline import TIMELINE
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -197,14 +197,12 @@ class RolloutLoop:
         If an engine ends a request that the rollout did not abort (a restart, a weight update), generation continues
         from the tokens so far.
         """
-        # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
-        TIMELINE.set(self.state.schedule)
-        retries = 0
+        generator, retries = generator_of(self.args), 0
         while True:
             before = _tokens(group)
-            group = await generate_and_rm_group(self.args, group, self.state.sampling_params)
+            group = await generator.generate(self.args, group, self.state.sampling_params)
             if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
-                return _packed(group)
+                return packed(group)
             self._notify("continued", group)
             group = continuable(group, snapshot(original), partial=True)
             # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
@@ -270,7 +268,7 @@ class RolloutLoop:
         else:
             self.counts.dropped[reason] += 1
             self._notify("filtered", group, reason=reason)
-        _packed(group)  # again: a filter that reads per-token fields turns them back into Python lists
+        packed(group)  # again: a filter that reads per-token fields turns them back into Python lists
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
         self.counts.dropped[TOO_LONG] += 1
@@ -383,7 +381,7 @@ def _error(item: _InFlightGroup) -> BaseException | None:
     return None if task is None or not task.done() or task.cancelled() else task.exception()
 
 
-def _packed(group: Group) -> Group:
+def packed(group: Group) -> Group:
     """Store per-token fields as arrays, in place. No user function may work on the group: it could hold their lists."""
     for sample in flatten(group):
         sample.pack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.rollout.generator import GroupGenerator
 
 Observer = Callable[[str, Group, dict[str, Any]], None]
 """Called on the event loop as ``observer(event, group, facts)``. The events of a group, in their order:
@@ -65,6 +67,8 @@ class GenerateState:
         pool: The standing pool of a fully asynchronous run.
         observer: Called with each event of a group, see :data:`Observer`.
         schedule: The schedule of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
+        generator: Where groups are generated; None: in this process.
+        share: The share of the run's requests in flight that this process may send, above 0 and at most 1.
         warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was given.
     """
 
@@ -103,6 +107,8 @@ class GenerateState:
         self.eval_datasets: dict[bytes, Any] = {}
         self.encoded: tuple[str, list[int]] = "", []
         self.warned_of_media = False
+        self.generator: GroupGenerator | None = None
+        self.share = 1.0
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
@@ -174,7 +180,8 @@ class GenerateState:
 
     @functools.cached_property
     def _in_flight(self) -> int:
-        return min(concurrency(self.args), connection_limit(self.args.sglang_router_ip))
+        share = math.ceil(concurrency(self.args) * self.share)
+        return min(share, connection_limit(self.args.sglang_router_ip))
 
 
 def concurrency(args: Args) -> int:

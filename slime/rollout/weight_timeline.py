@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from slime.data.sample import Group, Sample, flatten
 from slime.data.staleness import step_of
@@ -41,9 +41,16 @@ SETTINGS = (
 )  # fmt: skip
 
 Send: TypeAlias = Callable[[GenerateBody], Awaitable[GenerateOutput | None]]
-TIMELINE: ContextVar[WeightTimeline | None] = ContextVar("weight_timeline", default=None)
+TIMELINE: ContextVar[Asked | None] = ContextVar("weight_timeline", default=None)
 """The schedule of the current task. It is set only in tasks that generate training samples of an asynchronous run;
 requests of evaluations are not recorded."""
+
+
+class Asked(Protocol):
+    """What requests of training samples go through."""
+
+    async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
+        """Return the reply of ``send(body)``, or None."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +213,8 @@ class WeightTimeline:
             output = await send(body)
         else:
             output = await self._repeat(recorded, body, send)
-        if output is not None and sample.index is not None:
-            self._log(sample, turn, output["meta_info"])
+        if output is not None and (line := request_line(sample, turn, output["meta_info"], self.keeps_kv)):
+            self.file.append(line)
         if recorded is not None:
             self.over[recorded.last] += 1
         return output
@@ -231,18 +238,6 @@ class WeightTimeline:
             output["meta_info"]["finish_reason"] = {"type": "abort"}
         return output
 
-    def _log(self, sample: Sample, turn: int, meta: MetaInfo) -> None:
-        tokens = len(meta.get("output_token_logprobs") or [])
-        given = [(part["start"], part["version"]) for part in meta.get("weight_versions") or ()]
-        given = given or [(0, meta.get("weight_version") or "")]
-        spans = [[start, step] for start, version in given if (step := step_of(str(version))) is not None]
-        if not spans:
-            return
-        finish = meta.get("finish_reason")
-        line = {"request": sample.index, "group": sample.group_index, "turn": turn, "spans": spans, "tokens": tokens}
-        kept = {"kv_kept": self.keeps_kv} if len(spans) > 1 else {}
-        self.file.append({**line, **kept, "end": finish["type"] if isinstance(finish, Mapping) else finish})
-
     def missing(self, held: int) -> str | None:
         """In a replay, describe what a weight update must still wait for.
 
@@ -259,6 +254,40 @@ class WeightTimeline:
         if over == due and held == divided:
             return None
         return f"{over} of {due} recorded requests are finished, and {held} of {divided} wait for newer weights"
+
+
+class Noted:
+    """Keeps the lines of the requests of one group, in a process without the file of the schedule."""
+
+    def __init__(self, keeps_kv: bool) -> None:
+        self.keeps_kv = keeps_kv
+        self.lines: list[ScheduleLine] = []
+
+    async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
+        turn = len(sample.weight_versions)
+        output = await send(body)
+        if output is not None and (line := request_line(sample, turn, output["meta_info"], self.keeps_kv)):
+            self.lines.append(line)
+        return output
+
+
+def request_line(sample: Sample, turn: int, meta: MetaInfo, keeps_kv: bool) -> ScheduleLine | None:
+    """Return the line of one request, or None if the reply or the sample cannot be recorded.
+
+    Args:
+        turn: The number of earlier requests of the sample.
+        keeps_kv: Whether requests keep their KV cache through a weight update.
+    """
+    tokens = len(meta.get("output_token_logprobs") or [])
+    given = [(part["start"], part["version"]) for part in meta.get("weight_versions") or ()]
+    given = given or [(0, meta.get("weight_version") or "")]
+    spans = [[start, step] for start, version in given if (step := step_of(str(version))) is not None]
+    if not spans or sample.index is None:
+        return None
+    finish = meta.get("finish_reason")
+    line = {"request": sample.index, "group": sample.group_index, "turn": turn, "spans": spans, "tokens": tokens}
+    kept = {"kv_kept": keeps_kv} if len(spans) > 1 else {}
+    return {**line, **kept, "end": finish["type"] if isinstance(finish, Mapping) else finish}
 
 
 def settings_to_compare(args: Args) -> dict[str, Any]:

@@ -10,7 +10,13 @@ from make_args import make_args
 from slime.config.corrections import check_kl, check_opsm
 from slime.config.engine import check_draft
 from slime.config.machine import Machine
-from slime.config.rollout import check_rollout
+from slime.config.rollout import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    FULLY_ASYNC_FUNCTION,
+    check_loop,
+    check_rollout,
+    may_use_workers,
+)
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)
@@ -343,3 +349,21 @@ def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) 
     measured = "--get-mismatch-metrics --custom-tis-function-path slime.algorithms.mis.compute_mis_weights"
     assert workplace.load(measured, asynchronous=True).use_tis is False
     assert workplace.load(f"{measured} --use-tis", asynchronous=True).use_tis is True
+
+
+def test_rollout_workers_generate_for_the_rollout_functions_of_slime() -> None:
+    asynchronous = FULLY_ASYNC_FUNCTION.replace(".generate", ":generate")
+    for path, workers in ((DEFAULT_ROLLOUT_FUNCTION, True), (asynchronous, True), ("a.b", False)):
+        args = make_args(rollout_workers=3, rollout_function_path=path)
+        assert check_rollout(args) == [] and may_use_workers(args) == workers
+        assert [notice for notice in args.notices if "--rollout-workers 3 has no effect: a.b" in notice] == (
+            [] if workers else args.notices
+        )
+    assert may_use_workers(make_args(rollout_function_path="a.b", eval_function_path=DEFAULT_ROLLOUT_FUNCTION))
+
+
+def test_a_schedule_is_replayed_in_one_process(tmp_path: Path) -> None:
+    replay = {"replay_schedule": str(tmp_path), "rollout_backend": "embedded", "deterministic": True}
+    (problem,) = check_loop(make_args(asynchronous=True, rollout_workers=2, **replay), asynchronous=True)
+    assert problem == "--replay-schedule needs --rollout-workers 1"
+    assert check_loop(make_args(asynchronous=True, **replay), asynchronous=True) == []

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,6 +50,47 @@ def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pyte
     routers.start([Worker("http://10.0.0.8:30000"), Worker("http://10.0.0.9:30000")])
     routers.restart("default", [Worker("http://10.0.0.9:30000")])
     assert places == [("10.0.0.1", None), ("10.0.0.1", 7000)]
+
+
+class Listed(Router):
+    """A router that has its engines in a list."""
+
+    def __init__(self, url: str, workers: Sequence[Worker]) -> None:
+        super().__init__(url)
+        self.listed = [worker.url for worker in workers]
+
+    def workers(self) -> list[dict[str, Any]]:
+        return [{"url": url} for url in self.listed]
+
+    def add_workers(self, workers: Sequence[Worker], deadline: float = 0.0) -> None:
+        self.listed += [worker.url for worker in workers]
+
+    def remove_worker(self, url: str, deadline: float = 0.0) -> None:
+        if url in self.listed:
+            self.listed.remove(url)
+
+
+def test_a_share_without_engines_borrows_those_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("slime.engines.router.start_router", lambda _, workers, *__: Listed("http://h:1", workers))
+    engines = [Worker(f"http://127.0.0.1:{index + 1}", index=index) for index in range(5)]
+    urls = [engine.url for engine in engines]
+    routers = Routers(RouterSettings(), tmp_path, shares=2)
+    routers.start(engines)
+
+    def shares() -> list[set[str]]:
+        return [set(router.listed) for router in routers.by_share.values()]  # type: ignore[attr-defined]
+
+    assert shares() == [{urls[0], urls[2], urls[4]}, {urls[1], urls[3]}]
+    routers.remove_worker(urls[1])
+    assert shares()[1] == {urls[3]}
+    routers.remove_worker(urls[3])
+    assert shares()[1] == shares()[0] == {urls[0], urls[2], urls[4]}
+    again = Worker("http://127.0.0.1:9", index=3)  # a restarted engine has another address
+    routers.add_worker(again)
+    assert shares() == [{urls[0], urls[2], urls[4]}, {again.url}]
+    routers.restart("share-1", [*engines[:3], again])
+    assert shares() == [{urls[0], urls[2]}, {urls[1], again.url}]
+    assert set(routers.by_model["default"].listed) == {urls[0], urls[2], urls[4], again.url}  # type: ignore[attr-defined]
 
 
 @pytest.mark.real
