@@ -20,10 +20,20 @@ def on_cpu() -> list[object]:
     return ["--train-backend", "megatron", "--train-env-vars", json.dumps({"PYTHONPATH": paths})]
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
-def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str) -> None:
+ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("--tensor-model-parallel-size", []),
+        ("--pipeline-model-parallel-size", []),
+        ("--tensor-model-parallel-size", ADAPTER),  # only the factors are sent
+    ],
+)
+def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:
     """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token."""
-    common = [*flags, "--num-rollout", 2, "--check-weight-update-equal"]
+    common = [*flags, *more, "--num-rollout", 2, "--check-weight-update-equal"]
     one = runner.run(*common, name="fsdp", timeout=400)
     assert one.code == 0, one.output
     two = runner.run(*common, "--actor-num-gpus-per-node", 2, layout, 2, *on_cpu(), name="megatron", timeout=600)

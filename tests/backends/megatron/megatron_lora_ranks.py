@@ -56,6 +56,11 @@ PLAN = [
     lora("glm4", 2, {TP: 2, SP: True}),
     lora("qwen3_moe", 2, {EP: 2}),  # routed experts have no adapters
     lora("glm4_moe", 2, {TP: 2}),  # shared experts do
+    lora("mistral", 2, {TP: 2, SP: True}),
+    lora("qwen3", 2, {TP: 2, SP: True}, lora_sync="adapter"),
+    lora("qwen3", 2, {PP: 2}, lora_sync="adapter"),
+    lora("llama", 2, {TP: 2}, kl_coef=0.01),  # a reference of another base
+    lora("llama", 2, {PP: 2}, kl_coef=0.01),
     lora("llama", 2, {TP: 2, SP: True}, role="critic", advantage_estimator="ppo"),
     lora("qwen3", 2, {PP: 2}, role="critic", advantage_estimator="ppo"),
 ]
@@ -82,7 +87,9 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"loaded": _factors(backend), "base": backend.adapter.identity()}
     if backend.role == "actor":
         out["log_probs"] = backend.log_probs(samples_of(0, 0), temperature=1.0)["log_probs"]
-        out["merged"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
+        if args.kl_coef or args.use_kl_loss:
+            out["ref"] = backend.log_probs(samples_of(0, 0), "ref", temperature=1.0)["log_probs"]
+        out["sent"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
         out["changing"] = backend.adapter_sync.changing
     else:
         out["values"] = backend.values(samples_of(0, 0))
@@ -115,7 +122,7 @@ def files_of(make: Any, layout: Layout, folder: Path, samples_of: Any) -> dict[s
     backend = make(replace(layout, flags=flags))
     out["copies"] = sorted(backend.bank.copies), sorted(backend._whole_bank.copies)
     train(backend, 0)
-    out["ref"] = backend.log_probs(samples_of(0, 0), "ref")["log_probs"]
+    out["ref_after"] = backend.log_probs(samples_of(0, 0), "ref")["log_probs"]
     out["actor"] = backend.log_probs(samples_of(0, 0))["log_probs"]
     backend.copy_weights("actor", "old_actor")
     train(backend, 1)

@@ -34,6 +34,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models, and for each set of flags an adapter with random factors that ``--load`` reads."""
     folder = tmp_path_factory.mktemp("megatron_lora")
     found: dict[str, Path] = {name: save_family(name, folder / name) for name in sorted({x.model for x in PLAN})}
+    found["llama_reference"] = save_family("llama", folder / "llama_reference", seed=1)
     (folder / "output").mkdir()
     found["output"] = folder / "output"
     for number, layout in enumerate(PLAN):
@@ -117,7 +118,9 @@ def _as_actor(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
-def test_only_the_adapter_is_trained(layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]) -> None:
+def test_only_the_adapter_is_trained_and_engines_get_what_fsdp_sends(
+    layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
+) -> None:
     one = expected[layout.reference]
     found = [result(ranks, layout, rank) for rank in range(layout.world)]
     assert len({str(x[key]) for x in found for key in ("base", "base_after")}) == 1
@@ -126,11 +129,12 @@ def test_only_the_adapter_is_trained(layout: Layout, ranks: list[Results], expec
             wanted = _own(layout, mine, one["values"])
             assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(mine["values"], wanted, strict=True))
             continue
-        assert mine["changing"] == one["changing"] and mine["merged"].keys() == one["merged"].keys()
-        for name, tensor in one["merged"].items():
-            torch.testing.assert_close(mine["merged"][name], tensor, rtol=0, atol=1e-6)
-        for ours, theirs in zip(mine["log_probs"], _own(layout, mine, one["log_probs"]), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+        assert mine["changing"] == one["changing"] and mine["sent"].keys() == one["sent"].keys()
+        for name, tensor in one["sent"].items():
+            torch.testing.assert_close(mine["sent"][name], tensor, rtol=0, atol=1e-6)
+        for scores in {"log_probs", "ref"} & one.keys():
+            for ours, theirs in zip(mine[scores], _own(layout, mine, one[scores]), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
 
 def _own(layout: Layout, mine: dict[str, Any], everyones: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -147,7 +151,7 @@ def test_the_reference_is_the_base_bit_for_bit(layout: Layout, ranks: list[Resul
     for rank in range(layout.world):
         mine = result(ranks, layout, rank)
         assert mine["copies"] == (["old_actor"], []), "the reference needs no copy"
-        assert len(mine["ref"]) and all(map(torch.equal, mine["ref"], mine["separate"]))
+        assert len(mine["ref_after"]) and all(map(torch.equal, mine["ref_after"], mine["separate"]))
         assert not any(map(torch.equal, mine["actor"], mine["separate"])), "the adapter is on again"
 
 
