@@ -187,6 +187,11 @@ def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[s
             "--lora-rank: gated delta nets and gated attention (linear_attention in config.json) have no adapters with "
             "--train-backend megatron: use fsdp"
         )
+    if config.get("model_type") == "phi3":
+        problems.append(
+            "--lora-rank: the projection of query, key and value in one matrix (phi3) has no adapter with "
+            "--train-backend megatron: use fsdp"
+        )
     groups = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if groups and tensor_parallel > groups:
         problems.append(

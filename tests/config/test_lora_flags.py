@@ -75,6 +75,7 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
         ({"num_attention_heads": 4}, 4, None),
         ({"kv_lora_rank": 512, "num_attention_heads": 4}, 1, "the projections of latent attention"),
         ({"layer_types": ["linear_attention", "full_attention"]}, 1, "gated delta nets and gated attention"),
+        ({"model_type": "phi3"}, 1, "query, key and value in one matrix (phi3)"),
         ({}, 8, None),  # config.json is not on this machine
     ],
 )

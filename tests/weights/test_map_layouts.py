@@ -41,7 +41,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
     size = draw(st.sampled_from([1, 2, 3, 4]))
     rows = size * draw(st.integers(1, 4))
     matrices = draw(st.booleans())
-    kind = draw(st.sampled_from(["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv"]))
+    kind = draw(
+        st.sampled_from(["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv", "fused qkv"])
+    )
     if kind == "columns":
         return COLUMNS, [draw(st.integers(1, 4))], size, True
     if kind == "vocabulary":
@@ -50,11 +52,12 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
         return Stacked(), [rows, rows], size, matrices
     if kind == "fused":
         return Stacked(fused=True), [2 * rows], size, matrices
-    if kind == "qkv":
+    if "qkv" in kind:
         groups, heads, dim = (draw(st.integers(1, 4)) for _ in range(3))
         dim *= size  # more ranks than groups cut a group, perhaps within a head
-        gated = draw(st.booleans())
-        return QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim, gated=gated), [], size, matrices
+        gated, fused = draw(st.booleans()), kind != "qkv"
+        layout = QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim, gated=gated, fused=fused)
+        return layout, [], size, matrices
     return (ROWS if kind == "rows" else REPLICATED), [rows], size, matrices
 
 
@@ -66,6 +69,7 @@ def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Lay
     elif isinstance(layout, QueryKeyValue):
         queries = layout.heads_per_group * (2 if layout.gated else 1)
         rows = [layout.groups * layout.dim * heads for heads in (queries, 1, 1)]
+        rows = [sum(rows)] if layout.fused else rows
     columns = (3 * size,) if matrices else ()
     tensors = [torch.randn(count, *columns) for count in rows]
     whole = layout.join(tensors)

@@ -1,11 +1,12 @@
-"""Rotary positions of config.json that the Megatron backend does not build are refused, never left out."""
+"""What config.json has and the Megatron backend does not build, such as rotary positions, is refused, never left
+out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from slime.weights.maps.registry import get_family
 
@@ -42,3 +43,49 @@ def test_the_key_of_older_files_counts() -> None:
     config.pop("rope_parameters", None)
     with pytest.raises(ValueError, match="rope_type 'linear'"):
         get_family("deepseek_v3").settings({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"final_logit_softcapping": 30.0},
+        {"use_bidirectional_attention": True},
+        {"attention_bias": True},
+        {"hidden_activation": "gelu"},
+    ],
+)
+def test_what_the_map_of_gemma_3_lacks_is_refused(change: dict[str, Any]) -> None:
+    config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
+    assert get_family("gemma3_text").settings(config)["window_size"] == [4095, 0]
+    with pytest.raises(ValueError, match=f"{next(iter(change))}.* has no Megatron map: use --train-backend fsdp"):
+        get_family("gemma3_text").settings(config | change)
+
+
+def test_layers_with_a_window_of_unknown_size_are_refused() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
+    with pytest.raises(ValueError, match="no sliding_window: add it"):
+        get_family("gemma3_text").settings({**config, "sliding_window": None})
+
+
+def test_positions_of_layers_with_a_window_are_checked_too() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
+    rope = {**config["rope_parameters"], "sliding_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        get_family("gemma3_text").settings({**config, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "attention_bias"),
+        ("granite", "mlp_bias"),
+        ("seed_oss", "attention_out_bias"),
+        ("olmo3", "attention_bias"),
+        ("smollm3", "mlp_bias"),
+    ],
+)
+def test_biases_without_a_place_in_the_map_are_refused(family: str, key: str) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
+    assert get_family(family).settings(config)["num_layers"] == 4
+    with pytest.raises(ValueError, match=f"{family} with {key} has no Megatron map: use --train-backend fsdp"):
+        get_family(family).settings({**config, key: True})

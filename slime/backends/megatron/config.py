@@ -6,6 +6,7 @@ megatron-core is imported only where it is needed, because converters use :func:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +29,15 @@ NEUTRAL: Settings = {
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
     "softmax_type": "vanilla",
-    "window_size": None,
-    "window_attn_skip_freq": None,
     "apply_layernorm_1p": False,
     "attention_output_gate": False,
     "use_gated_attention": False,
     "linear_attention_freq": None,
     "moe_shared_expert_gate": False,
+    **dict.fromkeys(("window_size", "window_attn_skip_freq", "softmax_scale", "no_rope_freq")),
 }
 """The values of flags that a family's settings leave out, so that a flag cannot change the model."""
+GELU = functools.partial(F.gelu, approximate="tanh")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -102,6 +103,7 @@ def transformer_config(
         raise MegatronError(
             "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
         )
+    activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
@@ -119,7 +121,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "gated_linear_unit": True,
-        "activation_func": quick_gelu if settings.get("quick_geglu") else F.silu,
+        "activation_func": activation,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": device.type == "cpu",
@@ -131,7 +133,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
-        "bias_activation_fusion": device.type == "cuda",
+        "bias_activation_fusion": device.type == "cuda" and not settings.get("gelu_tanh"),
         "bias_dropout_fusion": False,
         "barrier_with_L1_time": False,
         "moe_token_dispatcher_type": "alltoall",  # Megatron's default, allgather, needs packs of equal length

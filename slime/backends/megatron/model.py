@@ -43,16 +43,16 @@ from slime.backends.megatron.modules import (
     GatedMLP,
     GatedSharedExperts,
     HeadsRMSNorm,
-    LatentRotary,
     NormedResidual,
     Offsets,
     PackedCoreAttention,
-    PackedRotary,
     ReplicatedLinear,
     RMSNorm,
+    ScaledResidual,
     device_of,
     plain_residual,
 )
+from slime.backends.megatron.rotary import LatentRotary, PackedRotary
 from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
@@ -107,8 +107,10 @@ class PolicyHead(nn.Module):
     weight: nn.Parameter | None
     """None if the weight is that of the input embedding on the same stage."""
 
-    def __init__(self, layer: ColumnParallelLinear, vocab_size: int) -> None:
+    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, scale: float = 1.0) -> None:
+        """Create the head. ``scale`` is a factor on the logits."""
         super().__init__()
+        self.scale = scale
         self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
         self.vocab_size = vocab_size
         # Megatron pads the vocabulary to a multiple of the number of ranks. The padding is on the last ranks and must
@@ -147,7 +149,8 @@ class PolicyHead(nn.Module):
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return whole.flatten(0, 1).index_select(0, scoring.logit_index)
+        rows = whole.flatten(0, 1).index_select(0, scoring.logit_index)
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def _logits(self, rows: Tensor, padded: Tensor) -> Tensor:
         local = rows @ padded.t()
@@ -188,6 +191,7 @@ def build_chunk(
     vp_stage: int | None,
     seed: int,
     rotary: tuple[Tensor, float] | None = None,
+    window_rotary: tuple[Tensor, float] | None = None,
     delta_net: MakeMixer | None = None,
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
@@ -197,7 +201,8 @@ def build_chunk(
     Args:
         vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
         seed: The seed of the value head.
-        rotary: The result of :func:`~slime.backends.megatron.modules.scaled_frequencies`.
+        rotary, window_rotary: The results of :func:`~slime.backends.megatron.rotary.scaled_frequencies` and
+            :func:`~slime.backends.megatron.rotary.window_frequencies`.
         delta_net: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`, if the model has such layers.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -216,18 +221,32 @@ def build_chunk(
         share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
-    _adapt(model, config, rotary)
+    if hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary, window_rotary)
+    if model.pre_process and settings.get("embedding_scale"):
+        model.embedding.register_forward_hook(Scale(settings["embedding_scale"]))
+    _adapt(model, config)
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer
-        model.output_layer = ValueHead(config, seed, layer) if critic else PolicyHead(layer, settings["vocab_size"])
+        scale = settings.get("logit_scale") or 1.0
+        head = ValueHead(config, seed, layer) if critic else PolicyHead(layer, settings["vocab_size"], scale)
+        model.output_layer = head
     return model
 
 
-def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, float] | None) -> None:
-    """Replace Megatron's rotary embeddings, low-rank projections and dispatchers of experts by those of slime."""
-    if hasattr(model, "rotary_pos_emb"):
-        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary)
+@dataclass(frozen=True)
+class Scale:
+    """A forward hook that multiplies the output by a factor, rounded to the dtype of the output as in transformers."""
+
+    factor: float
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
+
+
+def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
+    """Replace Megatron's low-rank projections, their rotary embedding and dispatchers of experts by those of slime."""
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             replace_dispatcher(layer.mlp, get_default_pg_collection())
@@ -269,16 +288,20 @@ def layer_spec(
         attention = ModuleSpec(module=PackedDeltaNet, params={"make": delta_net})
     else:
         attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
+    plain: ModuleSpec | Callable[..., object] = plain_residual
+    if settings.get("residual_scale"):
+        plain = ModuleSpec(module=ScaledResidual, params={"scale": settings["residual_scale"]})
     normed = ModuleSpec(module=NormedResidual, params={"config": config})
+    input_norm = IdentityOp if settings.get("without_input_norms") else RMSNorm
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=input_norm,
             self_attention=attention,
-            self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain_residual,
-            pre_mlp_layernorm=RMSNorm,
+            self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain,
+            pre_mlp_layernorm=input_norm,
             mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),
-            mlp_bda=normed if settings.get("post_mlp_layernorm") else plain_residual,
+            mlp_bda=normed if settings.get("post_mlp_layernorm") else plain,
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Modules that megatron-core provides only with Transformer Engine: norm, attention over packs, rotary embeddings,
+"""Modules that megatron-core provides only with Transformer Engine: norm, attention over packs,
 and an MLP that saves few tensors for the backward pass."""
 
 from __future__ import annotations
@@ -6,12 +6,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.mappings import (
@@ -31,9 +30,6 @@ from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Offsets = tuple[tuple[int, int, int], ...]
@@ -50,6 +46,8 @@ class Pack(PackedSeqParams):
     """int64 ``[T]``: the position of each token of this rank in its sample."""
     cos_sin: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the rotary embedding, each ``[T, 1, rotary dims]``, computed once for all layers."""
+    window_cos_sin: tuple[Tensor, Tensor] | None = None
+    """The same for layers with a sliding window, if they have frequencies of their own."""
     segments: PackSegments | None = None
 
 
@@ -168,6 +166,21 @@ class NormedResidual(nn.Module):
         return add
 
 
+class ScaledResidual(nn.Module):
+    """Replaces Megatron's bias-dropout-add, with a factor on the branch that is added to the residual (Granite)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = x_with_bias
+            return residual + (x if bias is None else x + bias) * self.scale
+
+        return add
+
+
 class PackedCoreAttention(MegatronModule):
     """Causal attention inside each sample of a pack, with or without context parallelism.
 
@@ -210,8 +223,11 @@ class PackedCoreAttention(MegatronModule):
         and ``value`` have the same layout, but may have fewer heads."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        if self.turns and packed_seq_params.cos_sin is not None:
-            q, k = turn_heads(q, k, *packed_seq_params.cos_sin, self.config.rotary_interleaved)
+        cos_sin = packed_seq_params.cos_sin
+        if self.window >= 0 and packed_seq_params.window_cos_sin is not None:
+            cos_sin = packed_seq_params.window_cos_sin
+        if self.turns and cos_sin is not None:
+            q, k = turn_heads(q, k, *cos_sin, self.config.rotary_interleaved)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         out = attend(q, k, v, packed_seq_params.segments, scale, self.window, ScoreChanges(self.softmax_offset))
         return out.reshape(out.shape[0], 1, -1)
@@ -265,81 +281,6 @@ class ReplicatedLinear(nn.Module):
         return F.linear(x, self.weight), None
 
 
-class PackedRotary(nn.Module):
-    """Rotary angles for each token of a pack, with the frequencies of one of megatron-core's embeddings.
-
-    Megatron first calls :meth:`get_rotary_seq_len` and then :meth:`forward` with the length. Here the first call stores
-    cosines and sines in the pack, for :class:`PackedCoreAttention`. The second returns None, so that Megatron itself
-    does not rotate the heads.
-    """
-
-    frequencies: Tensor
-
-    def __init__(self, source: RotaryEmbedding, scaled: tuple[Tensor, float] | None = None) -> None:
-        """Create the embedding. ``scaled`` are frequencies ``[rotary dims / 2]`` that replace those of ``source``, and
-        a factor on cosines and sines."""
-        super().__init__()
-        self.interleaved = source.rotary_interleaved
-        self.scale: float | None = None
-        frequencies = source.inv_freq
-        if scaled is not None:
-            frequencies, self.scale = scaled
-        elif hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
-            angles, scale = source.get_emb(2)
-            frequencies, self.scale = angles[1].flatten()[: angles.shape[-1] // 2], float(scale)
-        self.register_buffer("frequencies", frequencies.float(), persistent=False)
-
-    def get_rotary_seq_len(
-        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
-    ) -> Tensor | None:
-        assert pack.positions is not None
-        angles = self.angles(pack.positions)
-        scale = 1.0 if self.scale is None else self.scale
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        pack.cos_sin = cos.to(config.params_dtype), sin.to(config.params_dtype)
-        return None
-
-    def forward(self, length: Tensor | None, **_: object) -> Any:
-        return None
-
-    def angles(self, positions: Tensor) -> Tensor:
-        """Return the angles of tokens, float32 ``[T, 1, rotary dims]``."""
-        self.frequencies = self.frequencies.to(positions.device)
-        angles = torch.outer(positions.float(), self.frequencies)
-        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        return angles.unsqueeze(1)
-
-
-def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
-    """Return the rotary frequencies that transformers uses, if config.json has YaRN or linear scaling.
-
-    Returns:
-        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for other types of scaling.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in ("yarn", "linear"):
-        return None
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device=torch.device("cpu"))
-    return frequencies, float(scale)
-
-
-class LatentRotary(PackedRotary):
-    """The rotary embedding of latent attention, which rotates the heads itself: the "length" is the positions."""
-
-    def get_rotary_seq_len(
-        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
-    ) -> Tensor | None:
-        return pack.positions
-
-    def forward(self, length: Tensor | None, **_: object) -> Any:
-        """Return the angles, float32 ``[T, 1, rotary dims]``, and with YaRN also their scale."""
-        assert length is not None
-        angles = self.angles(length)
-        return angles if self.scale is None else (angles, self.scale)
-
-
 def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor], Tensor], source: Tensor) -> _Result:
     """Compute ``linear(make(source))``. The backward pass computes ``make(source)`` again instead of saving it."""
     inner = make(source)
@@ -369,7 +310,8 @@ class GatedMLP(MLP):
         if not plain or self.config.glu_linear_offset:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         gate_up, bias = self.linear_fc1(hidden_states)
-        return without_keeping(self.linear_fc2, swiglu, gate_up if bias is None else gate_up + bias)
+        gated = swiglu if self.config.activation_func is F.silu else geglu
+        return without_keeping(self.linear_fc2, gated, gate_up if bias is None else gate_up + bias)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
@@ -381,3 +323,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) · up``, ``[..., f]``, of the halves of ``gate_up``, ``[..., 2 f]``."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+@fused_on_cuda
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) · up``, with tanh's approximation of GELU (Gemma)."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slime.backends.adapter import lora_settings
 from slime.backends.initial_weights import InitialWeights
-from slime.backends.megatron import modules, rank_files
+from slime.backends.megatron import rank_files, rotary
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import delta_nets
@@ -54,10 +54,13 @@ class TrainedModel:
         self.config = transformer_config(args, self.settings, layout, device)
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
-        rotary = None if self.config.multi_latent_attention else modules.scaled_frequencies(self.hf_config)
         self.has_state = any(self.settings.get("linear_attention_freq") or ())
         delta_net = delta_nets(self.hf_config) if self.has_state else None
-        models = [build_chunk(self.config, self.settings, role, stage, seed, rotary, delta_net) for stage in stages]
+        of = None if self.config.multi_latent_attention else self.hf_config
+        frequencies = (rotary.scaled_frequencies(of), rotary.window_frequencies(of)) if of else (None, None)
+        models = [
+            build_chunk(self.config, self.settings, role, stage, seed, *frequencies, delta_net) for stage in stages
+        ]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have room only for

@@ -10,8 +10,10 @@ from typing import Any
 from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
 
 Settings = dict[str, Any]
-"""The values of Megatron's flags by their ``dest``, as a model script would set them. Megatron has no flag for
-``qk_norm_over_heads``: the norms of query and key are over all heads together."""
+"""The values of Megatron's flags by their ``dest``, as a model script would set them. Megatron has no flags for
+``qk_norm_over_heads`` (the norms of query and key are over all heads together), ``gelu_tanh`` (in place of SiLU),
+``without_input_norms`` (there are none before attention and MLP), and the factors ``embedding_scale`` (on the input
+embeddings), ``residual_scale`` (on what a layer adds) and ``logit_scale``."""
 
 HfConfig = Mapping[str, Any]
 """The content of config.json with all defaults (``config.to_dict()`` of transformers)."""
@@ -90,6 +92,9 @@ def dense_settings(config: HfConfig) -> Settings:
     """Return the settings common to all families with grouped-query attention, RMSNorm and SwiGLU."""
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if windowed := rope.get("sliding_attention"):
+        rope_type(windowed, FROM_TRANSFORMERS)
+        rope = rope["full_attention"]
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -119,9 +124,19 @@ def _windows(config: HfConfig) -> Settings:
     slides = [int(kind == "sliding_attention") for kind in types] if types else [1]
     if other := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
         raise ValueError(f"layers of the types {', '.join(other)} have no Megatron map: use --train-backend fsdp")
+    if types and any(slides) and not window:
+        raise ValueError("config.json has layers of the type sliding_attention, but no sliding_window: add it")
     if not window or not any(slides):
         return {}
     return {"window_size": [window - 1, 0], **({} if all(slides) else {"window_attn_skip_freq": slides})}
+
+
+def require_without(config: HfConfig, *names: str) -> None:
+    """Raise ValueError if one of these keys of config.json is set, because the map does not have what it means."""
+    if found := [name for name in names if config.get(name)]:
+        raise ValueError(
+            f"{config['model_type']} with {', '.join(found)} has no Megatron map: use --train-backend fsdp"
+        )
 
 
 def rope_type(rope: HfConfig, built: tuple[str, ...]) -> str:
@@ -140,15 +155,19 @@ def rope_type(rope: HfConfig, built: tuple[str, ...]) -> str:
     return kind
 
 
+FROM_TRANSFORMERS = ("default", "yarn", "linear")
+"""The types of rotary positions for which the backend takes the frequencies from transformers."""
+
+
 def _rope_scaling(rope: HfConfig) -> Settings:
-    kind = rope_type(rope, ("default", "llama3", "yarn", "linear"))
+    kind = rope_type(rope, ("llama3", *FROM_TRANSFORMERS))
     if kind == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         differing = {k: rope.get(k) for k, v in fixed.items() if rope.get(k) != v}
         if differing:
             raise ValueError(f"rope_type llama3 with {differing} is not supported: megatron-core always uses {fixed}")
         return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    return {}  # for YaRN and linear, the backend takes the frequencies from transformers
+    return {}
 
 
 def moe_settings(config: HfConfig) -> Settings:
@@ -202,16 +221,20 @@ def parse_layer_frequency(text: str) -> int | list[int]:
 # --- entries -----------------------------------------------------------------------------------------
 
 
+def query_key_value(settings: Settings, fused: bool = False) -> QueryKeyValue:
+    """Return the layout of query, key and value, which are one tensor in the checkpoint if ``fused``."""
+    groups = settings["num_query_groups"]
+    heads_per_group = settings["num_attention_heads"] // groups
+    gated = bool(settings.get("attention_output_gate"))
+    return QueryKeyValue(
+        groups=groups, heads_per_group=heads_per_group, dim=settings["kv_channels"], gated=gated, fused=fused
+    )
+
+
 def attention_entries(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
     """Return the entries of attention: fused query, key and value with biases and norms if any, and the output."""
     hf, megatron = f"{prefix}layers.{index}.self_attn.", f"decoder.layers.{index}.self_attention."
-    groups = settings["num_query_groups"]
-    qkv = QueryKeyValue(
-        groups=groups,
-        heads_per_group=settings["num_attention_heads"] // groups,
-        dim=settings["kv_channels"],
-        gated=bool(settings.get("attention_output_gate")),
-    )
+    qkv = query_key_value(settings)
     names = [f"{hf}{x}_proj" for x in "qkv"]
     entries = [Entry(f"{megatron}linear_qkv.weight", tuple(f"{name}.weight" for name in names), qkv)]
     if settings.get("add_qkv_bias"):
@@ -266,5 +289,5 @@ def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> lis
 __all__ = [
     "COLUMNS", "REPLICATED", "ROWS", "Entry", "Family", "HfConfig", "Settings", "attention_entries", "decoder_layer",
     "dense_settings", "expert_entries", "mlp_entries", "moe_layers", "moe_settings", "norm_entries",
-    "padded_vocab_size", "parse_layer_frequency",
+    "padded_vocab_size", "parse_layer_frequency", "query_key_value", "require_without",
 ]  # fmt: skip

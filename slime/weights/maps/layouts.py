@@ -206,16 +206,24 @@ class QueryKeyValue(_Rows):
     heads_per_group: int = 1
     dim: int = 1
     gated: bool = False
+    fused: bool = False
+    """Whether the checkpoint has one tensor in which they are concatenated."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        if self.fused:
+            tensors = tensors[0].split([self.groups * size for size in self._sizes])
         query, *key_value = (x.unflatten(0, (self.groups, -1)) for x in tensors)
         if self.gated:
             query = query.unflatten(1, (self.heads_per_group, 2, self.dim)).transpose(1, 2).flatten(1, 3)
         return torch.cat([query, *key_value], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
-        sizes = [self.heads_per_group * self.dim * (2 if self.gated else 1), self.dim, self.dim]
-        query, *key_value = full.unflatten(0, (self.groups, -1)).split(sizes, dim=1)
+        query, *key_value = full.unflatten(0, (self.groups, -1)).split(self._sizes, dim=1)
         if self.gated:
             query = query.unflatten(1, (2, self.heads_per_group, self.dim)).transpose(1, 2).flatten(1, 3)
-        return [x.flatten(0, 1) for x in (query, *key_value)]
+        parts = [x.flatten(0, 1) for x in (query, *key_value)]
+        return [torch.cat(parts)] if self.fused else parts
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.heads_per_group * self.dim * (2 if self.gated else 1), self.dim, self.dim]

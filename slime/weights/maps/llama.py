@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer, dense_settings
+from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer, dense_settings, require_without
 
 
 def settings(config: HfConfig) -> Settings:
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError("Llama with attention_bias or mlp_bias has no Megatron map: use --train-backend fsdp")
+    require_without(config, "attention_bias", "mlp_bias")
     return dense_settings(config)
 
 

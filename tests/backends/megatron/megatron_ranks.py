@@ -45,7 +45,8 @@ FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
 EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss")
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", *EXPERTS)
+DENSE = ("phi3", "olmo3", "granite", "seed_oss", "smollm3")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", "gemma3", *DENSE, *EXPERTS)
 
 PLAN: list[Layout] = [
     # every family at TP1, TP2, PP2 and, with experts, EP2
@@ -81,6 +82,8 @@ PLAN: list[Layout] = [
     Layout("mistral_tied", 2, {PP: 2}),
     Layout("mistral", 2, {CP: 2}),
     Layout("qwen2_window", 2, {TP: 2}),
+    Layout("gemma3_linear", 2, {CP: 2}),
+    Layout("gemma3_linear", 4, {TP: 2, PP: 2}),
     Layout("qwen2_window", 2, {PP: 2, VPP: 2}),
     # norms over all heads
     Layout("minimax_m2_tied", 4, {TP: 2, PP: 2}),

@@ -34,7 +34,10 @@ def one_step(backend: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
     return scores, train_on_rollout(backend, backend.args, rank_batch(0, 0, 0, 1))[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral", "minimax_m2", "gemma3", "olmo3", "granite"],
+)
 @pytest.mark.parametrize(("dtype", "fused"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path) -> None:
     """float32 goes through padded attention and one product per expert, bfloat16 through varlen attention and

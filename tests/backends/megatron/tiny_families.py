@@ -11,12 +11,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -24,6 +28,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 SMALL: dict[str, Any] = dict(
@@ -159,6 +165,49 @@ CONFIGS |= {
     "qwen3_next_tied": Qwen3NextConfig(**DELTA_NET | dict(tie_word_embeddings=True), **SHARED),
     "qwen3_5": Qwen3_5TextConfig(**DELTA_NET | dict(tie_word_embeddings=True)),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**DELTA_NET, **SHARED),
+}
+GEMMA: dict[str, Any] = SMALL | dict(
+    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=5,
+    query_pre_attn_scalar=24,
+)
+CONFIGS |= {
+    "gemma3": Gemma3TextConfig(**GEMMA | dict(tie_word_embeddings=True)),
+    "gemma3_linear": Gemma3TextConfig(
+        **GEMMA,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
+}
+NO_HEAD_DIM: dict[str, Any] = {name: value for name, value in SMALL.items() if name != "head_dim"}
+TIED: dict[str, Any] = dict(tie_word_embeddings=True)
+CONFIGS |= {
+    "phi3": Phi3Config(**NO_HEAD_DIM, sliding_window=5),
+    "phi3_partial": Phi3Config(
+        **NO_HEAD_DIM | TIED, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    ),
+    "olmo3": Olmo3Config(
+        **NO_HEAD_DIM,
+        layer_types=GEMMA["layer_types"],
+        sliding_window=5,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+    ),
+    "olmo3_tied": Olmo3Config(**NO_HEAD_DIM | TIED, sliding_window=5),
+    "granite": GraniteConfig(
+        **NO_HEAD_DIM | TIED,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=1.5,
+    ),
+    "seed_oss": SeedOssConfig(**SMALL, attention_bias=True, attention_dropout=0.0),
+    "seed_oss_tied": SeedOssConfig(**SMALL | TIED, attention_bias=False, attention_dropout=0.0),
+    "smollm3": SmolLM3Config(**NO_HEAD_DIM, no_rope_layers=[1, 0, 1, 0]),
+    "smollm3_window": SmolLM3Config(
+        **NO_HEAD_DIM | TIED, no_rope_layers=[1, 0, 1, 0], use_sliding_window=True, sliding_window=5
+    ),
 }
 
 
