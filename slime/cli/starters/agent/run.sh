@@ -22,7 +22,7 @@ flags=(
     --eval-prompt-data heldout heldout.jsonl --eval-interval 6
 
     # The agent: an async function, or any program: --agent-command "python agent.py". Its result is the reward.
-    --agent-function-path reward.py:run --agent-timeout 120 --log-multi-turn
+    --agent-function-path reward.py:run --agent-timeout 600 --log-multi-turn
 
     # A rollout: 8 tasks, 8 sessions of each, with at most 160 tokens after the first prompt.
     --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 160 --num-rollout 12
