@@ -75,6 +75,7 @@ def datasets_dir() -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test; and group for xdist.
 
