@@ -41,6 +41,29 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
 }  # fmt: skip
 SHAPES["tiny-experts"] = {**SHAPES["tiny"], "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as one GPU trains
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
+    "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
+        "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32),
+    ),
+    "qwen3.5-4b": (
+        "Qwen3_5TextConfig", dict(hidden_size=2560, intermediate_size=9216, tie_word_embeddings=True),
+    ),
+    "tiny-gpt-oss": (
+        "GptOssConfig",
+        dict(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_local_experts=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, vocab_size=512, num_experts_per_tok=2, sliding_window=16,
+        ),
+    ),
+    "tiny-qwen3.5": (
+        "Qwen3_5TextConfig",
+        dict(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, vocab_size=512, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+            linear_num_value_heads=4,
+        ),
+    ),
+}  # fmt: skip
 SHARD_BYTES = 4 * 2**30
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -50,12 +73,14 @@ CHAT_TEMPLATE = (
 
 def make_config(shape: str) -> Any:
     """The transformers config of a shape; Mixture-of-Experts where it has experts."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    import transformers
 
-    values = SHAPES[shape]
-    kind: Any = Qwen3MoeConfig if "num_experts" in values else Qwen3Config
-    config = kind(**values)
-    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
+    values = SHAPES.get(shape, {})
+    name = "Qwen3MoeConfig" if "num_experts" in values else "Qwen3Config"
+    if shape in FAMILIES:
+        name, values = FAMILIES[shape]
+    config = getattr(transformers, name)(**values)
+    config.architectures = [name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
     config.dtype = "bfloat16"
     config.eos_token_id, config.pad_token_id, config.bos_token_id = 1, 0, None
     return config
@@ -125,6 +150,8 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
 
 def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor on disk: one per expert, tied ones once."""
+    if config.model_type not in ("qwen3", "qwen3_moe"):
+        return _shapes_of_transformers(config)
     c = config
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
@@ -154,9 +181,19 @@ def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
+    """Of the families whose tensors in memory are those on disk."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
+    parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="qwen3-4b")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

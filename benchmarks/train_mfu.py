@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -53,7 +54,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     rest = own[own.index("--") + 1 :] if "--" in own else []
     options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
     if options.tiny:
-        options.shape = "tiny-experts" if "a3b" in options.shape else "tiny"
+        tiny = {"a3b": "tiny-experts", "gpt-oss": "tiny-gpt-oss", "qwen3.5": "tiny-qwen3.5"}
+        options.shape = next((small for part, small in tiny.items() if part in options.shape), "tiny")
         options.tokens, options.sample_tokens, options.prompt_tokens = 256, 64, 16
     options.model = options.model or Path("/tmp") / f"random-{options.shape}"
     return options, rest
@@ -131,6 +133,8 @@ def forward_flops(config: Any, batch: dict[str, Any]) -> float:
     from slime.data.balance import ModelShape
     from slime.data.balance import forward_flops as of_layers
 
+    if config.model_type not in ("qwen3", "qwen3_moe"):
+        return forward_flops_of_matrices(config, batch)
     given = dict(
         swiglu=True,
         hidden_size=config.hidden_size,
@@ -146,6 +150,35 @@ def forward_flops(config: Any, batch: dict[str, Any]) -> float:
     shape = ModelShape.from_megatron(given)
     head = 2.0 * config.vocab_size * config.hidden_size * sum(batch["response_lengths"])
     return sum(of_layers(shape, length) for length in batch["total_lengths"]) + head
+
+
+def forward_flops_of_matrices(config: Any, batch: dict[str, Any]) -> float:
+    """Of other families: two per token and element of each matrix that a token passes, and causal attention.
+
+    Tensors with three dimensions hold all experts, of which a token takes ``num_experts_per_tok``. Convolutions and the
+    recurrence of gated delta nets are not counted, so the utilisation of models that have them is a lower bound.
+    """
+    from random_model import checkpoint_shapes
+
+    heads = config.num_attention_heads * config.head_dim
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    elements = 0.0
+    for name, shape in checkpoint_shapes(config).items():
+        if "embed_tokens" in name or "lm_head" in name or "conv1d" in name or len(shape) < 2:
+            continue
+        is_bias = name.endswith("_bias")
+        taken = 0.0 if is_bias else config.num_experts_per_tok / shape[0] if len(shape) == 3 else 1.0
+        elements += taken * math.prod(shape)
+
+    def attention(length: int) -> float:
+        pairs = {"full_attention": length * length / 2}
+        window = min(getattr(config, "sliding_window", None) or length, length)
+        pairs["sliding_attention"] = window * length - window * window / 2
+        return sum(4.0 * heads * pairs.get(kind, 0.0) for kind in kinds)
+
+    lengths = batch["total_lengths"]
+    head = 2.0 * config.vocab_size * config.hidden_size * sum(batch["response_lengths"])
+    return 2.0 * elements * sum(lengths) + sum(map(attention, lengths)) + head
 
 
 def matmul_rate(device: Any) -> float:
