@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,26 @@ def plant_processes(folder: Path) -> None:
     (folder / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def add_other_run(folder: Path) -> None:
+    """Copy the run to an older one with higher norms of the gradient; the page opens the newest."""
+    other = Path(shutil.copytree(folder, folder.with_name("other")))
+    metrics = other / "metrics.jsonl"
+    metrics.write_text(re.sub(r'("train/grad_norm": )(\d)', r"\g<1>10\2", metrics.read_text()))
+    os.utime(metrics, (0, 0))
+
+
+PIXELS = """[...document.querySelectorAll('.chart canvas')].reduce((count, canvas) => {
+    const probe = document.body.appendChild(document.createElement('i'));
+    probe.style.color = 'var(COLOUR)';
+    const [red, green, blue] = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+    probe.remove();
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    for (let i = 0; i < data.length; i += 4)
+        count += data[i] === red && data[i + 1] === green && data[i + 2] === blue && data[i + 3] === 255;
+    return count;
+}, 0)"""
+
+
 async def unharmed(browser: Browser) -> None:
     """Nothing of a run became HTML, nothing failed in the page, and nothing is wider than the window."""
     assert await browser.run("document.title !== 'owned' && !document.querySelector('main script, main img')")
@@ -88,6 +109,13 @@ async def walk(browser: Browser) -> None:
     await browser.until("document.querySelectorAll('.chart').length === 1")
     await browser.enter("#smoothing", "0.9")
     await browser.until("document.querySelector('.u-legend')?.textContent.includes('(raw)')")
+    assert await browser.run(PIXELS.replace("COLOUR", "--c2")) == 0
+    await browser.click("input[name=compare][value=other]")
+    await browser.until("document.querySelector('.u-legend')?.textContent.includes('other (raw)')")
+    labels = await browser.run("[...document.querySelectorAll('.u-legend th')].map((one) => one.textContent)")
+    assert labels == ["step", "tiny (raw)", "tiny", "other (raw)", "other"]
+    for colour in ("--c1", "--c2"):
+        await browser.until(f"{PIXELS.replace('COLOUR', colour)} > 20")
     await unharmed(browser)
 
     await browser.click("nav a[href='#/step/tiny']")
@@ -151,7 +179,9 @@ async def walk(browser: Browser) -> None:
 
 async def test_a_click_path_through_all_views(runs: Runs, folder: Path, tmp_path: Path) -> None:
     make_hostile(folder)
+    add_other_run(folder)
     plant_processes(folder)
+    runs.find()
     runs.refresh()
     file = tmp_path / "run.html"
     file.write_text(export(runs, Limits()), encoding="utf-8")
