@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import planted
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
 
 from slime.cli.verify import table
 from slime.cluster.local_ranks import Place
 from slime.verify import run as verify_run
+from slime.verify.batch import RandomSample
 from slime.verify.check import check_gradients
+from slime.verify.engine import engine_log_probs
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores
 from slime.verify.run import Target, verify
@@ -110,6 +114,43 @@ def test_a_wrong_export_names_the_first_tensor(here: Any, llama: str) -> None:
     found = verify(target(llama))
     assert (found.checks[0].good, found.checks[0].first) == (False, "model.layers.1.self_attn.k_proj.weight")
     assert found.checks[1].good and not found.places
+
+
+def wrong_weight(model: Path, samples: list[RandomSample]) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].flip(0)}, file, metadata={"format": "pt"})
+
+
+def wrong_token(model: Path, samples: list[RandomSample]) -> None:
+    samples[5]["tokens"][-1] ^= 1
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("plant", [None, wrong_weight, wrong_token])
+def test_an_engine_that_receives_something_else_is_named(
+    here: Any, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any
+) -> None:
+    """A real engine gets a copy of the model and of the samples; what is wrong there is not blamed on the trainer."""
+
+    def engine(model: Path, name: str, samples: list[RandomSample], logs: Path) -> dict[int, torch.Tensor]:
+        copy = Path(shutil.copytree(model, tmp_path / "copy"))
+        received = [RandomSample(**{**sample, "tokens": [*sample["tokens"]]}) for sample in samples]
+        if plant is not None:
+            plant(copy, received)
+        return engine_log_probs(copy, name, received, logs)
+
+    monkeypatch.setattr(verify_run, "engine_log_probs", engine)
+    found = verify(Target(llama, layers=2, engine="embedded"))
+    *trainer, last = found.checks
+    assert all(check.good for check in trainer) and not found.places, found.checks
+    assert last.what == "log-probs of the embedded engine"
+    assert last.good == found.good == (plant is None), last
+    if plant is wrong_token:
+        assert last.note == "the most in sample 5 on rank 0"
+    if plant is not None:
+        assert [*table(Target(llama), found)][-1] == "NOT verified"
 
 
 @pytest.mark.real
