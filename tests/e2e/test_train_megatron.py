@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,22 @@ def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[o
         assert row["perf/audit_logprob_diff"] < 1e-3
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-3
     assert runner.wait_gone() == []
+
+
+def test_a_step_of_two_ranks_is_replayed_by_them_and_by_one(runner, flags) -> None:
+    ran = runner.run(
+        *flags, "--num-rollout", 2, "--save", "saved", "--save-interval", 1, "--dump-details", "details",
+        "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, *on_cpu(), timeout=600,
+    )  # fmt: skip
+    assert ran.code == 0, ran.output
+
+    def replay(*words: object) -> str:
+        command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", *map(str, words)]
+        result = runner.finish(runner.spawn(command), "run")
+        assert result.code == 0, result.output
+        return result.output
+
+    said = replay()
+    assert "equal: this step is the recorded one, bit for bit" in said and "2 ranks, TP 2" in said, said
+    said = replay("--tensor-model-parallel-size", 1, "--actor-num-gpus-per-node", 1)
+    assert "equal within the tolerance" in said and "1 rank" in said, said
