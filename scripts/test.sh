@@ -15,6 +15,8 @@ cd "$here/.."
 python="$(bash scripts/env.sh | tail -n 1)"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
+# With bytecode in __pycache__, which git ignores, neither test files nor slime are compiled again by every process.
+unset PYTHONDONTWRITEBYTECODE
 
 if [ -z "${SLIME_TEST_MODEL:-}" ] && [ ! -e models/SmolLM2-135M-Instruct/model.safetensors ]; then
     "$python" -m slime.cli.main fetch-model smollm2-135m-instruct >/dev/null ||

@@ -9,4 +9,6 @@ cd "$here/.."
 python="$(bash scripts/env.sh | tail -n 1)"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+unset PYTHONDONTWRITEBYTECODE  # as in scripts/test.sh
+
 exec "$python" -m pytest -m megatron "$@" tests

@@ -14,5 +14,6 @@ cd "$here/.."
 python="$(SLIME_EXTRA=sglang-cpu bash scripts/env.sh | tail -n 1)"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
+unset PYTHONDONTWRITEBYTECODE  # as in scripts/test.sh
 
 exec "$python" -m pytest -m "sglang and not slow" -rs "$@"  # a later -m wins
