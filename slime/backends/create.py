@@ -36,11 +36,11 @@ def create_backend(
         raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
     if args.train_backend == "megatron":  # otherwise its communication does not overlap with its matrix products
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    import torch
-
     from slime.config.algorithm import algorithm_class
-    from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory
+    from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory, large_imports
 
+    with large_imports():
+        import torch
     algorithm_class(args.advantage_estimator)  # raises an error for an unknown one before the first rollout
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -63,10 +63,12 @@ def create_backend(
 
         prepare()
         require_cuda()
-        from slime.backends.megatron.backend import MegatronBackend
+        with large_imports():
+            from slime.backends.megatron.backend import MegatronBackend
 
         return MegatronBackend(args, role, rank, world_size, device)
-    from slime.backends.fsdp.backend import FsdpBackend
+    with large_imports():
+        from slime.backends.fsdp.backend import FsdpBackend
 
     return FsdpBackend(args, role, rank, world_size, device)
 

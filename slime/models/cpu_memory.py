@@ -1,10 +1,14 @@
-"""Memory of processes that compute on the CPU: reuse of memory that a training step frees, and small kernel caches."""
+"""Memory of processes that compute: reuse of memory that a step on the CPU frees, small kernel caches, and imports that
+the garbage collector leaves alone."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
@@ -13,6 +17,24 @@ HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # torch reads this variable at its f
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """The variables for the number of kernels that oneDNN keeps, and ideep, which is the layer between torch and oneDNN."""
 KERNELS_KEPT = "64"
+
+
+@contextlib.contextmanager
+def large_imports() -> Iterator[None]:
+    """Import large libraries without the garbage collector, which then never visits what they have created.
+
+    torch and transformers create half a million objects, which live as long as the process. The collections that they
+    cause take a sixth of the time of these imports, and every later full collection would visit them again.
+    """
+    enabled, before = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) - before > 100:  # Otherwise all was imported before, and other objects would be frozen.
+            gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def keep_freed_memory() -> bool:

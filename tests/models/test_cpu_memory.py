@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.models.cpu_linear import onednn_available
-from slime.models.cpu_memory import KERNEL_CACHES, bound_kernel_caches, keep_freed_memory
+from slime.models.cpu_memory import KERNEL_CACHES, bound_kernel_caches, keep_freed_memory, large_imports
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
@@ -70,3 +71,21 @@ def test_a_users_own_cache_capacity_has_precedence(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv(other)
     bound_kernel_caches()
     assert os.environ[mine] == "512" and int(os.environ[other]) < 100
+
+
+def test_large_imports_are_made_without_the_collector_and_frozen() -> None:
+    code = (
+        "import gc\nfrom slime.models.cpu_memory import large_imports\n"
+        "runs = []; gc.callbacks.append(lambda phase, info: runs.append(phase))\n"
+        "with large_imports():\n    import torch\n"
+        "print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "True", "True"]
+
+
+def test_without_large_imports_nothing_is_frozen_and_an_error_turns_the_collector_on_again() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ImportError), large_imports():
+        raise ImportError
+    assert gc.isenabled() and gc.get_freeze_count() == frozen

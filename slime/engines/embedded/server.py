@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from slime.config.parent import end_with_parent
 from slime.engines.keys import API_VARIABLE, ServerKeys
-from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
+from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches, large_imports
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> None:
-    import torch
-    from aiohttp import web
+    with large_imports():
+        import torch
+        from aiohttp import web
 
-    from slime.engines.embedded.app import make_app
-    from slime.engines.embedded.loading import EngineOptions, load_engine
+        from slime.engines.embedded.app import make_app
+        from slime.engines.embedded.loading import EngineOptions, load_engine
 
     if options.threads:
         torch.set_num_threads(options.threads)
