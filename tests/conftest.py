@@ -7,6 +7,7 @@ one of them is skipped, with what to do about it, where it is absent.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -73,6 +74,15 @@ def datasets_dir() -> Path:
     if missing:
         pytest.skip("the shared data sets are not here: set SLIME_DATASETS to the folder that holds them")
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the test files without the garbage collector, which then never visits what the imports have created."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name
