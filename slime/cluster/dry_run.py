@@ -206,21 +206,21 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int], say: Say) ->
     tokenizer = GenerateState(args).tokenizer
     say(f"\nfirst prompt, with its special tokens ({len(ids)} tokens)")
     say(_indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False))))
-    for note in _prompt_notes(args, tokenizer, sample, ids):
+    rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
+    for note in _prompt_notes(tokenizer, rendered, ids):
         say(f"  note: {note}")
+    if args.custom_generate_function_path:
+        say(f"  note: {args.custom_generate_function_path} may send something else to the engine")
     say(f"  label: {sample.label!r}")
     _own_answers(args, firsts, say)
 
 
-def _prompt_notes(args: Args, tokenizer: Tokenizer, sample: Sample, ids: list[int]) -> Iterator[str]:
+def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
     start = tokenizer.bos_token_id
     if start is not None and ids[:2] == [start, start]:
         yield "it begins with two tokens for the beginning of a text: remove one from the prompt or the chat template"
-    rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
     if tokenizer.chat_template and not rendered:
         yield "the model has a chat template, which a text does not get without --apply-chat-template"
-    if args.custom_generate_function_path:
-        yield f"{args.custom_generate_function_path} may send something else to the engine"
 
 
 def _indented(text: str) -> str:

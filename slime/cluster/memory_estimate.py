@@ -36,17 +36,17 @@ def memory_lines(args: Args) -> Iterator[str]:
 def snapshot_bytes(args: Args) -> int:
     """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
     moments = 0 if args.no_save_optim or args.use_stateless_adam else MOMENTS
-    return count_trained(args) * (4 + moments) * (2 if args.use_critic else 1)
+    return count_trained(args.hf_checkpoint, args.lora_rank) * (4 + moments) * (2 if args.use_critic else 1)
 
 
-def count_trained(args: Args) -> int:
+def count_trained(checkpoint: str, lora_rank: int) -> int:
     """Return the number of parameters that the optimizer changes: all, or the adapter's.
 
     An adapter is counted as if every matrix had one, which is its largest possible size.
     """
-    if not args.lora_rank:
-        return count_parameters(args.hf_checkpoint)
-    return sum(args.lora_rank * sum(shape) for shape in parameter_shapes(args.hf_checkpoint) if len(shape) == 2)
+    if not lora_rank:
+        return count_parameters(checkpoint)
+    return sum(lora_rank * sum(shape) for shape in parameter_shapes(checkpoint) if len(shape) == 2)
 
 
 def _training(args: Args, parameters: int) -> str:
@@ -60,7 +60,7 @@ def _training(args: Args, parameters: int) -> str:
     size = parameters * (MASTER_AND_GRADIENTS + moments)
     if args.lora_rank:
         width = 4 if args.train_dtype == "float32" else 2
-        size = parameters * width + count_trained(args) * (MASTER_AND_GRADIENTS + moments)
+        size = parameters * width + count_trained(args.hf_checkpoint, args.lora_rank) * (MASTER_AND_GRADIENTS + moments)
         parts = f"{args.train_dtype} weights of the base; {parts} of the adapter"
     return f"{_gib(size * roles / shards)} per rank: {parts}{whose}{split}"
 

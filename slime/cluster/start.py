@@ -129,7 +129,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
         urls: list[str] = []
         if engines is not None and args.offload_rollout and placement.on_gpu:
-            urls, engines = _wait_for_engines(args, parts, manager, engines, release=shares_memory), None
+            urls, engines = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory), None
         # Without --num-rollout, only the data source knows the length of the run (--num-epoch). The training ranks need
         # it when they are built: the learning-rate schedule depends on it.
         num_rollout = args.num_rollout
@@ -142,7 +142,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
             _check_save_folder(Path(args.save), manager, parts.groups)
         # Engines and ranks have been loading their models side by side since they were started above.
         if engines is not None:
-            urls = _wait_for_engines(args, parts, manager, engines, release=shares_memory)
+            urls = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory)
         for group in parts.groups:
             group.wait_started()
         trainer = _trainer(args, asynchronous, parts)
@@ -228,10 +228,10 @@ def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waite
 
 
 def _wait_for_engines(
-    args: Args, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
+    seconds: float, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
 ) -> list[str]:
-    """Wait until all engines answer and return their URLs; with ``release``, they then release their memory."""
-    urls = manager.wait(starting, "the engines to start", args.start_timeout + START_MARGIN_SECONDS)
+    """Wait until all engines answer, and return their URLs; with ``release``, they then release their memory."""
+    urls = manager.wait(starting, "the engines to start", seconds + START_MARGIN_SECONDS)
     parts.engines_started = bool(urls)
     if release and urls:
         manager.call("the engines to release memory", RolloutManager.offload)

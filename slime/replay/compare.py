@@ -10,7 +10,6 @@ from slime.observability.run_record import SentWeights, digest_of_digests
 
 ORDER = ("rollout/", "passrate/", "multi_turn/", "train/critic-", "train/")
 """Metrics in the order in which a step computes them, so that the first difference is the one closest to its cause."""
-OF_THE_CLOCK = ("perf/", "memory/", "time")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
 """By ``--train-dtype``, the tolerance of a replay with other kernels or another layout."""
 COUNTED = 0.02

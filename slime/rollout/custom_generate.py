@@ -71,7 +71,7 @@ async def call_single(
         sample.reset_response()
         mark_too_long(sample, state.context)  # the function let the engine's refusal through: only this sample fails
         return sample
-    return _finish_all(fn, args, sample, prompt, result)
+    return _finish_all(fn, state, sample, prompt, result)
 
 
 async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
@@ -82,8 +82,8 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
         ValueError: The fields of a returned sample do not fit together.
     """
     prompts = [_prepare(sample) for sample in samples]
-    threads = GenerateState(args).threads
-    result = await call(fn, args, list(samples), threads=threads, **supported_kwargs(fn, evaluation=evaluation))
+    state = GenerateState(args)
+    result = await call(fn, args, list(samples), threads=state.threads, **supported_kwargs(fn, evaluation=evaluation))
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
@@ -91,7 +91,7 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
             f"generate function {_name(fn)} returned {got} for {len(samples)} samples; it must return one for each"
         )
     return [
-        _finish_all(fn, args, sample, prompt, part)
+        _finish_all(fn, state, sample, prompt, part)
         for sample, prompt, part in zip(samples, prompts, result, strict=True)
     ]
 
@@ -111,7 +111,7 @@ def _prepare(sample: Sample) -> str | list[Message]:
 
 
 def _finish_all(
-    fn: Callable[..., object], args: Args, asked: Sample, prompt: str | list[Message], result: object
+    fn: Callable[..., object], state: GenerateState, asked: Sample, prompt: str | list[Message], result: object
 ) -> Generated:
     if not isinstance(result, Sample) and not (
         isinstance(result, list) and result and all(isinstance(part, Sample) for part in result)
@@ -122,13 +122,13 @@ def _finish_all(
     for part in flatten(result):  # samples that the function made itself have no indices yet
         part.group_index = asked.group_index if part.group_index is None else part.group_index
         part.index = asked.index if part.index is None else part.index
-        _finish(fn, args, part, prompt)
+        _finish(fn, state, part, prompt)
     if isinstance(result, list) and len(result) > 1:
         _share_rollout_id(fn, asked, result)
     return result
 
 
-def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str | list[Message]) -> None:
+def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, prompt: str | list[Message]) -> None:
     """Fill in what the function left out, and check that the per-token fields have the length of the response."""
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
@@ -141,7 +141,7 @@ def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str |
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index}: {error}") from error
     only_text = not sample.response_length and (sample.response or not sample.num_tokens)
     if only_text and sample.status is not Sample.Status.ABORTED:
-        _from_text(fn, args, sample, conversation)
+        _from_text(fn, state, sample, conversation)
     problem = _misaligned(sample)
     if problem and sample.status is Sample.Status.ABORTED:
         sample.reset_response()  # the abort interrupted the function while it filled the sample: generate it again
@@ -152,7 +152,7 @@ def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str |
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
-        sample.response = GenerateState(args).tokenizer.decode(sample.tokens[-sample.response_length :])
+        sample.response = state.tokenizer.decode(sample.tokens[-sample.response_length :])
 
 
 def _misaligned(sample: Sample) -> str | None:
@@ -174,7 +174,9 @@ def _misaligned(sample: Sample) -> str | None:
     return None
 
 
-def _from_text(fn: Callable[..., object], args: Args, sample: Sample, conversation: str | list[Message]) -> None:
+def _from_text(
+    fn: Callable[..., object], state: GenerateState, sample: Sample, conversation: str | list[Message]
+) -> None:
     """Set the token ids of a sample for which only text was set.
 
     It has no engine log-probs, since they would not belong to these tokens: the trainer computes the old log-probs.
@@ -187,8 +189,7 @@ def _from_text(fn: Callable[..., object], args: Args, sample: Sample, conversati
             "tokens, response_length and rollout_log_probs (with Sample.append_response_tokens).",
             _name(fn),
         )
-    tokenizer = GenerateState(args).tokenizer
-    prompt, response, mask = split_conversation_ids(tokenizer, sample, conversation)
+    prompt, response, mask = split_conversation_ids(state.tokenizer, sample, conversation)
     sample.tokens, sample.response_length = prompt + response, len(response)
     sample.loss_mask = None if all(mask) else mask
     sample.rollout_log_probs = None

@@ -31,19 +31,20 @@ async def remote_rm_reward(args: Args, sample: Sample) -> Any:
     if not args.rm_url:
         raise ValueError("--rm-type remote_rm needs --rm-url, the address of the reward server")
     payload: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await ask(args, sample, args.rm_url, payload)
+    return await ask(sample, args.rm_url, payload, args.reward_timeout, args.phase_timeout)
 
 
-async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) -> Any:
+async def ask(sample: Sample, url: str, payload: dict[str, object], limit: float, longest_outage: float) -> Any:
     """Send a request to a reward server, and wait for the server if it is unavailable.
 
-    Connection errors and the statuses 5xx, 408 and 429 are retried with exponential backoff for ``--phase-timeout``
-    seconds. Long waits are logged.
+    Connection errors and the statuses 5xx, 408 and 429 are retried with exponential backoff for ``longest_outage``
+    seconds (``--phase-timeout``). Long waits are logged.
 
     Returns:
         The JSON body of the reply. None if the sample is the likely cause of the failure; it is then marked as
-        unscored. This is the case after :data:`TRIES` attempts without a reply within ``--reward-timeout``, or after as
-        many server errors for this sample while the server replied to other requests.
+        unscored. This is the case after :data:`TRIES` attempts without a reply within ``limit`` seconds
+        (``--reward-timeout``), or after as many server errors for this sample while the server replied to other
+        requests.
 
     Raises:
         HttpError: The server refused the request.
@@ -51,7 +52,6 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) 
     """
     from slime.engines.http import HttpError, request
 
-    limit = args.reward_timeout
     server = _servers.setdefault(url, _Server(url))
     begun, pause, timeouts, faults = time.monotonic(), FIRST_PAUSE, 0, 0
     while True:
@@ -77,7 +77,7 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) 
                 mark_unscored(sample, "error", f"{url} failed {faults} times on this sample; the last error: {error}")
                 return None
             unknown = server.last_answer == float("-inf")
-            patience = min(args.phase_timeout, UNKNOWN_SERVER_SECONDS) if unknown else args.phase_timeout
+            patience = min(longest_outage, UNKNOWN_SERVER_SECONDS) if unknown else longest_outage
             server.failed(error, time.monotonic() - begun, patience)
             retry_after = error.retry_after or 0.0
         await asyncio.sleep(max(pause * random.uniform(0.75, 1.25), retry_after))

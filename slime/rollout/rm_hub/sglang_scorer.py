@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -39,6 +40,15 @@ YES, NO = " Yes", " No"  # the first tokens of these texts are compared
 _RETRIES = 5
 
 
+@dataclass(frozen=True)
+class _Judge:
+    """The served model that scores: its address, its folder, and the text that asks it."""
+
+    url: str
+    model: str
+    template: str
+
+
 async def score(args: Args, sample: Sample, **kwargs: object) -> float:
     """Score one sample."""
     return (await score_group(args, [sample]))[0]
@@ -55,19 +65,21 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
         raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
-    scores: list[float] = await _FORMS[form](args, url, samples)
+    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
+    judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
+    scores: list[float] = await _FORMS[form](judge, samples)
     return scores
 
 
-async def _generate(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
-    tokenizer, ids = _judge_tokens(args)
+async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(judge)
     body = {
-        "input_ids": [encode(tokenizer, _judge_text(args, sample)) for sample in samples],
+        "input_ids": [encode(tokenizer, _judge_text(judge.template, sample)) for sample in samples],
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [list(ids)] * len(samples),
     }
-    answers = await post(url, body, max_retries=_RETRIES)
+    answers = await post(judge.url, body, max_retries=_RETRIES)
     rewards = []
     for answer in answers:
         found = {int(item[1]): float(item[0]) for item in answer["meta_info"]["output_token_ids_logprobs"][0]}
@@ -75,30 +87,30 @@ async def _generate(args: Args, url: str, samples: Sequence[Sample]) -> list[flo
     return rewards
 
 
-async def _v1_score(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
-    tokenizer, ids = _judge_tokens(args)
-    texts = [encode(tokenizer, _judge_text(args, sample)) for sample in samples]
+async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(judge)
+    texts = [encode(tokenizer, _judge_text(judge.template, sample)) for sample in samples]
     body = {
         "query": [],
         "items": texts,
         "label_token_ids": list(ids),
         "apply_softmax": True,
-        "model": args.rm_model_path or args.hf_checkpoint,
+        "model": judge.model,
     }
-    answer = await post(url, body, max_retries=_RETRIES)
+    answer = await post(judge.url, body, max_retries=_RETRIES)
     return [float(row[0]) for row in answer["scores"]]
 
 
-async def _classify(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
-    tokenizer = _tokenizer(args)
+async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer = _tokenizer(judge)
     body = {"input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
-    answers = await post(url, body, max_retries=_RETRIES)
+    answers = await post(judge.url, body, max_retries=_RETRIES)
     return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
 
 
-async def _embeddings(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
+async def _embeddings(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
-    answer = await post(url, {"model": "default", "input": texts}, max_retries=_RETRIES)
+    answer = await post(judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES)
     vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
     return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
 
@@ -106,22 +118,21 @@ async def _embeddings(args: Args, url: str, samples: Sequence[Sample]) -> list[f
 _FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
 
 
-def _tokenizer(args: Args) -> Tokenizer:
+def _tokenizer(judge: _Judge) -> Tokenizer:
     from slime.data.tokenizers import load_tokenizer
 
-    return load_tokenizer(args.rm_model_path or args.hf_checkpoint)
+    return load_tokenizer(judge.model)
 
 
-def _judge_tokens(args: Args) -> tuple[Tokenizer, tuple[int, int]]:
-    tokenizer = _tokenizer(args)
+def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
+    tokenizer = _tokenizer(judge)
     yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
         raise ValueError(f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token")
     return tokenizer, (yes, no)
 
 
-def _judge_text(args: Args, sample: Sample) -> str:
-    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
+def _judge_text(template: str, sample: Sample) -> str:
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
     for name, value in fields.items():  # not str.format: responses often contain braces
         template = template.replace("{" + name + "}", value)
