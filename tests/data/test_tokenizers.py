@@ -74,7 +74,7 @@ def test_whatever_is_not_in_the_table_is_left_to_autotokenizer(
 
     monkeypatch.setattr(transformers, "AutoTokenizer", Asked)
     folder = folder_of(tmp_path / "model", model_type, tokenizer_class, **more)
-    assert load_tokenizer(folder) == "theirs" and asked == [str(folder)]  # type: ignore[comparison-overlap]
+    assert load_tokenizer(folder) == "theirs" and asked == [str(folder)]
 
 
 def test_neither_torch_nor_modeling_code_is_imported_for_it(tmp_path: Path) -> None:
