@@ -111,18 +111,9 @@ class TokenBatch:
                 parts = [part[index] for part, index in zip(parts, response_index, strict=True)]
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
 
-        def entries(key: str) -> list[Any]:
-            if response_index is None or key not in BY_NAME or BY_NAME[key].per != "response token":
-                return [batch[key][i] for i in picked]
-            return [torch.as_tensor(batch[key][i])[own] for i, own in zip(picked, response_index, strict=True)]
-
-        def is_whole(key: str) -> bool:
-            return key in BY_NAME and BY_NAME[key].per == "batch"
-
         loss_mask = flat("loss_masks")
         assert loss_mask is not None, "a rank batch always has loss_masks"
         sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)
-        n = len(batch["tokens"])
         return cls(
             response_lengths=[int(batch["response_lengths"][i]) for i in picked]
             if response_index is None
@@ -136,13 +127,7 @@ class TokenBatch:
             logits=logits,
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
-            sample_entries={
-                BY_NAME[key].public_name if key in BY_NAME else key: entries(key)
-                for key, entry in batch.items()
-                if isinstance(entry, list) and len(entry) == n and not is_whole(key)
-            }
-            if logits is not None
-            else {},
+            sample_entries=_sample_entries(batch, picked, response_index) if logits is not None else {},
             **{name: flat(name) for name in LOSS_FIELDS},
         )
 
@@ -177,3 +162,19 @@ class TokenBatch:
     def split(self, x: Tensor) -> list[Tensor]:
         """Split a flat per-token tensor into one tensor per sample."""
         return list(x.split(self.response_lengths))
+
+
+def _sample_entries(
+    batch: RankBatch, picked: Sequence[int], response_index: Sequence[Tensor] | None
+) -> dict[str, list[Any]]:
+    """The entries per sample of ``TokenBatch.sample_entries``."""
+    found = {}
+    for key, entry in batch.items():
+        per = BY_NAME[key].per if key in BY_NAME else "sample"
+        if not isinstance(entry, list) or len(entry) != len(batch["tokens"]) or per == "batch":
+            continue
+        values = [entry[i] for i in picked]
+        if response_index is not None and per == "response token":
+            values = [torch.as_tensor(value)[own] for value, own in zip(values, response_index, strict=True)]
+        found[BY_NAME[key].public_name if key in BY_NAME else key] = values
+    return found

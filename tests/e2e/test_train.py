@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_processes import command_line
 
 from slime.engines.http import request_blocking
 from slime.observability.run_state import read_state
@@ -118,8 +119,11 @@ def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
                     with contextlib.suppress(OSError):
                         answers[url] = request_blocking("GET", url)[0]
         time.sleep(0.5)
-    if process.poll() is None:  # the start of the driver would take two seconds longer
+    if process.poll() is None:  # the start of the driver and of the rollout manager would take two seconds longer
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        managers = [each for each in runner.alive() if "".join(command_line(each)).startswith("ray::RolloutManager")]
+        for each in managers:
+            assert "libtorch" not in Path(f"/proc/{each.pid}/maps").read_text()
     result = runner.finish(process, "run")
     assert {"ray::TrainActor", "gcs_server"} <= {name for name, found in listening.items() if found}
     addresses = {address.removeprefix("::ffff:") for found in listening.values() for address in found}
