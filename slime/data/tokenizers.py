@@ -56,12 +56,13 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
 def _load_tokenizer(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise FileNotFoundError(f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    tokenizer_class: Any = _direct_class(Path(name)) if is_folder and not any(value for _, value in kwargs) else None
-    if tokenizer_class is None:
-        from transformers import AutoTokenizer
+    direct = _direct_class(Path(name)) if is_folder and dict(kwargs).keys() <= {"trust_remote_code"} else None
+    if direct is not None:
+        tokenizer: Any = direct.from_pretrained(name)
+        return tokenizer
+    from transformers import AutoTokenizer
 
-        tokenizer_class = AutoTokenizer
-    tokenizer: Any = tokenizer_class.from_pretrained(name, **dict(kwargs))
+    tokenizer = AutoTokenizer.from_pretrained(name, **dict(kwargs))
     return tokenizer
 
 
@@ -70,8 +71,8 @@ def _direct_class(folder: Path) -> Any | None:
     try:
         model = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if not (folder / "tokenizer.json").is_file() or "auto_map" in tokenizer:
-            return None
+        if not (folder / "tokenizer.json").is_file() or "auto_map" in tokenizer or "auto_map" in model:
+            return None  # auto_map names code in the folder, which --trust-remote-code allows
         known = DIRECT_CLASSES.get(model["model_type"], {})
         path = known.get(tokenizer["tokenizer_class"].removesuffix("Fast"))
         module, name = path.split(":") if path else ("", "")

@@ -37,7 +37,7 @@ def test_the_same_tokenizer_as_autotokenizer(tmp_path: Path, model_type: str, to
     from transformers import AutoTokenizer
 
     folder = folder_of(tmp_path / "model", model_type, tokenizer_class)
-    ours, theirs = load_tokenizer(folder, trust_remote_code=False), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(folder, trust_remote_code=True), AutoTokenizer.from_pretrained(folder)
     assert type(ours) is type(theirs)
     text = "the weather, naïve: 12+3 <eos>"
     assert ours.encode(text) == theirs.encode(text)
@@ -46,8 +46,7 @@ def test_the_same_tokenizer_as_autotokenizer(tmp_path: Path, model_type: str, to
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.special_tokens_map == theirs.special_tokens_map
-    known = set(ours.init_kwargs) | set(theirs.init_kwargs)
-    assert {k for k in known if ours.init_kwargs.get(k) != theirs.init_kwargs.get(k)} <= {"trust_remote_code"}
+    assert {k: str(v) for k, v in ours.init_kwargs.items()} == {k: str(v) for k, v in theirs.init_kwargs.items()}
 
 
 @pytest.mark.parametrize(
