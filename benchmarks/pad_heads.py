@@ -58,8 +58,10 @@ def pad_heads(model: Path, output: Path, kv_heads: int) -> Path:
 
 
 def grown(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The tensor with zeros behind it in one dimension. A query head's group is the quotient of its number and the heads
-    of a group, so added heads at the end leave the groups of the others as they are."""
+    """The tensor with zeros behind it in one dimension.
+
+    A query head's group is its number divided by the heads of a group, so heads added at the end change no other group.
+    """
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
