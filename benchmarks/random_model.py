@@ -40,7 +40,11 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
     ),
 }  # fmt: skip
 SHAPES["tiny-experts"] = {**SHAPES["tiny"], "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as one GPU trains
+SHAPES["small-experts-10-layers"] = {  # as many experts and as wide heads as qwen3-30b-a3b, but 0.5 billion parameters
+    **SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024,
+    "moe_intermediate_size": 256, "num_attention_heads": 8, "vocab_size": 512, "max_position_embeddings": 2048,
+}  # fmt: skip
+SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as 141 GB train
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
         "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32),

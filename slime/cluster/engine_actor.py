@@ -185,20 +185,14 @@ def launcher(
 
 
 def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
-    """Whether requests will sample with top-p, top-k or greedily, which SGLang compiles kernels for on first use.
+    """Whether the server is to draw with top-p and top-k before it counts as ready, so that SGLang compiles that early.
 
-    Only the model that is trained counts, because rollouts and evaluations go to it. A server that only prefills or
-    only decodes answers no plain request, so it cannot be warmed up.
+    Every run needs it. SGLang's own health check asks for a greedy token, greedy is top-k with k = 1 there, and a batch
+    with one such request is drawn with the top-k kernel as a whole: without a warm-up the first health check that met
+    the requests of a rollout stopped the engine for more than a minute. A server that only prefills or only decodes
+    answers no plain request, so it cannot be warmed up; models that are not trained get no rollouts.
     """
-    from slime.data.eval_config import resolve_eval_datasets
-    from slime.rollout.settings import restricts_vocabulary
-
-    if args.rollout_backend != "sglang" or not spec.updates or spec.worker_type != "regular":
-        return False
-    settings: list[tuple[float | None, float | None, int | None]]
-    settings = [(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)]
-    settings += [(config.temperature, config.top_p, config.top_k) for config in resolve_eval_datasets(args)]
-    return any(temperature == 0 or restricts_vocabulary(top_p, top_k) for temperature, top_p, top_k in settings)
+    return args.rollout_backend == "sglang" and spec.updates and spec.worker_type == "regular"
 
 
 def _host() -> str:

@@ -57,20 +57,10 @@ def args(**changes: Any) -> Any:
     return Args(hf_checkpoint="/m", **{**settings, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, False),
-        ({"rollout_top_p": 0.9}, True),
-        ({"rollout_top_k": 20}, True),
-        ({"eval_prompt_data": ["aime", "/x"], "eval_temperature": 0.0}, True),  # greedy ones beside the pool's
-        ({"eval_prompt_data": ["aime", "/x"], "eval_top_p": 0.7}, True),
-        ({"eval_top_p": 0.7}, False),  # of no evaluation
-        ({"rollout_top_p": 0.9, "rollout_backend": "embedded"}, False),
-    ],
-)
-def test_what_cuts_off_tokens(changes: dict[str, Any], expected: bool) -> None:
-    assert module.needs_sampler_warmup(args(**changes), EngineSpec(0, "/m")) is expected
+@pytest.mark.parametrize(("backend", "expected"), [("sglang", True), ("embedded", False)])
+def test_every_run_draws_early(backend: str, expected: bool) -> None:
+    """Also one at plain temperature 1: the greedy health check that meets its requests needs the kernel."""
+    assert module.needs_sampler_warmup(args(rollout_backend=backend), EngineSpec(0, "/m")) is expected
 
 
 @pytest.mark.parametrize("other", [{"updates": False}, {"worker_type": "prefill"}, {"worker_type": "decode"}])
@@ -78,15 +68,8 @@ def test_of_the_model_that_learns_whole_servers_are_asked(other: dict[str, Any])
     assert not module.needs_sampler_warmup(args(rollout_top_p=0.9), EngineSpec(0, "/m", **other))
 
 
-def test_a_data_set_may_have_its_own_top_p(tmp_path: Path) -> None:
-    config = tmp_path / "eval.yaml"
-    config.write_text("eval: {datasets: [{name: a, path: /x}, {name: b, path: /y, top_p: 0.8}]}")
-    assert module.needs_sampler_warmup(args(eval_config=str(config)), EngineSpec(0, "/m"))
-
-
-@pytest.mark.parametrize(("top_p", "expected"), [(0.9, [True, False]), (1.0, [False, False])])
 def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
-    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top_p: float, expected: list[bool]
+    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[module.EngineActor] = []
     here = SimpleNamespace(remote=lambda *settings: started.append(module.EngineActor(*settings)))
@@ -95,5 +78,5 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
         engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
     )
     specs = [EngineSpec(0, "/m", num_gpus=2)]
-    module.launcher(args(rollout_top_p=top_p, start_timeout=50.0), specs, placement, tmp_path, {}, NO_KEYS)(0)
-    assert [actor.warms_up_sampler for actor in started] == expected
+    module.launcher(args(start_timeout=50.0), specs, placement, tmp_path, {}, NO_KEYS)(0)
+    assert [actor.warms_up_sampler for actor in started] == [True, False]

@@ -1,4 +1,4 @@
-"""Warm up the top-p and top-k kernels of SGLang on a GPU, which are compiled at the first request that needs them.
+"""Warm up the top-p and top-k kernels of SGLang on a GPU, which are compiled at the first batch that needs them.
 
 The first compilation on a machine takes more than a minute. Until then the engine answers no request, so a health
 check would report it as dead.
@@ -24,4 +24,5 @@ def warm_up(url: str, seconds: float) -> None:
         raise ServerFailed(f"{url} did not answer its first request with top-p and top-k: {error!r}") from error
     if status != 200:
         said = answer.decode(errors="replace")[:500]
-        raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {said}")
+        advice = "--sglang-sampling-backend pytorch does without kernels that are compiled"
+        raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {said}; {advice}")
