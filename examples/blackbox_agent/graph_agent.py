@@ -33,9 +33,7 @@ def graph(model: ChatOpenAI, answer: int) -> Any:
 
     def hint(state: MessagesState) -> dict[str, Any]:
         found = numbers(state)
-        said = (
-            f"{found[-1]} is too {'small' if found[-1] < answer else 'large'}." if found else "That is no number."
-        )
+        said = f"{found[-1]} is too {'small' if found[-1] < answer else 'large'}." if found else "That is no number."
         return {"messages": [("user", f"{said} Try again.")]}
 
     def ends(state: MessagesState) -> str:

@@ -52,7 +52,7 @@ class InputBuilder:
         backbone: The model. It computes multimodal rotary positions if it has ``get_rope_index``.
         packed: Whether to put all samples into one row without padding between them (this needs packed attention).
             Otherwise the batch is padded.
-        share_prompts: Whether samples of a group with the same prompt store it once. Only if packed.
+        share_prompts: Whether samples of a group store their prompt and other common beginnings once. Only if packed.
         pad_to_multiple: Pad the length of a pack to a multiple of this, so that kernels see fewer shapes.
         float_dtype: The dtype of floating-point multimodal inputs.
         context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
