@@ -237,6 +237,23 @@ class _Builder:
         )
 
 
+def distinct_scores(layout: PackLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Find the response tokens of a pack that several samples have in common, so that each is scored once.
+
+    Returns:
+        The rows and targets to score, int64 ``[U]``, and for each response token its position among them, int64
+        ``[R]``; None if that saves fewer than ``MIN_SHARED_TOKENS`` tokens.
+    """
+    if layout.kv_index is None:
+        return None
+    # One number for a row and its target, since numpy sorts numbers many times faster than pairs.
+    pairs = layout.logit_index << 32 | layout.targets
+    _, first, place = np.unique(pairs, return_index=True, return_inverse=True)
+    if len(place) - len(first) < MIN_SHARED_TOKENS:
+        return None
+    return layout.logit_index[first], layout.targets[first], place
+
+
 def _check(
     arrays: list[np.ndarray],
     response_lengths: Sequence[int],

@@ -17,6 +17,8 @@ from slime.data import wire
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.fields import RankBatch
 from slime.data.sample import Sample
+from slime.models import scorer
+from slime.models import token_log_probs as token_log_probs_module
 
 
 class NoText:
@@ -67,23 +69,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
 
 
-def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path) -> None:
-    found = {}
+def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, scored = {}, []
+
+    def token_log_probs(hidden: Any, *arguments: Any, **options: Any) -> Any:
+        scored.append(len(hidden))
+        return token_log_probs_module.token_log_probs(hidden, *arguments, **options)
+
+    monkeypatch.setattr(scorer, "token_log_probs", token_log_probs)
     for share in (True, False):
         args = arguments(llama, share_prompt_in_pack=share, max_tokens_per_gpu=200 if share else 1000)
         backend: FsdpBackend = make_backend(args)
         rows: list[int] = []
         count = lambda _, given, rows=rows: rows.append(given[0].kwargs["input_ids"].numel())  # noqa: E731
+        scored.clear()
         hook = backend.scorer.register_forward_pre_hook(count)
         metrics, _ = train_on_rollout(backend, args, batch_of(args))
         hook.remove()
         grads = {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
-        found[share] = metrics, grads, rows
-    (metrics, grads, rows), (copied, want, all_rows) = found[True], found[False]
+        found[share] = metrics, grads, rows, sum(scored)
+    (metrics, grads, rows, logits), (copied, want, all_rows, all_logits) = found[True], found[False]
     # Of a session: the question and the first answer (4 + 40), the branch that ends there (2 + 7), the second answer
     # (1 + 35), and three ends (1 + 4). As copies, a branch has all that comes before it.
     assert rows == [44 + 9 + 36 + 15] * 2, "a micro-batch per session"
     assert sum(all_rows) == 2 * (44 + 9 + 3 * (44 + 36 + 5))
+    assert logits == 2 * (40 + 9 + 36 + 15) and all_logits == sum(all_rows) - 2 * 4 * 4, "so does the output layer"
     for name in ("train/loss", "train/pg_loss", "train/grad_norm", "train/entropy_loss"):
         assert metrics[name] == pytest.approx(copied[name], rel=1e-5, abs=1e-7), name
     assert metrics["train/grad_norm"] > 0.01 and grads.keys() == want.keys()
