@@ -15,7 +15,7 @@ import re
 import sys
 from typing import Any
 
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from openai import AsyncOpenAI
 
 SOLVERS = 2
@@ -38,7 +38,8 @@ async def team(client: AsyncOpenAI, model: str, question: str, answer: int) -> f
     solver = Agent(
         name="Solver",
         instructions="Answer briefly.",
-        model=OpenAIResponsesModel(model, client),
+        # With the Responses API, the SDK raises ModelBehaviorError if an answer is cut at max_tokens.
+        model=OpenAIChatCompletionsModel(model, client),
         model_settings=ModelSettings(max_tokens=16),
     )
     rewards = await asyncio.gather(*(solve(solver, question, answer) for _ in range(SOLVERS)))

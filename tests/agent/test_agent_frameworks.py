@@ -30,6 +30,7 @@ def calls(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+CUT = ("It is 9", {"type": "length", "length": 8})
 ADD = calls("add", '{"a": 1, "b": 2}')
 
 
@@ -57,11 +58,14 @@ async def play(checkpoint: Path, command: str, script: list[Any], **more: Any) -
     [
         # The first request of the second solver may come before or after the second one of the first solver.
         ("sdk_agent.py", ["9", "9", "12", "12"], 0.5, "<|user|> No, 9 is wrong. Try again.<|end|>"),
+        # Answers that are cut at the limit of tokens are answers.
+        ("sdk_agent.py", [CUT, CUT, CUT, CUT], 0.0, "<|user|> No, 9 is wrong. Try again.<|end|>"),
+        ("graph_agent.py", [CUT, "12"], 0.5, "<|user|> 9 is too small. Try again.<|end|>"),
         ("graph_agent.py", ["Well.", "13", "12"], 0.25, "<|user|> 13 is too large. Try again.<|end|>"),
     ],
 )
 async def test_programs_of_the_example(
-    endpoint: AgentServer, checkpoint: Path, program: str, script: list[str], reward: float, asked: str
+    endpoint: AgentServer, checkpoint: Path, program: str, script: list[Any], reward: float, asked: str
 ) -> None:
     command = f"{PYTHON} {CHECKOUT / 'examples' / 'blackbox_agent' / program}"
     samples, prompts = await play(checkpoint, command, script)
@@ -69,7 +73,8 @@ async def test_programs_of_the_example(
     assert any(asked in prompt for prompt in prompts)
     assert sum(sample.metadata["session"]["turns"] for sample in samples[:1]) == len(script)
     spoken = [text for sample in samples for text in trained_texts(sample)]
-    assert sorted(spoken) == sorted(f"{text}<|end|>" for text in script), "each answer is trained once"
+    said = [text[0] if isinstance(text, tuple) else f"{text}<|end|>" for text in script]
+    assert sorted(spoken) == sorted(said), "each answer is trained once"
 
 
 def trained_texts(sample: Sample) -> list[str]:
