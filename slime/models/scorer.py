@@ -66,7 +66,8 @@ class PolicyScorer(nn.Module):
             nuclei=inputs.nuclei,
         )
         if distinct is not None:
-            scores = TokenScores(*(None if x is None else x.index_select(0, distinct.place) for x in scores))
+            entropy = None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
+            scores = TokenScores(scores.log_probs.index_select(0, distinct.place), entropy)
         if self.anchored and torch.is_grad_enabled():
             scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
         logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
