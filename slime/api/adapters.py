@@ -55,7 +55,9 @@ def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone
     if len(needed) == 1 and unknown:
         return {needed[0]: alone}
     if unknown or not needed:
-        what = f"the parameter {', '.join(map(repr, unknown))} is unknown" if unknown else "it has no parameter"
+        plural = "s" * (len(unknown) > 1), "are" if len(unknown) > 1 else "is"
+        listed = ", ".join(map(repr, unknown))
+        what = f"the parameter{plural[0]} {listed} {plural[1]} unknown" if unknown else "it has no parameter"
         raise UnknownParameters(
             f"{what}; slime passes what a parameter is named after: args (first), {', '.join(names)}"
         )

@@ -62,7 +62,10 @@ class ModelConfig:
         -1, low=1, off=-1, help="Tokens per chunk when log-probs are computed from logits; -1: automatic"
     )
     share_prompt_in_pack: bool = flag(
-        True, kind="toggle", help="Store a group's prompt once per pack: the same gradients in less time"
+        True,
+        kind="toggle",
+        help="Store what samples of a group begin with (their prompt, the turns before an agent's branches) once per "
+        "pack: the same gradients in less time",
     )
     skip_zero_advantage_groups: bool = flag(
         True, kind="toggle", help="Skip forward and backward passes of groups whose advantages are all 0"

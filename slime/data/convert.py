@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from slime.config.hooks import load_function
 from slime.data import wire
 from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, from_hook_names, nearest
+from slime.data.packing import shared_beginnings
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
@@ -130,25 +130,31 @@ def split_train_data(
 def shared_prompts(
     settings: PackingSettings, data: TrainData | RankBatch, context_size: int
 ) -> list[tuple[Hashable, int]] | None:
-    """For each sample, the key and the length of the prompt that it shares with other samples of its group in a pack.
+    """For each sample, the key and the length of what it shares with other samples of its group in a pack.
 
-    A sample that shares no prompt has the key None. The result is None if no prompts are shared at all, either because
-    of the settings, or because the tokens of each sample are split over ``context_size`` ranks.
+    Of its shared beginnings, which packs store as a tree, this is the one that saves most per sample: the prompt of a
+    group, or the turns before the branches of an agent's session. A sample that shares nothing has the key None. The
+    result is None if nothing is shared at all, either because of the settings, or because the tokens of each sample are
+    split over ``context_size`` ranks.
 
     Args:
         data: The train data of a whole rollout, or a rank batch.
     """
     if not settings.shares_prompts or context_size > 1:
         return None
-    lengths = [len(t) - int(r) for t, r in zip(data["tokens"], data["response_lengths"], strict=True)]
+    arrays = [np.asarray(tokens, np.int64) for tokens in data["tokens"]]
+    lengths = [len(t) - int(r) for t, r in zip(arrays, data["response_lengths"], strict=True)]
     media = data.get("multimodal_train_inputs") or [None] * len(lengths)
-    # A prompt with media is not shared: equal token ids do not mean that the images are equal.
+    # Tokens with media are not shared: equal token ids do not mean that the images are equal.
     keys: list[Hashable] = [
-        None if own else (group, np.asarray(tokens[:length], np.int64).tobytes())
-        for tokens, length, group, own in zip(data["tokens"], lengths, data["group_indices"], media, strict=True)
+        ("own", i) if own else ("group", group)
+        for i, (group, own) in enumerate(zip(data["group_indices"], media, strict=True))
     ]
-    uses = Counter(keys)
-    return [(key if uses[key] > 1 else None, length) for key, length in zip(keys, lengths, strict=True)]
+    chosen: list[tuple[Hashable, int]] = []
+    for beginnings, length in zip(shared_beginnings(arrays, lengths, keys), lengths, strict=True):
+        best = max(beginnings, key=lambda one: one.length * (one.samples - 1) / one.samples, default=None)
+        chosen.append((None, length) if best is None else (best.number, best.length))
+    return chosen
 
 
 def _token_counts(

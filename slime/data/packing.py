@@ -1,11 +1,12 @@
 """The layout of a micro-batch whose samples are packed into one row, without padding between them.
 
-A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing, samples of a group
-that have the same prompt store it once, as a segment of its own. Each of their responses is a segment whose queries
-attend to the keys and values of the prompt and then to their own. In both cases, attention is causal and aligned at the
-bottom right: query ``i`` of ``q`` attends to the first ``k - q + i + 1`` of the segment's ``k`` keys. Varlen attention
-kernels compute exactly this from ``cu_seqlens_q`` and ``cu_seqlens_k`` after keys and values were gathered with
-``kv_index``.
+A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing, the samples of a group
+are a tree: what several of them begin with, such as the prompt of a group or the turns before the branches of an
+agent's session, is stored once, as a segment of its own. The queries of a segment attend to the keys and values of the
+segments that come before it in its samples, and then to their own. In both cases, attention is causal and aligned at
+the bottom right: query ``i`` of ``q`` attends to the first ``k - q + i + 1`` of the segment's ``k`` keys. Varlen
+attention kernels compute exactly this from ``cu_seqlens_q`` and ``cu_seqlens_k`` after keys and values were gathered
+with ``kv_index``.
 
 The layout is plain numpy, so it can be tested without a model.
 """
@@ -13,12 +14,25 @@ The layout is plain numpy, so it can be tested without a model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 Range = tuple[int, int]
+MIN_SHARED_TOKENS = 32
+"""A common beginning that is no prompt is shared from this length on: each segment costs attention a little time."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first ``length`` tokens of several samples, which a pack stores once; ``number`` identifies them."""
+
+    number: int
+    length: int
+    samples: int
+    """How many samples begin with it."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +43,11 @@ class PackLayout:
     field            shape, type   meaning
     ================ ============= ==========================================================
     tokens           int64 [T]     token ids; padding is 0
-    positions        int64 [T]     position of the token in its sample (or shared prompt)
+    positions        int64 [T]     position of the token in its sample
     q_starts, q_lens int64 [S]     first row and number of rows of each segment
     kv_ranges        S lists       per segment, the ``(start, end)`` rows that hold its keys,
-                                   in order: the shared prompt, if any, then its own rows
+                                   in order: those of the beginnings that it shares with
+                                   other segments, if any, then its own
     cu_seqlens_q     int32 [S+1]   cumulative q_lens
     cu_seqlens_k     int32 [S+1]   cumulative numbers of keys
     kv_index         int64 [K]     rows from which keys and values are gathered; None without
@@ -82,8 +97,9 @@ def build_pack(
     Args:
         tokens: Prompt + response ids of each sample, as lists, arrays or CPU tensors.
         response_lengths: Number of tokens at the end of each sample that are its response.
-        group_keys: Only samples with equal keys may share a prompt. None: all samples with equal prompts may.
-        share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group are stored once.
+        group_keys: Only samples with equal keys may share tokens. None: all samples may.
+        share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group, and other common beginnings
+            (see :func:`shared_beginnings`), are stored once.
         pad_to_multiple: The number of tokens is padded to a multiple of this.
 
     Raises:
@@ -93,18 +109,70 @@ def build_pack(
     _check(arrays, response_lengths, group_keys, pad_to_multiple)
     builder = _Builder()
     prompt_lens = [len(t) - r for t, r in zip(arrays, response_lengths, strict=True)]
+    shared: list[list[Beginning]] = [[] for _ in arrays]
     if share_prompts:
-        keys = group_keys if group_keys is not None else [None] * len(arrays)
-        prompts = [(k, t[:p].tobytes()) for k, t, p in zip(keys, arrays, prompt_lens, strict=True)]
-        # A prompt that only one sample has stays in one segment with its response. If no prompt is shared, keys need no
-        # gathering.
-        uses = Counter(prompts)
-        for array, prompt_len, prompt in zip(arrays, prompt_lens, prompts, strict=True):
-            builder.add(array, prompt_len, prompt if uses[prompt] > 1 else None)
-    else:
-        for array, prompt_len in zip(arrays, prompt_lens, strict=True):
-            builder.add(array, prompt_len, None)
+        # Tokens that only one sample has stay in one segment. If nothing is shared, keys need no gathering.
+        shared = shared_beginnings(arrays, prompt_lens, group_keys)
+    for array, prompt_len, beginnings in zip(arrays, prompt_lens, shared, strict=True):
+        builder.add(array, prompt_len, beginnings)
     return builder.finish(list(map(int, response_lengths)), pad_to_multiple)
+
+
+def shared_beginnings(
+    arrays: Sequence[np.ndarray], prompt_lens: Sequence[int], group_keys: Sequence[Hashable] | None = None
+) -> list[list[Beginning]]:
+    """Find what samples of a group have in common at their beginning, the inner nodes of a tree of tokens.
+
+    Equal prompts are shared whatever their length, and other beginnings if they save ``MIN_SHARED_TOKENS`` tokens per
+    sample beyond what is shared anyway: the turns that come before the branches of an agent's session, a long system
+    prompt of different prompts, and equal beginnings of responses.
+
+    Args:
+        arrays: The tokens of each sample, int64 ``[total_length]``.
+        prompt_lens: Number of tokens of each sample before its response.
+        group_keys: As in :func:`build_pack`.
+
+    Returns:
+        For each sample, its shared beginnings from the shortest to the longest; empty if it shares nothing.
+    """
+    found: list[list[Beginning]] = [[] for _ in arrays]
+    groups: dict[Hashable, list[int]] = {}
+    for i in range(len(arrays)):
+        groups.setdefault(group_keys[i] if group_keys is not None else None, []).append(i)
+    number = 0
+    for group in groups.values():
+        for length, members in _inner_nodes(arrays, prompt_lens, group):
+            for i in members:
+                found[i].append(Beginning(number, length, len(members)))
+            number += 1
+    return found
+
+
+def _inner_nodes(
+    arrays: Sequence[np.ndarray], prompt_lens: Sequence[int], group: list[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield the length of each shared beginning and its samples, shorter ones before those that go on from them."""
+    # Samples with a common beginning are neighbours in this order, so the first and the last one tell what all share.
+    open_nodes = [(sorted(group, key=lambda i: arrays[i].tobytes()), 0)] if len(group) > 1 else []
+    while open_nodes:
+        members, depth = open_nodes.pop()
+        common = _common_length(arrays[members[0]], arrays[members[-1]])
+        prompts = Counter(length for i in members if depth < (length := prompt_lens[i]) <= common)
+        prompt = max((length for length, uses in prompts.items() if uses > 1), default=depth)
+        shared = common if common - prompt >= MIN_SHARED_TOKENS else prompt
+        if shared > depth:
+            yield shared, members
+        rest = [i for i in members if len(arrays[i]) > common]
+        for _, branch in groupby(rest, key=lambda i: int(arrays[i][common])):
+            branch_members = list(branch)
+            if len(branch_members) > 1:
+                open_nodes.append((branch_members, shared))
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size
 
 
 class _Builder:
@@ -114,26 +182,24 @@ class _Builder:
         self.positions: list[np.ndarray] = []
         self.segments: list[Range] = []
         self.kv_ranges: list[list[Range]] = []
-        self.shared: dict[Hashable, Range] = {}
+        self.shared: dict[int, Range] = {}
         self.sample_ranges: list[list[Range]] = []
         self.logit_index: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
 
-    def add(self, array: np.ndarray, prompt_len: int, prompt_key: Hashable | None) -> None:
-        if prompt_key is None:
-            start, end = self._segment(array, 0, [])
-            self.sample_ranges.append([(start, end)])
-            # The logits of a row predict the next token, so the rows begin one before the response and end one early.
-            self.logit_index.append(np.arange(start + prompt_len - 1, end - 1))
-        else:
-            if prompt_key not in self.shared:
-                self.shared[prompt_key] = self._segment(array[:prompt_len], 0, [])
-            prompt = self.shared[prompt_key]
-            own = self._segment(array[prompt_len:], prompt_len, [prompt])
-            self.sample_ranges.append([prompt, own])
-            # The last row of the shared prompt scores the first response token of all its samples. Every other response
-            # token is scored by the row of the token before it.
-            self.logit_index.append(_indices([prompt, own])[prompt_len - 1 : -1])
+    def add(self, array: np.ndarray, prompt_len: int, beginnings: Sequence[Beginning]) -> None:
+        rows: list[Range] = []
+        start = 0
+        for beginning in beginnings:
+            if beginning.number not in self.shared:
+                self.shared[beginning.number] = self._segment(array[start : beginning.length], start, rows)
+            rows.append(self.shared[beginning.number])
+            start = beginning.length
+        rows.append(self._segment(array[start:], start, rows))
+        self.sample_ranges.append(rows)
+        # The logits of a row predict the next token, so each response token is scored by the row of the token before
+        # it. The last row of a shared prompt scores the first response token of all its samples.
+        self.logit_index.append(_indices(rows)[prompt_len - 1 : -1])
         self.targets.append(array[prompt_len:])
 
     def _segment(self, array: np.ndarray, first_position: int, before: list[Range]) -> Range:
@@ -169,6 +235,23 @@ class _Builder:
             num_padding=num_padding,
             sample_ranges=self.sample_ranges,
         )
+
+
+def distinct_scores(layout: PackLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Find the response tokens of a pack that several samples have in common, so that each is scored once.
+
+    Returns:
+        The rows and targets to score, int64 ``[U]``, and for each response token its position among them, int64
+        ``[R]``; None if that saves fewer than ``MIN_SHARED_TOKENS`` tokens.
+    """
+    if layout.kv_index is None:
+        return None
+    # One number for a row and its target, since numpy sorts numbers many times faster than pairs.
+    pairs = layout.logit_index << 32 | layout.targets
+    _, first, place = np.unique(pairs, return_index=True, return_inverse=True)
+    if len(place) - len(first) < MIN_SHARED_TOKENS:
+        return None
+    return layout.logit_index[first], layout.targets[first], place
 
 
 def _check(

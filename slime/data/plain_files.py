@@ -12,7 +12,7 @@ import importlib
 import pickle
 import re
 from collections import deque
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 _NUMPY = ("numpy._core.multiarray", "numpy.core.multiarray")
@@ -23,6 +23,7 @@ ALLOWED = frozenset({
     "builtins.bytes",  # used for empty bytes
     "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
     "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath",
+    *(f"{kind.__module__}.{kind.__name__}" for kind in (PosixPath, PurePosixPath)),  # Python 3.13: pathlib._local
     "PIL.Image.Image",
 })  # fmt: skip
 """Names of classes and functions that only create values. Each is imported when a file uses it."""

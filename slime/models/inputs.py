@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +14,26 @@ from torch.distributed import ProcessGroup
 
 from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
-from slime.data.packing import build_pack
+from slime.data.packing import build_pack, distinct_scores
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
 Multimodal = Mapping[str, object] | None
 """The tensors that the processor made for one sample, by the parameter names of the model's forward."""
+
+
+class Distinct(NamedTuple):
+    """The response tokens of a pack without those that an earlier sample of the pack has scored already.
+
+    Attributes:
+        logit_index, targets: int64 ``[U]``, as in :class:`ModelInputs`.
+        place: int64 ``[R]``, for each response token its position among them.
+    """
+
+    logit_index: Tensor
+    targets: Tensor
+    place: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class ModelInputs:
         response_lengths: The response length of each sample; their sum is R.
         nuclei: The tokens from which each response token was sampled, if the engine reported them.
         response_index: With context parallelism, the response tokens of each sample that this rank has; else None.
+        distinct: What to score where many samples have response tokens in common; None: all response tokens.
     """
 
     kwargs: dict[str, object]
@@ -42,6 +56,7 @@ class ModelInputs:
     response_lengths: list[int]
     nuclei: Nuclei | None = None
     response_index: list[Tensor] | None = None
+    distinct: Distinct | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class InputBuilder:
         backbone: The model. It computes multimodal rotary positions if it has ``get_rope_index``.
         packed: Whether to put all samples into one row without padding between them (this needs packed attention).
             Otherwise the batch is padded.
-        share_prompts: Whether samples of a group with the same prompt store it once. Only if packed.
+        share_prompts: Whether samples of a group store their prompt and other common beginnings once. Only if packed.
         pad_to_multiple: Pad the length of a pack to a multiple of this, so that kernels see fewer shapes.
         float_dtype: The dtype of floating-point multimodal inputs.
         context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
@@ -78,7 +93,9 @@ class InputBuilder:
             [int(batch["group_indices"][i]) for i in indices],
             [multimodal[i] for i in indices] if multimodal is not None else [None] * len(indices),
         )
-        return replace(inputs, nuclei=self._nuclei(batch, indices))
+        nuclei = self._nuclei(batch, indices)
+        # Each sample has drawn a token from a nucleus of its own.
+        return inputs if nuclei is None else replace(inputs, nuclei=nuclei, distinct=None)
 
     def _nuclei(self, batch: RankBatch, indices: Sequence[int]) -> Nuclei | None:
         if batch.get("rollout_top_p_token_offsets") is None:
@@ -140,7 +157,14 @@ class InputBuilder:
                     positions[:, self._move(layout.rows_of(i))] = rotary
             if self._has_rotary_index():
                 kwargs["position_ids"] = positions[:, None]
-        return ModelInputs(kwargs, self._move(layout.logit_index), self._move(layout.targets), layout.response_lengths)
+        distinct = distinct_scores(layout)
+        return ModelInputs(
+            kwargs,
+            self._move(layout.logit_index),
+            self._move(layout.targets),
+            layout.response_lengths,
+            distinct=None if distinct is None else Distinct(*map(self._move, distinct)),
+        )
 
     def _context_packed(
         self, arrays: list[np.ndarray], response_lengths: Sequence[int], group: ProcessGroup

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slime.models.capped_log_probs import capped_log_probs, capped_logits
 from slime.models.cpu_linear import linear
 from slime.models.decoder import backbone_of
-from slime.models.inputs import InputBuilder, ModelInputs
+from slime.models.inputs import Distinct, InputBuilder, ModelInputs
 from slime.models.loading import ModelError, plain_attention
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.token_log_probs import TokenScores, token_log_probs
@@ -46,7 +46,9 @@ class PolicyScorer(nn.Module):
         with_logits: bool = False,
     ) -> tuple[TokenScores, Tensor | None]:
         """Return scores ``[R]`` and, with ``with_logits``, float32 logits ``[R, vocab]`` divided by the temperature."""
-        hidden = _response_rows(self.backbone, inputs)
+        # Logits are returned for every response token, and soft caps are rare.
+        distinct = None if with_logits or self.logit_cap is not None else inputs.distinct
+        hidden = _response_rows(self.backbone, inputs, distinct)
         head = self.hf.get_output_embeddings()
         effective = temperature / self.logit_scale
         if self.logit_cap is not None:
@@ -54,7 +56,7 @@ class PolicyScorer(nn.Module):
         scores = token_log_probs(
             hidden,
             head.weight,
-            inputs.targets,
+            inputs.targets if distinct is None else distinct.targets,
             effective,
             bias=head.bias,
             chunk_size=self.chunk_size,
@@ -63,6 +65,9 @@ class PolicyScorer(nn.Module):
             fused=self.fused,
             nuclei=inputs.nuclei,
         )
+        if distinct is not None:
+            entropy = None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
+            scores = TokenScores(scores.log_probs.index_select(0, distinct.place), entropy)
         if self.anchored and torch.is_grad_enabled():
             scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
         logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
@@ -123,10 +128,11 @@ def value_head_weight(hidden_size: int, seed: int) -> Tensor:
     return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1)
 
 
-def _response_rows(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
-    """Return the last hidden states ``[R, hidden]`` of the rows that score a response token."""
+def _response_rows(backbone: nn.Module, inputs: ModelInputs, distinct: Distinct | None = None) -> Tensor:
+    """Return the last hidden states of the rows that score a response token, ``[R, hidden]``, or of the distinct ones,
+    ``[U, hidden]``."""
     hidden = backbone(**inputs.kwargs).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, inputs.logit_index)
+    return hidden.flatten(0, 1).index_select(0, (distinct or inputs).logit_index)
 
 
 def _anchor(parameters: list[nn.Parameter]) -> Tensor:

@@ -105,7 +105,9 @@ def test_calls_that_can_be_read_beside_those_that_cannot() -> None:
 def test_a_generate_function_reads_the_same_calls_without_an_error() -> None:
     for text in WRITTEN.values():
         tool_calls(text)
-    assert "nested" in tool_calls(WRITTEN["a repetition of brackets"].replace("</tool", "]</tool"))[0].error
+    error = tool_calls(WRITTEN["a repetition of brackets"].replace("</tool", "]</tool"))[0].error
+    # "nested too deeply"; the parser of Python 3.13 comes to a missing comma first.
+    assert "the call is not JSON: " in error
     assert tool_calls('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>')[0].arguments == {"x": 1}
 
 

@@ -94,7 +94,7 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
     text = "\n".join(raised.value.problems)
     for part in (
         "reward: it cannot be sent to the processes of the run: it uses lock (a lock)",
-        "filter: the parameter 'one', 'two' is unknown",
+        "filter: the parameters 'one', 'two' are unknown",
         "rollout_batch_sise: no such flag; did you mean rollout_batch_size?",
         "n_samples_per_prompt: ",
         "max_restarts: only a command line can be run again",

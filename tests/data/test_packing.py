@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.data.packing import PackLayout, build_pack
+from slime.data import packing
+from slime.data.packing import MIN_SHARED_TOKENS, PackLayout, build_pack
 
 SampleSpec = tuple[int, list[int], list[int]]  # group, prompt, response
 ids = st.integers(1, 3)  # few ids, so that prompts are often equal
@@ -33,14 +35,19 @@ def attention_sets(layout: PackLayout) -> dict[int, list[int]]:
     return seen
 
 
-def layout_of(specs: list[SampleSpec], share: bool, pad: int = 1) -> PackLayout:
+def layout_of(specs: list[SampleSpec], share: bool, pad: int = 1, smallest: int = MIN_SHARED_TOKENS) -> PackLayout:
+    """``smallest``: the number of tokens that a shared beginning must save per sample."""
     keys: list[Hashable] = [group for group, _, _ in specs]
-    return build_pack([p + r for _, p, r in specs], [len(r) for _, _, r in specs], keys, share, pad)
+    with mock.patch.object(packing, "MIN_SHARED_TOKENS", smallest):
+        return build_pack([p + r for _, p, r in specs], [len(r) for _, _, r in specs], keys, share, pad)
 
 
-@given(sample_specs, st.booleans(), st.integers(1, 8))
-def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool, pad: int) -> None:
-    layout = layout_of(specs, share, pad)
+smallest_shared = st.sampled_from([1, 2, MIN_SHARED_TOKENS])
+
+
+@given(sample_specs, st.booleans(), st.integers(1, 8), smallest_shared)
+def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool, pad: int, smallest: int) -> None:
+    layout = layout_of(specs, share, pad, smallest)
     seen = attention_sets(layout)
     logits, targets = [], []
     for i, (_, prompt, response) in enumerate(specs):
@@ -55,9 +62,9 @@ def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool,
     assert layout.response_lengths == [len(r) for _, _, r in specs]
 
 
-@given(sample_specs, st.booleans(), st.integers(1, 8))
-def test_the_arrays_are_consistent(specs: list[SampleSpec], share: bool, pad: int) -> None:
-    layout = layout_of(specs, share, pad)
+@given(sample_specs, st.booleans(), st.integers(1, 8), smallest_shared)
+def test_the_arrays_are_consistent(specs: list[SampleSpec], share: bool, pad: int, smallest: int) -> None:
+    layout = layout_of(specs, share, pad, smallest)
     size = len(layout.tokens)
     assert size % pad == 0 and layout.num_padding < pad and len(layout.positions) == size
     rows = [row for start, n in zip(layout.q_starts, layout.q_lens, strict=True) for row in range(start, start + n)]
@@ -69,12 +76,15 @@ def test_the_arrays_are_consistent(specs: list[SampleSpec], share: bool, pad: in
     assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == np.int32
     if layout.kv_index is not None:
         assert layout.kv_index.tolist() == [r for ranges in layout.kv_ranges for a, b in ranges for r in range(a, b)]
-    stored: dict[tuple[int, tuple[int, ...]], int] = {}
-    for group, prompt, _ in specs:
-        key = (group, tuple(prompt))
-        stored[key] = stored.get(key, 0) + 1
-    prompts = [len(p) * (1 if share else n) for (_, p), n in stored.items()]
-    assert size - layout.num_padding == sum(prompts) + sum(len(r) for _, _, r in specs)
+    copies = sum(len(p) + len(r) for _, p, r in specs)
+    if not share:
+        assert size - layout.num_padding == copies
+        return
+    prompts = {(group, tuple(prompt)): len(prompt) for group, prompt, _ in specs}
+    assert size - layout.num_padding <= sum(prompts.values()) + sum(len(r) for _, _, r in specs), "equal prompts once"
+    if smallest == 1:
+        different = {(group, *(p + r)[:n]) for group, p, r in specs for n in range(1, len(p + r) + 1)}
+        assert size - layout.num_padding == len(different), "of equal beginnings every token once"
 
 
 def test_a_group_stores_its_prompt_once() -> None:
@@ -84,6 +94,23 @@ def test_a_group_stores_its_prompt_once() -> None:
     assert layout.kv_ranges == [[(0, 2)], [(0, 2), (2, 4)], [(0, 2), (4, 5)], [(5, 8)]]
     assert layout.logit_index.tolist() == [1, 2, 1, 6]
     assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 8] and layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 12]
+
+
+def test_the_branches_of_a_session_are_a_tree() -> None:
+    """The branches have their first turns in common, two of them one turn more; another prompt shares its beginning."""
+    system, first, second = [1] * MIN_SHARED_TOKENS, [2] * MIN_SHARED_TOKENS, [3] * (MIN_SHARED_TOKENS + 1)
+    n, m = MIN_SHARED_TOKENS, MIN_SHARED_TOKENS + 1
+    branches = [([*first, 7], 0), (first + second + [8, 9], 0), (first + second + [9], 0), ([6], 1)]
+    layout = layout_of([(0, [*system, 5 + kind], turns) for turns, kind in branches], share=True)
+    assert layout.tokens.tolist() == [*system, 5, *first, 7, *second, 8, 9, 9, 6, 6]
+    trunk, turn, deeper = (0, n), (n, 2 * n + 1), (2 * n + 2, 2 * n + 2 + m)
+    at = deeper[1]
+    assert layout.kv_ranges == [
+        [trunk], [trunk, turn], [trunk, turn, (2 * n + 1, 2 * n + 2)], [trunk, turn, deeper],
+        [trunk, turn, deeper, (at, at + 2)], [trunk, turn, deeper, (at + 2, at + 3)], [trunk, (at + 3, at + 5)],
+    ]  # fmt: skip
+    short = [(0, [1, 2], [3] * (n - 1) + [4]), (0, [1, 2], [3] * (n - 1) + [5])]
+    assert len(layout_of(short, share=True).tokens) == 2 + 2 * n, "it is not worth a segment"
 
 
 def test_nothing_to_share_needs_no_gather() -> None:

@@ -16,7 +16,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--port", "--dashboard-port", "--dashboard-agent-listen-port",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
-    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps", "--from",
     "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
     "--rooms", "--task", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine",

@@ -10,6 +10,7 @@ from every_family import PAD, VOCAB
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slime.data.packing import MIN_SHARED_TOKENS
 from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
@@ -21,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 def samples() -> tuple[list[Tensor], list[int], list[int]]:
-    """Tokens, response lengths and groups: two groups with shared prompts, a sample alone, and one of two tokens."""
+    """Tokens, response lengths and groups: two groups with shared prompts, a sample alone, one of two tokens, and the
+    branches of an agent's session, two levels deep."""
     generator = torch.Generator().manual_seed(3)
     tokens, responses, groups = [], [], []
     for group, (prompt, own) in enumerate([(9, [6, 1, 17]), (3, [2, 8]), (12, [5]), (1, [1])]):
@@ -31,6 +33,13 @@ def samples() -> tuple[list[Tensor], list[int], list[int]]:
             tokens.append(torch.cat([start, torch.randint(0, VOCAB, (length,), generator=generator)]))
             responses.append(length)
             groups.append(group)
+    prompt, first, second, *ends = (
+        torch.randint(0, VOCAB, (n,), generator=generator) for n in (5, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, 4, 2, 3)
+    )
+    for turns in ([first, ends[0]], [first, second, ends[1]], [first, second, ends[2]]):
+        tokens.append(torch.cat([prompt, *turns]))
+        responses.append(len(tokens[-1]) - len(prompt))
+        groups.append(4)
     return tokens, responses, groups
 
 
@@ -62,7 +71,7 @@ def one_at_a_time(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def assert_same(scorer: PolicyScorer, builder: InputBuilder, want: tuple[Tensor, dict[str, Tensor]]) -> None:
-    inputs = builder.build(*samples(), [None] * 7)
+    inputs = builder.build(*samples(), [None] * 10)
     log_probs = scorer(inputs)[0].log_probs
     loss_of(log_probs, 0).backward()
     assert float((log_probs - want[0]).detach().abs().max()) < 1e-5

@@ -49,7 +49,7 @@ def test_families_equal_the_cpu(family: str, tmp_path: Path) -> None:
         model = load_hf_model(folder, torch.float32, device, NAME)
         stateful = prepare_packing(model)
         builder = InputBuilder(backbone_of(model), torch.device(device), pad_to_multiple=16, stateful=stateful)
-        scores = PolicyScorer(model)(builder.build(*samples(), [None] * 7))[0].log_probs
+        scores = PolicyScorer(model)(builder.build(*samples(), [None] * 10))[0].log_probs
         scores.sum().backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
         results.append((scores.detach().cpu(), float(norm)))

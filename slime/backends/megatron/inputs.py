@@ -50,7 +50,7 @@ class PackBuilder:
         context_group: The ranks that divide the tokens of each sample; None without context parallelism.
         pad_to_multiple: Pad the tokens of a rank to a multiple of this. Sequence parallelism divides them by the
             tensor-parallel size.
-        share_prompts: Whether samples of a group store their prompt once.
+        share_prompts: Whether samples of a group store their prompt and other common beginnings once.
         with_sequences: Whether packs list their sequences, for layers with a state.
         chunk_size, fused: How logits are computed; see :class:`Scoring`.
     """

@@ -15,7 +15,7 @@ def compare(rank: int, ports: Any, folders: dict[str, tuple[Path, Path]]) -> Non
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from fsdp_helpers import make_args
-    from megatron_ranks import leave_groups, rank_batch
+    from megatron_ranks import leave_groups
     from safetensors.torch import load_file
 
     from slime.backends.create import create_backend
@@ -27,7 +27,7 @@ def compare(rank: int, ports: Any, folders: dict[str, tuple[Path, Path]]) -> Non
         stored, sent = load_file(path / "model.safetensors"), dict(backend.named_weights())
         assert stored.keys() == sent.keys(), name
         assert all(torch.equal(tensor, sent[key]) for key, tensor in stored.items()), name
-        batch = rank_batch(0, 0, 0, 1)
+        batch = batch_with_branches()
         found = backend.log_probs(batch, with_entropy=True, temperature=1.0)
         of_transformers, of_engine = plain_scores(path, batch), engine_log_probs(other, batch, backend)
         for i, (log_probs, entropy) in enumerate(of_transformers):
@@ -35,6 +35,24 @@ def compare(rank: int, ports: Any, folders: dict[str, tuple[Path, Path]]) -> Non
             torch.testing.assert_close(found["entropy"][i], entropy, atol=1e-5, rtol=0, msg=f"{name}, sample {i}")
             torch.testing.assert_close(of_engine[i], log_probs, atol=1e-4, rtol=0, msg=f"{name}, sample {i}")
         leave_groups()
+
+
+def batch_with_branches() -> dict[str, Any]:
+    """The samples of the other tests, and the four leaves of an agent's session, which a pack stores as a tree."""
+    import random
+
+    from slime.data.packing import MIN_SHARED_TOKENS
+    from slime.verify.batch import RandomSample, make_batch, make_samples
+
+    draw = random.Random(1)
+    sizes = (5, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, 3, 3, 3, 3)
+    prompt, first, second, *ends = ([draw.randrange(61) for _ in range(size)] for size in sizes)
+    samples = make_samples()
+    turns = [first, [*first, *second], [*first, *second], first]
+    for response in ([*begun, *end] for begun, end in zip(turns, ends, strict=True)):
+        samples.append(RandomSample(tokens=prompt + response, mask=[1] * len(response), reward=1.0, group=99))
+    micro_batches = [list(range(i, i + 4)) for i in range(0, len(samples), 4)]
+    return make_batch(samples, [micro_batches], samples)
 
 
 def plain_scores(path: Path, batch: dict[str, Any]) -> list[tuple[Any, Any]]:
