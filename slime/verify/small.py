@@ -101,6 +101,8 @@ def _set_heads(small: PreTrainedConfig, given: dict[str, Any], heads: int) -> No
     width = few * group * HEAD
     if given.get("kv_lora_rank"):  # heads of latent attention have sizes of their own
         small.hidden_size = max(width, 32)
+        if given.get("head_dim") is not None:  # transformers: the part of a head that is rotated
+            small.head_dim = small.qk_rope_head_dim
         return
     size = given.get("head_dim")
     own = size is not None and size * queries != given["hidden_size"]

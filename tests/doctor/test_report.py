@@ -29,6 +29,7 @@ from tests.doctor.faults import (
     SETTINGS,
     TRACE,
     WORDS,
+    Rows,
     both,
     constant,
     facts,
@@ -134,6 +135,22 @@ def test_a_disagreement_about_fresh_tokens_is_found_beside_stale_ones() -> None:
         constant("train/logprob_gap_staleness_1", 0.3),
     )(rows)  # fmt: skip
     assert kinds(facts(rows))[0] == "logprob_gap"
+
+
+def test_rewards_that_scatter_have_not_collapsed() -> None:
+    """Those of two runs of a random model, which learn nothing: their best steps are luck."""
+    asynchronous = [
+        3, 16, 3, 2, 3, 28, 15, 4, 3, 4, 15, 15, 15, 14, 29, 2, 3, 16, 16, 16, 15, 2, 41, 28, 16, 2, 15, 16, 16, 3, 3,
+    ]  # fmt: skip
+    for rewards in (asynchronous, [3, 41, 4, 39, 3, 15, 2, 16, 3, 4, 27, 15, 3]):
+        rows: Rows = [
+            {"rollout/step": step, "rollout/raw_reward": reward / 100, "train/grad_norm": 1.0}
+            for step, reward in enumerate(rewards)
+        ]
+        assert kinds(facts(rows)) == []
+        for row in rows[len(rows) // 2 :]:
+            row["rollout/raw_reward"] = (row["rollout/raw_reward"] or 0) - 0.6
+        assert kinds(facts(rows)) == ["reward_collapse"]
 
 
 def test_a_slow_time_that_is_over_is_no_finding() -> None:
