@@ -53,9 +53,10 @@ UNKNOWN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueE
 
 def unknown_family(model: str, family: str, error: Exception) -> VerifyError:
     """The error for a model whose config has sizes that :data:`LIMITS` does not know."""
+    reason = next(iter(str(error).splitlines()), "")[:300]
     return VerifyError(
         f"{model}: slime verify cannot make a small model of this family ({family}) that transformers runs: "
-        f"{type(error).__name__}: {str(error)[:300]}"
+        f"{type(error).__name__}: {reason}"
     )
 
 
