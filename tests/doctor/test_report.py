@@ -205,10 +205,35 @@ def test_a_log_does_not_hide_the_error_of_ones_own_function() -> None:
     assert first.kind == "own_function" and first.evidence == ("/home/me/reward.py:12", "KeyError: 'answer'")
 
 
+def test_slime_in_another_folder_is_not_the_users_function() -> None:
+    """A traceback of a run in a container, where a rank lost the other one; a file of the user is next to it."""
+    error = (
+        'Traceback (most recent call last):\n  File "/opt/slime/train.py", line 48, in loop\n'
+        '  File "/opt/slime/slime/cluster/engine_pool.py", line 164, in _send\n'
+        '  File "/usr/lib/python3.12/concurrent/futures/_base.py", line 456, in result\n'
+        '  File "/opt/slime/slime/backends/megatron/gathering.py", line 134, in gather_flat\n'
+    )
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:6050."
+    lost = diagnose(facts(quickstart(), state=state("failed", error=error + gloo), processes=[]))[0]
+    assert lost.kind == "collective_timeout"
+    mine = '  File "/opt/slime/examples/reward.py", line 3, in score\nKeyError: 1'
+    own = diagnose(facts(quickstart(), state=state("failed", error=error + mine), processes=[]))[0]
+    assert own.kind == "own_function" and own.evidence[0] == "/opt/slime/examples/reward.py:3"
+
+
 def test_a_driver_that_was_killed() -> None:
     found = facts(quickstart(), state=state(phase="rollout"), processes=[], logs={"engine-0.log": "generated\n"})
     first = diagnose(found)[0]
     assert first.kind == "driver_killed" and "rollout" in first.title and first.evidence == ("engine-0.log: generated",)
+
+
+def test_the_last_line_of_a_log_is_no_warning_and_no_part_of_a_traceback() -> None:
+    logs = {
+        "a.log": "epoch 3\nValueError: wrong\n  while reading\n\n",
+        "b.log": "rank 1 is ready\n/lib/x.py:83: FutureWarning: `f` is deprecated.\n  return func(*args, **kwargs)\n",
+        "c.log": "/lib/x.py:83: UserWarning: slow\n  return func(*args)\n",
+    }
+    assert facts(quickstart(), logs=logs).last_lines() == ("a.log: ValueError: wrong", "b.log: rank 1 is ready")
 
 
 def test_ends_that_are_no_fault() -> None:
