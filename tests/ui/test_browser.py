@@ -16,7 +16,7 @@ from slime.observability.timers import Span
 from slime.observability.trace_file import Load, _load_events, _phase_events, read_trace, trace_of
 from slime.ui.export import Limits, export
 from slime.ui.runs import Refresher, Runs
-from tests.ui.browser import Browser, chromium
+from tests.ui.browser import Browser, chromium, film
 from tests.ui.test_server import served
 
 pytestmark = [
@@ -191,6 +191,8 @@ async def test_a_click_path_through_all_views(runs: Runs, folder: Path, tmp_path
             await browser.open("about:blank")
             await browser.open(f"{address}/")
             await walk(browser)
+            if PICTURES is not None and width == 1280:
+                film(sorted(PICTURES.glob("*.png")), PICTURES / "click_path.webp")
         await browser.open(file.as_uri())  # the same path in the file, which has no server
         await walk(browser)
         assert "Exported on" in await browser.text("footer")
