@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,12 +69,13 @@ def train(options: argparse.Namespace, model: Path, data: Path, name: str, *flag
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     count = 4 if options.tiny else 8
     code, said, seconds = command(
-        options, "train", "--hf-checkpoint", model, "--prompt-data", data, "--rm-type", "random", "--num-rollout", STEPS,
+        options, "train", "--hf-checkpoint", model, "--prompt-data", data, "--rm-type", "random",
+        "--num-rollout", STEPS,
         "--rollout-batch-size", count, "--n-samples-per-prompt", count, "--rollout-max-response-len", 8 * count,
         "--num-steps-per-rollout", 2, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 2048, "--lr", 1e-5,
         "--train-backend", "fsdp", "--rollout-backend", "embedded", "--train-dtype", dtype, "--apply-chat-template",
         "--colocate", "--no-offload-train", "--no-offload-rollout", "--actor-num-gpus-per-node", 1,
-        "--save", f"saved-{name}", "--save-interval", 1, "--dump-details", f"details-{name}",
+        "--save", f"saved-{name}", "--save-interval", 1, "--save-keep-last", 2, "--dump-details", f"details-{name}",
         "--output-dir", options.output, "--run-name", name, "--phase-timeout", options.seconds, *flags,
     )  # fmt: skip
     print(f"{name}: exit code {code} after {seconds:.0f} s" + ("" if code == 0 else "\n" + said[-3000:]), flush=True)
@@ -117,6 +119,7 @@ def main() -> None:
             one = {"run": name, **replay(options, run, *words)}
             print(json.dumps(one), flush=True)
             result["replays"].append(one)
+        shutil.rmtree(options.output / f"saved-{name}", ignore_errors=True)  # 7 GiB for each snapshot
     (options.output / "config.json").write_text(json.dumps({"model_type": "qwen3"} | SHAPES["qwen3-4b"]))
     for words in [f"{options.output} --engine embedded", *options.verify]:
         result["verified"].append(verify(options, words))
