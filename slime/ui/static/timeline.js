@@ -114,7 +114,7 @@ function area(values, x, y) {
     s("text", { x: LEFT - 8, y: y + AREA / 2 + 14, class: "who small" }, `max ${most}`)];
 }
 
-function ticks(total, x, bottom) {
+export function ticks(total, x, bottom) {
   const width = x(total) - x(0);
   const rough = total / Math.max(width / 90, 1);
   const unit = 10 ** Math.floor(Math.log10(rough || 1));
