@@ -37,7 +37,7 @@ from slime.doctor.facts import read_facts  # noqa: E402
 from slime.doctor.report import diagnose  # noqa: E402
 
 STEPS = 4
-SECONDS = 300.0
+SECONDS = 150.0
 CODE = {
     "broken.py": "async def reward(args, sample, **kwargs):\n    return sample.metadata['answer']\n",
     "missing.py": "import a_package_that_is_not_installed\nasync def reward(args, sample, **kwargs):\n    return 1.0\n",
