@@ -37,7 +37,7 @@ from slime.doctor.facts import read_facts  # noqa: E402
 from slime.doctor.report import diagnose  # noqa: E402
 
 STEPS = 4
-SECONDS = 150.0
+SECONDS = 400.0
 CODE = {
     "broken.py": "async def reward(args, sample, **kwargs):\n    return sample.metadata['answer']\n",
     "missing.py": "import a_package_that_is_not_installed\nasync def reward(args, sample, **kwargs):\n    return 1.0\n",
@@ -209,6 +209,7 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
     base = common(options, folder)
     if name == "sft":
         base[base.index("--prompt-data") + 1] = folder / "transcripts.jsonl"
+        base.remove("--apply-chat-template")
     try:
         for flags in [case.flags, *([case.again] if case.again else [])]:
             process = started(name, case, folder, [*base, *flags])
@@ -242,6 +243,8 @@ def wait(process: subprocess.Popen[bytes], folder: Path, case: Case, mark: str) 
                 time.sleep(5)
                 return
         time.sleep(0.5)
+    if process.poll() is None:
+        raise RuntimeError(f"the run did not end within {SECONDS:.0f} s")
     if not struck:
         raise RuntimeError(f"the run ended before its first step: {(folder / 'output.txt').read_text()[-2000:]}")
 
