@@ -109,8 +109,8 @@ HEALTHY = {
         (*EVALUATION, "--num-steps-per-rollout", 2, "--advantage-estimator", "gspo"),
     ),
     "one_step_async": Case("one-step asynchronous, with TIS", ("--use-tis",), script="train_async.py"),
-    "megatron": Case("Megatron with two tensor-parallel ranks", (
-        *MEGATRON, "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2,
+    "megatron": Case("Megatron with two pipeline stages", (
+        *MEGATRON, "--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2,
     )),
 }  # fmt: skip
 FAULTS = {
