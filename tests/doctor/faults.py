@@ -20,8 +20,8 @@ HEALTHY = sorted(
     ]
 )
 """Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
-that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was killed. And on
-H200s."""
+that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was
+killed. And on H200s."""
 HOSTS = (
     "quickstart_cpu",
     "async_filter_cpu",

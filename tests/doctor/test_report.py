@@ -41,7 +41,11 @@ from tests.doctor.faults import (
     state,
 )
 
-HINTS_OF_HEALTHY = {"quickstart_cpu_16_steps": ["solved"], "async_filter_cpu": ["gap_of_old_tokens"]}
+HINTS_OF_HEALTHY = {
+    "quickstart_cpu_16_steps": ["solved"],
+    "async_filter_cpu": ["gap_of_old_tokens"],
+    "two_ranks_cpu": ["slow_update_weights"],  # on a machine that others used, too
+}
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
