@@ -232,6 +232,9 @@ def _add_verify(commands: Subparsers) -> None:
     verify.add_argument(
         "--engine", choices=["embedded", "sglang", "none"], default="embedded", help="default: embedded"
     )
+    verify.add_argument(
+        "--attn-implementation", metavar="NAME", help="as that of train.py, such as sdpa (FSDP; default: as in a run)"
+    )
     verify.add_argument("--layers", type=int, default=4, help="layers of the cut-down model (default: 4)")
     verify.add_argument("--trust-remote-code", action="store_true", help="run code of the model's folder")
     verify.add_argument("--json", action="store_true", help="print the result as JSON instead")
@@ -309,6 +312,7 @@ def _verify(args: argparse.Namespace) -> int:
         args.backend,
         sizes,
         args.dp,
+        flags={"attn_implementation": args.attn_implementation} if args.attn_implementation else {},
         engine=engine,
         layers=args.layers,
         trust_remote_code=args.trust_remote_code,

@@ -79,9 +79,9 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     # Without a distribution of lengths there is no tail, which decides how far the modes differ.
     found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
     if options.json:
-        print(json.dumps(as_json(made, others, found), indent=2))
+        print(json.dumps(as_json(made, others, found, words), indent=2))
     else:
-        print("\n".join(page(made, others, found)))
+        print("\n".join(page(made, others, found, words)))
     return int(not made.fits)
 
 

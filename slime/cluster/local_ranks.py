@@ -24,7 +24,7 @@ TASK = "task.pkl"
 
 
 class RankError(RuntimeError):
-    """A rank ended with an error, or took too long. The message has the end of its log."""
+    """A rank ended with an error, or took too long. The message is that of slime's own error, or the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, seconds: float) ->
         time.sleep(POLL_SECONDS)
         codes = [process.poll() for process in ranks]
     for rank, code in enumerate(codes):
+        if code and (refusal := folder / f"rank{rank}.refusal").is_file():
+            raise RankError(refusal.read_text(encoding="utf-8"))
         if code:
             raise RankError(f"rank {rank} of {len(ranks)} failed (exit code {code}):\n{_end(folder, rank)}")
     if None in codes:
@@ -102,7 +104,12 @@ def _end(folder: Path, rank: int) -> str:
 def _main(folder: Path, rank: int) -> None:
     function, world_size, port, argument = pickle.loads((folder / TASK).read_bytes())
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(Place(rank, world_size, port), argument)
+    try:
+        result = getattr(importlib.import_module(module), name)(Place(rank, world_size, port), argument)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] == "slime":  # written for the user, who needs no traceback
+            (folder / f"rank{rank}.refusal").write_text(str(error), encoding="utf-8")
+        raise
     (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,8 @@ LONG_FACTOR = 5.0
 WAIT_SHARE = 0.5
 """A wait is long if it has lasted longer than this part of its deadline."""
 _LOOPS = ("train.py", "train_async.py")
+_LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib/python3(\.\d+)?/")
+"""Files of Python and of installed packages, also of another machine."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -85,7 +86,7 @@ PATTERNS = (
     _pattern(
         "collective_timeout",
         r"Watchdog caught collective operation timeout|NCCL error|nccl(System|Remote|Internal)Error|"
-        r"Timed out after \d+ms waiting for",
+        r"Timed out after \d+ms waiting for|gloo/transport/[^\n]*(closed|reset) by peer",
         "A collective operation of the training ranks failed: one of them did not take part, or the network failed.",
         "Look for the first rank with an error in the logs of the train actors; with NCCL_DEBUG=INFO, NCCL names the "
         "connection.",
@@ -259,13 +260,10 @@ def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] =
 
 def _own_function(error: str) -> Finding | None:
     """A finding if the innermost frame that is in no library is in a file of the user's."""
-    folders = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
-    frames = [
-        frame
-        for frame in _FRAME.findall(error)
-        if not frame[0].startswith((*folders, "<")) and "site-packages" not in frame[0]
-    ]
-    if not frames or frames[-1][0].startswith(PACKAGE) or Path(frames[-1][0]).name in _LOOPS:
+    frames = [frame for frame in _FRAME.findall(error) if not _LIBRARY.search(frame[0])]
+    # The run may have had slime in another place than this command, such as a container.
+    roots = tuple({root for file, _, _ in frames if (root := _root_of_slime(file)) is not None})
+    if not frames or frames[-1][0].startswith((PACKAGE, *roots)) or Path(frames[-1][0]).name in _LOOPS:
         return None
     file, line, function = frames[-1]
     return Finding(
@@ -274,6 +272,12 @@ def _own_function(error: str) -> Finding | None:
         (f"{file}:{line}", error.strip().splitlines()[-1]),
         "Correct it; slime check-hooks calls it on many kinds of samples in seconds.",
     )
+
+
+def _root_of_slime(file: str) -> str | None:
+    """Return the folder of the package slime in which a file lies; None if slime has no such file."""
+    folder, found, inside = file.rpartition("/slime/")
+    return folder + found if found and (Path(PACKAGE) / inside).is_file() else None
 
 
 def _line_at(text: str, position: int) -> str:

@@ -39,6 +39,13 @@ class Process:
     stopped: bool
 
 
+_WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
+
+
+def _telling(lines: Sequence[str]) -> str:
+    return next((line for line in reversed(lines) if line[:1].strip() and not _WARNING.search(line)), "")
+
+
 @dataclass(frozen=True)
 class Facts:
     """The files of a run, as the rules read them.
@@ -83,9 +90,12 @@ class Facts:
         return median(values[-5:]) if len(values) >= least else None
 
     def last_lines(self, part: str = "", most: int = 8) -> tuple[str, ...]:
-        """Return the last line of each log whose name contains ``part``; of the last ``most`` logs."""
-        ends = ((name, text.strip().splitlines()) for name, text in self.logs.items() if part in name)
-        return tuple(f"{name}: {lines[-1][:200]}" for name, lines in ends if lines)[-most:]
+        """Return the last telling line of each log whose name contains ``part``; of the last ``most`` logs.
+
+        Warnings of Python, and the indented lines of warnings and tracebacks, tell nothing.
+        """
+        ends = ((name, _telling(text.splitlines())) for name, text in self.logs.items() if part in name)
+        return tuple(f"{name}: {line[:200]}" for name, line in ends if line)[-most:]
 
     def looked_into(self) -> tuple[str, ...]:
         """Return the stacks of the living processes of the run, if they are wanted."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 
 from slime.doctor.facts import Facts, Row
 from slime.doctor.findings import Finding
@@ -221,13 +223,20 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     width = max(len(rewards) // 5, 3)
     means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
     best, last = max(means), means[-1]
-    if best > 0 and best - last > max(0.3 * abs(best), 0.1):
+    if best > 0 and best - last > max(0.3 * abs(best), 0.1, 3 * noise(rewards) * (2 / width) ** 0.5):
         yield Finding(
             "reward_collapse",
             f"The reward has collapsed: {best:.3f} around step {means.index(best) + width // 2}, {last:.3f} now.",
             (f"{REWARD}, mean of {width} steps",),
             "Continue from a snapshot before that step (--load, --ckpt-step) with a lower --lr or a KL term.",
         )
+
+
+def noise(values: Sequence[float]) -> float:
+    """The standard deviation of a single value, from the differences of neighbours, of which half are smaller than
+    0.954 of it if they are normal. The median ignores a few jumps, which are no noise.
+    """
+    return median(abs(after - before) for before, after in pairwise(values)) / 0.954
 
 
 def _hacking(facts: Facts) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log
@@ -117,3 +117,23 @@ def flags(plan: Plan) -> list[str]:
 
 
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_OF_LAYOUT = (
+    "--colocate", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--gradient-checkpointing",
+    "--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+    "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel",
+    "--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank", "--fsdp-shard-size",
+)  # fmt: skip
+
+
+def left_out(printed: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the flags of a command that must be left out when the printed ones are added at its end.
+
+    Args:
+        printed: From :func:`flags`.
+        given: The words of the command.
+    """
+    replaced = {word for words in printed for word in words.split()}
+    options = dict.fromkeys(word.partition("=")[0] for word in given)
+    return [option for option in options if option in _OF_LAYOUT and option not in replaced]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .gpus import GIB
-from .layouts import flags
+from .layouts import flags, left_out
 from .modes import Way, unmeasured
 from .plan import Plan
 
 
-def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -> Iterator[str]:
-    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, best layouts and modes."""
+def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()) -> Iterator[str]:
+    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, best layouts and modes.
+
+    Args:
+        given: The words of the command that was planned.
+    """
     run = plan.run
     yield f"model   {run.model.parameters / 1e9:.2f} billion parameters"
     yield f"GPU     {run.kind.name}, {run.kind.memory / GIB:.1f} GiB ({run.kind.source})"
@@ -42,13 +46,17 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -> I
             yield f"  {other.step:8.2f} s  {describe(other)}{mark}"
     yield from _modes(ways)
     if ways:
-        yield f"\nflags of the fastest mode, for {ways[0].program}"
-        yield "  " + " \\\n  ".join(ways[0].flags)
+        yield from _to_copy("fastest mode", ways[0].program, ways[0].flags, given)
     elif others:
         program = "train_async.py" if others[0].run.asynchronous else "train.py"
-        yield f"\nflags of the first, for {program}"
-        yield "  " + " \\\n  ".join(flags(others[0]))
+        yield from _to_copy("first", program, flags(others[0]), given)
         yield "\nsynchronous or asynchronous, simulated: add --sigma, or --lengths-from with the folder of a run"
+
+
+def _to_copy(what: str, program: str, printed: Sequence[str], given: Sequence[str]) -> Iterator[str]:
+    unwanted = left_out(printed, given)
+    yield f"\nflags of the {what}, for {program}" + (f", without your {', '.join(unwanted)}" if unwanted else "")
+    yield "  " + " \\\n  ".join(printed)
 
 
 def _modes(ways: Sequence[Way]) -> Iterator[str]:
@@ -84,7 +92,9 @@ def describe(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def as_json(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -> dict[str, object]:
+def as_json(
+    plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()
+) -> dict[str, object]:
     """The same values for a program: bytes and seconds."""
     modes = [
         {
@@ -97,13 +107,15 @@ def as_json(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = ()) -
             "simulated_share": way.share,
             "extrapolated": unmeasured(way),
             "flags": way.flags,
+            "leave_out": left_out(way.flags, given),
         }
         for way in ways
     ]
-    return {**_as_json(plan), "best": [_as_json(other) for other in others], "modes": modes}
+    return {**_as_json(plan, given), "best": [_as_json(other, given) for other in others], "modes": modes}
 
 
-def _as_json(plan: Plan) -> dict[str, object]:
+def _as_json(plan: Plan, given: Sequence[str]) -> dict[str, object]:
+    printed = flags(plan) if plan.run.train is not None and plan.run.engine is not None else []
     return {
         "run": describe(plan),
         "gpu": plan.run.kind.name,
@@ -114,5 +126,6 @@ def _as_json(plan: Plan) -> dict[str, object]:
         "fits": plan.fits,
         "problems": list(plan.problems),
         "extrapolated": list(plan.extrapolated),
-        "flags": flags(plan) if plan.run.train is not None and plan.run.engine is not None else [],
+        "flags": printed,
+        "leave_out": left_out(printed, given),
     }

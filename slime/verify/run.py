@@ -18,7 +18,7 @@ from slime.verify.engine import engine_log_probs
 from slime.verify.places import Place, guesses, write_model, write_variants
 from slime.verify.rank import VerifyJob, settings, verify_rank
 from slime.verify.reference import Scores, reference_scores
-from slime.verify.small import SmallModel, VerifyError, make_small
+from slime.verify.small import UNKNOWN, SmallModel, VerifyError, make_small, unknown_family
 
 RANKS = f"{verify_rank.__module__}:{verify_rank.__name__}"
 MOST_DATA_RANKS = 4
@@ -97,7 +97,10 @@ def verify(target: Target) -> Verified:
     with tempfile.TemporaryDirectory(prefix="slime-verify-") as name:
         folder = Path(name)
         small = make_small(target.model, folder / "model", layers, heads, target.trust_remote_code)
-        expected = reference_scores(small.folder, samples, trust_remote_code=target.trust_remote_code)
+        try:
+            expected = reference_scores(small.folder, samples, trust_remote_code=target.trust_remote_code)
+        except UNKNOWN as error:
+            raise unknown_family(target.model, small.description, error) from error
         flags = {"trust_remote_code": target.trust_remote_code, **target.flags}
         job = VerifyJob(target.backend, dict(target.sizes), flags, small.folder)
         ranks = _train(target, job, folder / "ranks")

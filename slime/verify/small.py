@@ -24,6 +24,7 @@ LIMITS = {
     "n_routed_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -46,6 +47,19 @@ class VerifyError(ValueError):
     """A model or a layout cannot be verified. The message says why."""
 
 
+UNKNOWN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What transformers raises for a small config whose sizes do not fit together."""
+
+
+def unknown_family(model: str, family: str, error: Exception) -> VerifyError:
+    """The error for a model whose config has sizes that :data:`LIMITS` does not know."""
+    reason = next(iter(str(error).splitlines()), "")[:300]
+    return VerifyError(
+        f"{model}: slime verify cannot make a small model of this family ({family}) that transformers runs: "
+        f"{type(error).__name__}: {reason}"
+    )
+
+
 @dataclass(frozen=True)
 class SmallModel:
     """The folder of a cut-down model, and what was changed to make it."""
@@ -56,7 +70,7 @@ class SmallModel:
 
 
 def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTrainedConfig:
-    """Return a small config with the structure of another.
+    """Return a small config with the structure of another. ``config`` is that of a language model.
 
     The ratio of query to key heads, biases, norms, tied embeddings, the kinds of layers and experts, the scaling of
     positions and the presence of special tokens are kept.
@@ -64,12 +78,7 @@ def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTraine
     Args:
         layers: The number of layers. It is the least number that has every kind of layer, if that is larger.
         heads: The number of key heads, if the model has as many. A tensor-parallel size must divide it.
-
-    Raises:
-        VerifyError: The model is no plain language model.
     """
-    if config.get_text_config() is not config:
-        raise VerifyError(f"{config.model_type} has more than a language model: only text models can be cut down")
     small = copy.deepcopy(config)
     given: dict[str, Any] = config.to_dict()
     for name, most in LIMITS.items():
@@ -101,6 +110,8 @@ def _set_heads(small: PreTrainedConfig, given: dict[str, Any], heads: int) -> No
     width = few * group * HEAD
     if given.get("kv_lora_rank"):  # heads of latent attention have sizes of their own
         small.hidden_size = max(width, 32)
+        if given.get("head_dim") is not None:  # transformers: the part of a head that is rotated
+            small.head_dim = small.qk_rope_head_dim
         return
     size = given.get("head_dim")
     own = size is not None and size * queries != given["hidden_size"]
@@ -171,13 +182,18 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise VerifyError(f"{model}: its config.json cannot be read: {error}") from error
-    small = cut_down(config, layers, heads)
-    save_small(small, folder)
+    text, kind = config.get_text_config(), config.model_type
+    try:
+        small = cut_down(text, layers, heads)
+        save_small(small, folder)
+    except UNKNOWN as error:
+        raise unknown_family(model, text.model_type, error) from error
     experts = next((given for name in ("num_experts", "n_routed_experts", "num_local_experts")
                     if (given := small.to_dict().get(name))), 0)  # fmt: skip
     keys = small.to_dict().get("num_key_value_heads") or small.num_attention_heads
     what = (
-        f"{small.model_type}: {small.num_hidden_layers} of {config.num_hidden_layers} layers, hidden size "
+        f"{small.model_type}{'' if text is config else f', the language model of {kind}'}: "
+        f"{small.num_hidden_layers} of {text.num_hidden_layers} layers, hidden size "
         f"{small.hidden_size}, {small.num_attention_heads} heads, {keys} key heads"
         f"{f', {experts} experts' if experts else ''}{', tied embeddings' if small.tie_word_embeddings else ''}"
     )

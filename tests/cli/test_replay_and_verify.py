@@ -52,8 +52,10 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[
 
 
 def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_of_verify(monkeypatch, "--attn-implementation", "sdpa")[0].flags == {"attn_implementation": "sdpa"}
     words = ["--backend", "megatron", "--engine", "none", "--layers", "6", "--trust-remote-code", "--json"]
     target, as_json = asked_of_verify(monkeypatch, *words)
+    assert target.flags == {}
     assert (target.backend, target.engine, target.layers, target.trust_remote_code) == ("megatron", None, 6, True)
     assert as_json
 

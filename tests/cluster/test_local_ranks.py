@@ -21,6 +21,10 @@ def one_fails(place: Place, argument: str) -> None:
     time.sleep(600)
 
 
+def refuses(place: Place, argument: str) -> None:
+    raise RankError(f"this model has no {argument}: use another one")
+
+
 def never_ends(place: Place, argument: str) -> None:
     time.sleep(600)
 
@@ -39,6 +43,12 @@ def test_results_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed \(exit code 1\)(.|\n)*no checkpoint here"):
         run_ranks(f"{__name__}:one_fails", 2, "checkpoint", tmp_path)
+
+
+def test_a_refusal_of_slime_comes_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(f"{__name__}:refuses", 2, "layers", tmp_path)
+    assert str(error.value) == "this model has no layers: use another one"
 
 
 def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:

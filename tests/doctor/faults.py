@@ -19,8 +19,9 @@ HEALTHY = sorted(
         *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
     ]
 )
-"""Real runs that ended well: on the CPU quickstarts, asynchronous ones, one with an environment and one with an agent,
-and on H200s."""
+"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
+that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was
+killed. And on H200s."""
 HOSTS = (
     "quickstart_cpu",
     "async_filter_cpu",

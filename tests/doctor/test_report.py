@@ -29,6 +29,7 @@ from tests.doctor.faults import (
     SETTINGS,
     TRACE,
     WORDS,
+    Rows,
     both,
     constant,
     facts,
@@ -40,7 +41,11 @@ from tests.doctor.faults import (
     state,
 )
 
-HINTS_OF_HEALTHY = {"quickstart_cpu_16_steps": ["solved"], "async_filter_cpu": ["gap_of_old_tokens"]}
+HINTS_OF_HEALTHY = {
+    "quickstart_cpu_16_steps": ["solved"],
+    "async_filter_cpu": ["gap_of_old_tokens"],
+    "two_ranks_cpu": ["slow_update_weights"],  # on a machine that others used, too
+}
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
@@ -136,6 +141,22 @@ def test_a_disagreement_about_fresh_tokens_is_found_beside_stale_ones() -> None:
     assert kinds(facts(rows))[0] == "logprob_gap"
 
 
+def test_rewards_that_scatter_have_not_collapsed() -> None:
+    """Those of two runs of a random model, which learn nothing: their best steps are luck."""
+    asynchronous = [
+        3, 16, 3, 2, 3, 28, 15, 4, 3, 4, 15, 15, 15, 14, 29, 2, 3, 16, 16, 16, 15, 2, 41, 28, 16, 2, 15, 16, 16, 3, 3,
+    ]  # fmt: skip
+    for rewards in (asynchronous, [3, 41, 4, 39, 3, 15, 2, 16, 3, 4, 27, 15, 3]):
+        rows: Rows = [
+            {"rollout/step": step, "rollout/raw_reward": reward / 100, "train/grad_norm": 1.0}
+            for step, reward in enumerate(rewards)
+        ]
+        assert kinds(facts(rows)) == []
+        for row in rows[len(rows) // 2 :]:
+            row["rollout/raw_reward"] = (row["rollout/raw_reward"] or 0) - 0.6
+        assert kinds(facts(rows)) == ["reward_collapse"]
+
+
 def test_a_slow_time_that_is_over_is_no_finding() -> None:
     rows = quickstart()
     set_all("perf/step_time", lambda step, steps: 90.0 if steps - 5 <= step < steps - 2 else 20.0)(rows)
@@ -188,10 +209,35 @@ def test_a_log_does_not_hide_the_error_of_ones_own_function() -> None:
     assert first.kind == "own_function" and first.evidence == ("/home/me/reward.py:12", "KeyError: 'answer'")
 
 
+def test_slime_in_another_folder_is_not_the_users_function() -> None:
+    """A traceback of a run in a container, where a rank lost the other one; a file of the user is next to it."""
+    error = (
+        'Traceback (most recent call last):\n  File "/opt/slime/train.py", line 48, in loop\n'
+        '  File "/opt/slime/slime/cluster/engine_pool.py", line 164, in _send\n'
+        '  File "/usr/lib/python3.12/concurrent/futures/_base.py", line 456, in result\n'
+        '  File "/opt/slime/slime/backends/megatron/gathering.py", line 134, in gather_flat\n'
+    )
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:6050."
+    lost = diagnose(facts(quickstart(), state=state("failed", error=error + gloo), processes=[]))[0]
+    assert lost.kind == "collective_timeout"
+    mine = '  File "/opt/slime/examples/reward.py", line 3, in score\nKeyError: 1'
+    own = diagnose(facts(quickstart(), state=state("failed", error=error + mine), processes=[]))[0]
+    assert own.kind == "own_function" and own.evidence[0] == "/opt/slime/examples/reward.py:3"
+
+
 def test_a_driver_that_was_killed() -> None:
     found = facts(quickstart(), state=state(phase="rollout"), processes=[], logs={"engine-0.log": "generated\n"})
     first = diagnose(found)[0]
     assert first.kind == "driver_killed" and "rollout" in first.title and first.evidence == ("engine-0.log: generated",)
+
+
+def test_the_last_line_of_a_log_is_no_warning_and_no_part_of_a_traceback() -> None:
+    logs = {
+        "a.log": "epoch 3\nValueError: wrong\n  while reading\n\n",
+        "b.log": "rank 1 is ready\n/lib/x.py:83: FutureWarning: `f` is deprecated.\n  return func(*args, **kwargs)\n",
+        "c.log": "/lib/x.py:83: UserWarning: slow\n  return func(*args)\n",
+    }
+    assert facts(quickstart(), logs=logs).last_lines() == ("a.log: ValueError: wrong", "b.log: rank 1 is ready")
 
 
 def test_ends_that_are_no_fault() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_only_the_row_that_gives_its_own_constant_is_outside() -> None:
         "the only row with Adam on the CPU: it gives the rate"
     }
     assert not [line for line in tool().table() if tool().OLD_EXPERTS in line]
+
+
+def test_every_measurement_on_h200s_is_in_the_table_or_has_a_reason() -> None:
+    text = tool().PAGE.read_text(encoding="utf-8").partition(tool().END)[2]
+    reasons = re.findall(r"`(h200_\w+)(…)?`", text)
+    known = {row.file for row in tool().rows()}
+    files = {path.stem for path in tool().RESULTS.glob("h200_*")}
+    named = {file for file in files for name, more in reasons if file == name or (more and file.startswith(name))}
+    missing = files - known - named
+    assert not missing, "add rows to tools/plan_page.py, or a reason below the table"
+    assert known <= files
 
 
 def test_the_table_of_the_docs_is_todays() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -156,6 +157,37 @@ def test_the_command_prints_a_page_and_json(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["step_seconds"] < made["step_seconds"]
     assert main([*words, "--json", "--kind", "a100"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"]
+
+
+@pytest.mark.parametrize("given", ["--colocate", "--rollout-num-gpus 1", "--tensor-model-parallel-size 2 --colocate"])
+@pytest.mark.parametrize("config", [DENSE | {"model_type": "qwen3"}, EXPERTS | {"model_type": "qwen3_moe"}])
+def test_the_flags_to_copy_make_the_planned_run(
+    config: dict[str, object], given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(tmp_path, config)
+    common = ["plan", "--rollout-backend", "sglang", "--rm-type", "random", "--num-rollout", "4", "--json"]
+    common += ["--hf-checkpoint", str(tmp_path), "--layouts", "6"]
+    pairs = [f"--{words}".split() for words in f" {given} --gradient-checkpointing".split(" --")[1:]]
+    backend = "megatron" if "tensor" in given else "fsdp"
+    pairs += [["--actor-num-gpus-per-node", "8"], ["--train-backend", backend]]
+
+    def planned(pairs: list[list[str]], *more: str) -> dict[str, Any]:
+        main([*common, *(word for pair in pairs for word in pair), *more])
+        return json.loads(capsys.readouterr().out)
+
+    found = planned(pairs)["best"]
+    assert len(found) > 2
+    for plan in found:
+        kept = [pair for pair in pairs if pair[0] not in plan["leave_out"]]
+        asynchronous = ["--async"] if plan["run"].endswith(", asynchronous") else []
+        again = planned(kept, *" ".join(plan["flags"]).split(), *asynchronous)
+        assert (again["run"], again["step_seconds"]) == (plan["run"], plan["step_seconds"])
+
+
+def test_the_page_names_what_to_leave_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    main([*WORDS, "--hf-checkpoint", str(tmp_path), "--gpus", "8"])
+    assert "for train_async.py, without your --colocate\n" in capsys.readouterr().out
 
 
 def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,3 +146,15 @@ class Browser:
                 "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1},
             }
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png", **clip))["data"]))
+
+
+def film(pictures: list[Path], file: Path, size: tuple[int, int] = (1280, 800)) -> None:
+    """Join the upper parts of pictures to an animation (WebP), 2 s each."""
+    from PIL import Image
+
+    frames = []
+    for path in pictures:
+        frame = Image.new("RGB", size, "white")
+        frame.paste(Image.open(path).convert("RGB").crop((0, 0, *size)))
+        frames.append(frame)
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=2000, loop=0, quality=60, method=6)

@@ -16,7 +16,7 @@ from slime.observability.timers import Span
 from slime.observability.trace_file import Load, _load_events, _phase_events, read_trace, trace_of
 from slime.ui.export import Limits, export
 from slime.ui.runs import Refresher, Runs
-from tests.ui.browser import Browser, chromium
+from tests.ui.browser import Browser, chromium, film
 from tests.ui.test_server import served
 
 pytestmark = [
@@ -130,6 +130,8 @@ async def walk(browser: Browser) -> None:
     lanes = await browser.run("[...document.querySelectorAll('#timeline .who')].map((one) => one.textContent)")
     assert isinstance(lanes, list) and {"driver", "actor rank 0", "actor rank 1", "engine 0", "engine 1"} <= set(lanes)
     assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
+    fill = "fill: var(--c2);"  # of the phase train, in every step
+    assert await browser.run(f"document.querySelectorAll('#timeline rect[style=\"{fill}\"]').length > 0")
     assert "a training rank worked" in await browser.text("#notes")
     await browser.enter("#filter-state", "trained")
     assert await browser.text("#count") == "2 of 5 groups"
@@ -191,9 +193,29 @@ async def test_a_click_path_through_all_views(runs: Runs, folder: Path, tmp_path
             await browser.open("about:blank")
             await browser.open(f"{address}/")
             await walk(browser)
+            if PICTURES is not None and width == 1280:
+                film(sorted(PICTURES.glob("*.png")), PICTURES / "click_path.webp")
         await browser.open(file.as_uri())  # the same path in the file, which has no server
         await walk(browser)
         assert "Exported on" in await browser.text("footer")
+
+
+async def test_ticks_have_as_many_digits_as_they_need(runs: Runs, tmp_path: Path) -> None:
+    async with served(runs) as (address, _), Browser(tmp_path / "profile") as browser:
+        await browser.open(f"{address}/#/engines/tiny")
+        await browser.view("engines/tiny")
+        for ticks, texts in (
+            ([1e-8, 1.5e-8, 2e-8], ["1.0e-8", "1.5e-8", "2.0e-8"]),
+            ([0, 20000, 40000], ["0", "20k", "40k"]),
+            ([23.601, 23.602, 23.603], ["23.601", "23.602", "23.603"]),
+            ([-0.5, 0, 0.5], ["-0.5", "0", "0.5"]),
+            ([12400, 12450], ["12.40k", "12.45k"]),
+        ):
+            assert await browser.run(f"import('slime/chart.js').then((one) => one.tickTexts({ticks}))") == texts
+        last = "one.ticks(SECONDS, (x) => 9 * x, 50).at(-1).getAttribute('text-anchor')"
+        last = f"import('slime/timeline.js').then((one) => {last})"
+        assert await browser.run(last.replace("SECONDS", "100.5")) == "end", "it would be cut off at the right edge"
+        assert await browser.run(last.replace("SECONDS", "109")) == "start"
 
 
 async def test_the_page_follows_a_run(runs: Runs, folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import planted
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
@@ -73,6 +74,38 @@ def test_a_model_of_experts_is_right(here: Any, tmp_path: Path) -> None:
     assert [check.what for check in found.checks] == [
         "weights round trip", "log-probs", "loss", "gradients", "gradient norm",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "what"),
+    [
+        ("GptOssConfig", {}, "gpt_oss: 4 of 36 layers, hidden size 128, 16 heads, 2 key heads, 4 experts"),
+        ("MiniMaxM2Config", {}, "minimax_m2: 4 of 62 layers, hidden size 96, 12 heads, 2 key heads, 4 experts"),
+        ("DeepseekV3Config", {}, "deepseek_v3: 4 of 61 layers, hidden size 32, 2 heads, 2 key heads, 4 experts"),
+        ("Gemma3Config", {}, "gemma3_text, the language model of gemma3: 6 of 26 layers, hidden size 32, 4 heads, "
+         "2 key heads, tied embeddings"),
+        ("DeepseekV32Config", {"attn_implementation": "sdpa"}, "deepseek_v32: 4 of 61 layers, hidden size 32, "
+         "2 heads, 2 key heads, 4 experts"),
+        pytest.param("Qwen3NextConfig", {}, "qwen3_next: 4 of 48 layers, hidden size 128, 16 heads, 2 key heads, "
+                     "4 experts", marks=pytest.mark.slow),
+    ],
+    ids=["gpt-oss", "minimax-m2", "deepseek-v3", "gemma-3", "deepseek-v3.2", "qwen3-next"],
+)  # fmt: skip
+def test_other_families_are_right(here: Any, tmp_path: Path, family: str, flags: dict[str, str], what: str) -> None:
+    """The configs are transformers' defaults, which are those of a published model of the family."""
+    getattr(transformers, family)().save_pretrained(tmp_path)
+    found = verify(Target(str(tmp_path), engine=None, flags=flags))
+    assert found.good, found.checks
+    assert found.small.description == what
+
+
+@pytest.mark.parametrize("family", ["LongcatFlashConfig", "DeepseekV2Config"])
+def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, tmp_path: Path, family: str) -> None:
+    """The first cannot be cut down, and what the second is cut down to does not run in transformers."""
+    getattr(transformers, family)().save_pretrained(tmp_path)
+    with pytest.raises(VerifyError, match="cannot make a small model of this family") as error:
+        verify(target(str(tmp_path)))
+    assert "\n" not in str(error.value)
 
 
 def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> None:

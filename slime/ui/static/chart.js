@@ -54,10 +54,10 @@ function draw(holder, curves, options, state) {
     width: holder.clientWidth,
     height: options.height ?? 180,
     series,
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range } },
     axes: [
       { ...axis, values: (_, ticks) => ticks.map((tick) => (options.xText ? options.xText(tick) : number(tick))), size: 30, incrs: INCREMENTS },
-      { ...axis, values: (_, ticks) => ticks.map((tick) => short(tick)), size: 54 },
+      { ...axis, values: (_, ticks) => tickTexts(ticks), size: 58 },
     ],
     cursor: { sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
     legend: { live: true, show: options.legend ?? true },
@@ -98,12 +98,26 @@ function tables(curves, weight, dots, xLabel) {
   return { data, series };
 }
 
-function short(value) {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e9) return (value / 1e9).toFixed(1) + "G";
-  if (size >= 1e6) return (value / 1e6).toFixed(1) + "M";
-  if (size >= 1e4) return (value / 1e3).toFixed(0) + "k";
-  if (size < 1e-3) return value.toExponential(0);
-  return String(+value.toPrecision(3));
+// A curve whose values are all equal gets a narrow axis around them; uPlot's own would go from 0 to 100 for zeros.
+function range(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, low + Math.abs(low) / 10];
+}
+
+// As many digits as neighbouring ticks need to differ.
+export function tickTexts(ticks) {
+  const texts = (digits) => ticks.map((tick) => short(tick, digits));
+  const digits = [0, 1, 2, 3, 4, 5].find((many) => new Set(texts(many)).size === ticks.length) ?? 6;
+  return texts(digits);
+}
+
+function short(value, digits) {
+  const size = Math.abs(value ?? 0);
+  if (size === 0) return value === null ? "" : "0";
+  if (size >= 1e9) return (value / 1e9).toFixed(1 + digits) + "G";
+  if (size >= 1e6) return (value / 1e6).toFixed(1 + digits) + "M";
+  if (size >= 1e4) return (value / 1e3).toFixed(digits) + "k";
+  if (size < 1e-3) return value.toExponential(digits);
+  return String(+value.toPrecision(3 + digits));
 }

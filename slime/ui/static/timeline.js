@@ -26,9 +26,14 @@ export function drawTimeline(values, run) {
     values.hidden ? h("p", { class: "muted" }, `${values.hidden} groups that ended earlier are not drawn.`) : null);
 }
 
+// The same name has the same colour in every step and run; other names get the colours that are left.
+const FIXED = { rollout: "--c1", train: "--c2", update_weights: "--c3", audit_weights: "--c4", eval: "--c5", save_model: "--c6", actor_train: "--c7", sglang_generate: "--c8", agent: "--c9", reward_model: "--c10" };
+
 function palette(values) {
   const names = [...new Set([...values.phases.map((span) => span[0]), ...values.processes.flatMap((one) => one.spans.map((span) => span[0])), ...values.groups.flatMap((group) => group.samples.flatMap((one) => one.spans.map((span) => span[0])))])];
-  return new Map(names.map((name, i) => [name, KINDS[i % KINDS.length]]));
+  const left = KINDS.filter((colour) => !names.some((name) => FIXED[name] === colour));
+  let next = 0;
+  return new Map(names.map((name) => [name, FIXED[name] ?? (left.length ? left : KINDS)[next++ % (left.length || KINDS.length)]]));
 }
 
 // Phases may overlap (an asynchronous run, or nested phases): each goes to the first row where it has room.
@@ -109,13 +114,14 @@ function area(values, x, y) {
     s("text", { x: LEFT - 8, y: y + AREA / 2 + 14, class: "who small" }, `max ${most}`)];
 }
 
-function ticks(total, x, bottom) {
+export function ticks(total, x, bottom) {
   const width = x(total) - x(0);
   const rough = total / Math.max(width / 90, 1);
   const unit = 10 ** Math.floor(Math.log10(rough || 1));
   const every = [1, 2, 5, 10].map((m) => m * unit).find((one) => one >= rough) ?? unit;
   const lines = [];
   for (let time = 0; time <= total; time += every)
-    lines.push(s("line", { x1: x(time), x2: x(time), y1: 14, y2: bottom, class: "tick" }), s("text", { x: x(time) + 2, y: 10, class: "time" }, seconds(time)));
+    lines.push(s("line", { x1: x(time), x2: x(time), y1: 14, y2: bottom, class: "tick" }),
+      s("text", { x: Math.min(x(time) + 2, x(total) + 10), y: 10, class: "time", "text-anchor": x(total) - x(time) < 50 ? "end" : "start" }, seconds(time)));
   return lines;
 }
