@@ -52,7 +52,7 @@ def last_words(output: str, lines: int = 6) -> str:
 
 def clear(message: str) -> bool:
     """Whether the last lines of a run that ended name the cause; an error of Ray alone does not."""
-    return bool(re.search(r"\blost\b|did not|ended|--load", message)) and "ray.exceptions" not in message
+    return bool(re.search(r"\blost\b|did not|was not healthy|ended|--load", message)) and "ray.exceptions" not in message
 
 
 def read_results(path: Path) -> dict[Cell, dict[str, Any]]:

@@ -118,6 +118,7 @@ class StruckRun:
         self.out = self.cwd / "outputs" / "run"
         self.found = [Found("not reached") for _ in chain]
         self.pids: set[int] = set()
+        self.loads: set[str] = set()
         self.cwd.mkdir(parents=True)
         plan = [(cell.phase, rollout) for cell, rollout in zip(chain, rollouts_of(chain), strict=True)]
         (self.cwd / "plan.json").write_text(json.dumps(plan))
@@ -177,12 +178,19 @@ class StruckRun:
         victims = of_role(self.mark, cell.target)
         holder = int(reached.read_text()) if cell.phase != "start" else 0
         chosen = [process for process in victims if process.pid == holder] or victims[-1:]
-        self.pids |= {process.pid for process in alive(self.mark)}
+        self._note()
         for process in chosen:
             process.send_signal(signal.Signals[cell.signal])
         (self.cwd / f"struck-{number}").touch()
         self.found[number].message = "" if chosen else f"there was no {cell.target}"
         return bool(chosen)
+
+    def _note(self) -> None:
+        """Note the processes and the shared memory of routers, whose names do not tell the run."""
+        for process in alive(self.mark):
+            self.pids.add(process.pid)
+            with contextlib.suppress(OSError):
+                self.loads.update(re.findall(r"sglang_loads_\w+\.shm", Path(f"/proc/{process.pid}/maps").read_text()))
 
     def _restarts(self) -> int:
         return self.output().count("going on from ")
@@ -232,7 +240,7 @@ class StruckRun:
     def _own(self, names: Iterable[str]) -> list[str]:
         """Those that this run made: other runs of this machine have names with other process ids."""
         numbers = {name: {int(word) for word in re.findall(r"\d+", name)} for name in names}
-        return sorted(name for name, words in numbers.items() if words & self.pids or name.startswith("sglang_loads"))
+        return sorted(name for name, words in numbers.items() if words & self.pids or name in self.loads)
 
 
 def shared_memory() -> set[str]:

@@ -118,6 +118,7 @@ def test_a_message_names_what_was_lost() -> None:
     assert strike_results.clear("slime.ServerFailed: embedded engine 0 (pid 7) ended with status -9")
     assert strike_results.clear("the actor's rank 0 did not answer for 30 s (--status-timeout)")
     assert not strike_results.clear("ray.exceptions.ActorUnavailableError: the actor was lost")
+    assert strike_results.clear("slime.ServerFailed: embedded engine 0 (pid 7) was not healthy after 100 s")
     assert not strike_results.clear("KeyError: 3")
 
 
