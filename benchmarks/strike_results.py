@@ -27,7 +27,16 @@ def steps_in(run: Path) -> dict[int, dict[str, Any]]:
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
     """What training did: rewards, losses, gaps; not the clock, nor what the faults were."""
-    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_", "rollout/buffered")
+    leave = (
+        "perf/",
+        "time",
+        "memory/",
+        "rollout/engine_",
+        "rollout/http_",
+        "rollout/router_",
+        "rollout/buffered",
+        "rollout/worker_",
+    )
     gone = ("cache", "under_way", "_time", "weight_version", "staleness")
     return {k: v for k, v in row.items() if not k.startswith(leave) and not any(word in k for word in gone)}
 
@@ -52,7 +61,8 @@ def last_words(output: str, lines: int = 6) -> str:
 
 def clear(message: str) -> bool:
     """Whether the last lines of a run that ended name the cause; an error of Ray alone does not."""
-    return bool(re.search(r"\blost\b|did not|was not healthy|ended|--load", message)) and "ray.exceptions" not in message
+    named = re.search(r"\blost\b|did not|was not healthy|ended|--load", message)
+    return named is not None and "ray.exceptions" not in message
 
 
 def read_results(path: Path) -> dict[Cell, dict[str, Any]]:

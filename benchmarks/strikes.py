@@ -42,6 +42,7 @@ from run_processes import MARK, alive, command_line, of_role
 from strike_cells import (
     CHECKOUT,
     FIRST,
+    HOOKS,
     MODES,
     Cell,
     Found,
@@ -57,7 +58,6 @@ from strike_results import clear, differences, last_words, read_results, steps_i
 
 from slime.checkpoint.ledger_report import read_ledger
 
-HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
 POLL_SECONDS = 0.02
 REACH_SECONDS = 300.0  # without a step, for a run to reach the phase of its next strike
 GONE_SECONDS = 60.0  # for the processes of a run to end after it

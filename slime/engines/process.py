@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+FROZEN_SECONDS = 60.0
+"""After which a process that is stopped (SIGSTOP) during its start is given up; loading a model may take far longer."""
+LOOK_SECONDS = 5.0  # between two looks at the states of the processes
 PROXY_VARIABLES = tuple(
     name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 )
@@ -83,9 +86,10 @@ class ServerProcess:
             deadline: The time limit in seconds from now.
 
         Raises:
-            ServerFailed: The process ended, or the deadline passed. In the second case the process is stopped.
+            ServerFailed: The process ended, the deadline passed, or one of its processes is frozen by a signal. It does
+                not run any more then.
         """
-        start = time.monotonic()
+        start = moving = looked = time.monotonic()
         while not _healthy(self.url):
             waited = time.monotonic() - start
             if not self.alive():
@@ -96,7 +100,26 @@ class ServerProcess:
                 self.stop()
                 tail = self.log_tail()
                 raise ServerFailed(f"{self.what} (pid {self.pid}) was not healthy after {waited:.0f} s:\n{tail}")
+            if (now := time.monotonic()) - looked > LOOK_SECONDS:
+                looked = now
+                moving = moving if self._frozen() else now
+            if now - moving > FROZEN_SECONDS:
+                self.kill()
+                raise ServerFailed(
+                    f"{self.what} (pid {self.pid}) did not start: a signal (SIGSTOP) or a debugger has stopped it for "
+                    f"{FROZEN_SECONDS:.0f} s:\n{self.log_tail()}"
+                )
             time.sleep(POLL_SECONDS)
+
+    def _frozen(self) -> bool:
+        """Whether a signal or a debugger holds the process or one of its descendants."""
+        import psutil
+
+        stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        with contextlib.suppress(psutil.Error):
+            top = psutil.Process(self.pid)
+            return any(process.status() in stopped for process in (top, *top.children(recursive=True)))
+        return False
 
     def stop(self) -> None:
         """Send SIGTERM, after :data:`STOP_SECONDS` SIGKILL, and wait until the process is gone."""

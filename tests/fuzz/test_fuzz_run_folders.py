@@ -1,6 +1,6 @@
-"""Damaged folders of runs: the page and the commands that read them say what is wrong, and never fail with a traceback.
+"""Damaged folders of runs: the page and the commands that read them say what is wrong, never with a traceback.
 
-The folder is that of ``tests/ui``, with a record of its attempts. A case damages up to three of its files, then runs one
+The folder is that of ``tests/ui``, with a record of its attempts. A case damages up to three files, then runs one
 of the commands and asks for some addresses of ``slime ui``.
 """
 
