@@ -84,7 +84,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
     adapter = {"l.0.q": Factors(torch.randn(2, 3), torch.randn(5, 2))}
     write_adapter(tmp_path, peft_config(shape, ["q"], "base"), adapter)
     assert read_config(tmp_path)[0] == shape
-    found = read_factors(tmp_path)
+    found = read_factors(tmp_path, settings.rank)
     assert found.keys() == adapter.keys() and all(map(torch.equal, found["l.0.q"], adapter["l.0.q"]))
 
 
