@@ -123,7 +123,8 @@ async def test_requests(tmp_path: Path, chunk: int, token: str | None, caplog: p
     shutil.copytree(FOLDER, tmp_path / "tiny")
     cookie = f"Cookie: slime_ui_{{}}={token}\r\n" if token else ""
     async with served(tmp_path, token) as port:
-        sound = f"GET /api/run/tiny/step/1 HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{cookie.format(port)}Connection: close\r\n\r\n"
+        lines = f"GET /api/run/tiny/step/1 HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{cookie.format(port)}"
+        sound = lines + "Connection: close\r\n\r\n"
         before = (await send(port, sound.encode(), whole=True)).partition(b"\r\n\r\n")[2]
         assert before.startswith(b'{"step":1')
         for case in range(2 * chunk + (token is None), CASES, CHUNKS):
