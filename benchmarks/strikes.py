@@ -312,7 +312,7 @@ class Campaign:
         if all(found.ok for found in run.found):
             shutil.rmtree(run.cwd)
         else:
-            print(f"kept: {run.cwd}", flush=True)
+            print(f"kept: {run.cwd}: {' | '.join(found.message for found in run.found if not found.ok)}", flush=True)
         struck = [found.outcome != "not reached" for found in run.found]
         open_cells = [cell for cell, found in zip(chain, run.found, strict=True) if not run.decided(found, sound)]
         unreached = chain[sum(struck) :] if any(struck) else []  # behind a cell that ended the run
