@@ -68,10 +68,11 @@ def _read(folder: Path) -> Found:
         return settings, read_factors(folder, settings.rank), str(config.get("base_model_name_or_path"))
     file = folder / "actor" / "trainer.json"
     meta = _meta(file) if file.is_file() else {}
-    if not isinstance(meta.get("lora"), dict):
+    stored = meta.get("lora")
+    if not isinstance(stored, dict):
         raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
     tensors, prefix = ("torch_dist", "") if meta.get("format") == "megatron" else ("dcp", "model/")
-    return _of_snapshot(file.parent / tensors, prefix, meta["lora"])
+    return _of_snapshot(file.parent / tensors, prefix, stored)
 
 
 def _meta(file: Path) -> JsonObject:

@@ -82,8 +82,9 @@ def _texts(folder: Path, tokens: list[int]) -> list[str]:
 
     settings = read_settings(RunDir(folder).config)
     try:
-        tokenizer = load_tokenizer(settings["hf_checkpoint"], trust_remote_code=bool(settings["trust_remote_code"]))
-    except (OSError, ValueError):
+        remote = bool(settings["trust_remote_code"])
+        tokenizer = load_tokenizer(str(settings["hf_checkpoint"]), trust_remote_code=remote)
+    except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import RunState, read_state
-from slime.types import JsonObject
+from slime.types import JsonValue
 
 if TYPE_CHECKING:
     import psutil
@@ -55,7 +55,7 @@ class Facts:
     """
 
     folder: Path
-    settings: Mapping[str, JsonObject] = field(default_factory=dict)
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
     steps: Sequence[Row] = ()
     evaluations: Sequence[Row] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
