@@ -86,11 +86,12 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
     )
     for mode, number in dict.fromkeys((cell.mode, cell.signal) for cell in all_cells()):
         these = {cell: v for cell, v in results.items() if (cell.mode, cell.signal) == (mode, number)}
-        if not any(values["outcome"] != "absent" for values in these.values()):
+        phases = [p for p in PHASES if any(c.phase == p and v["outcome"] != "absent" for c, v in these.items())]
+        if not phases:
             continue
-        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
+        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
         for target in TARGETS:
-            row = [shown(these.get(Cell(mode, target, phase, number))) for phase in PHASES]
+            row = [shown(these.get(Cell(mode, target, phase, number))) for phase in phases]
             if set(row) - {"–", ""}:
                 lines.append(f"| {target} | {' | '.join(row)} |")
     return "\n".join(lines)
