@@ -328,6 +328,7 @@ class Campaign:
         ).stdout.strip()
         others = [other.place for other in chain if other != cell]
         found.seconds = round(found.seconds, 1)
+        found.message = found.message.replace(f"{CHECKOUT}/", "").replace(f"{sys.prefix}/", "")
         line = {**asdict(cell), **asdict(found), "chain": others, "date": time.strftime("%Y-%m-%d"), "commit": commit}
         with self.output.open("a") as file:
             file.write(json.dumps(line) + "\n")

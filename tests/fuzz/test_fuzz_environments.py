@@ -36,6 +36,7 @@ def broken(**more):
 NAMES = ("gymnasium", "gymnasium", "reasoning_gym", "reasoning_gym", "openenv", "verifiers", "own.py", "nothing")
 WHATS = ("FrozenLake-v1", "CartPole-v1", "chain_sum", "basic_arithmetic", "Own", "broken", "http://127.0.0.1:1", "x:y")
 KEYS = ("tasks", "seed", "size", "system", "tag", "action", "min_terms", "max_terms", "is_slippery", "map_name", "id")
+TERMS = ("size", "min_terms", "max_terms")
 Random = random.Random
 
 
@@ -44,10 +45,12 @@ def spec(random_: Random, folder: Path) -> str:
     head = f"{folder}/own.py:{what}" if name == "own.py" else f"{name}:{what}"
     pairs = []
     for _ in range(random_.randrange(4)):
-        found = random_.randrange(1, 9) if random_.random() < 0.5 else value(random_)
+        key = random_.choice(KEYS)
+        # A package builds texts of as many terms as it is told, until memory ends: that is up to the user.
+        found = random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
         text = yaml.safe_dump(found, default_flow_style=True).removesuffix("...\n").strip()
-        text = text if random_.random() < 0.8 else random_.choice(TEXTS)
-        pairs.append(f"{random_.choice(KEYS)}={quote(text, safe='') if random_.random() < 0.8 else text}")
+        text = text if random_.random() < 0.8 or key in TERMS else random_.choice(TEXTS)
+        pairs.append(f"{key}={quote(text, safe='') if random_.random() < 0.8 else text}")
     made = f"{head}?{'&'.join(pairs)}" if pairs else head
     if random_.random() < 0.1:
         at = random_.randrange(len(made))
