@@ -13,12 +13,14 @@ from run_processes import ROLES
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 MEGATRON_SITE = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
 TARGETS = tuple(ROLES)
 MIDDLE = ("generate", "reward", "train", "sync", "evaluation", "save")
 PHASES = ("start", *MIDDLE, "end")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 ABSENT = {("verifier", "start"): "verifiers start with the first judgement"}
-NO_WORKER = "no mode has rollout workers: the rollout manager generates"
+NO_WORKER = "only the mode of this name has rollout workers: in the others the rollout manager generates"
+WORKERS = "rollout workers"
 FIRST = 1  # the rollout of the first strike
 
 
@@ -52,6 +54,8 @@ MODES = {
     "Megatron TP2": Mode(
         (*_TWO_RANKS, "--tensor-model-parallel-size", 2, "--train-backend", "megatron", "--train-env-vars", _MEGATRON)
     ),
+    # The hook of the generate function arms the end in the rollout manager, which generates nothing here.
+    WORKERS: Mode(("--rollout-workers", 2, "--custom-rollout-log-function-path", f"{HOOKS}:in_manager")),
 }
 
 
@@ -98,7 +102,7 @@ def all_cells() -> list[Cell]:
 
 def absent(cell: Cell) -> str:
     """Why there is no such process; empty if there is one."""
-    return NO_WORKER if cell.target == "worker" else ABSENT.get((cell.target, cell.phase), "")
+    return NO_WORKER if cell.target == "worker" and cell.mode != WORKERS else ABSENT.get((cell.target, cell.phase), "")
 
 
 def chains(cells: Sequence[Cell], most: int) -> list[list[Cell]]:

@@ -103,6 +103,12 @@ def score(response: str, label: str, rollout: int) -> float:
     return sum(letter == label for letter in response) + 0.01 * (len(response) % 7)
 
 
+def in_manager(rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], seconds: float) -> bool:
+    """``--custom-rollout-log-function-path``: called in the rollout manager after each rollout."""
+    _arm_end()
+    return False
+
+
 def in_trainer(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     """``--rollout-data-postprocess-path``: called on every rank before it trains."""
     global _rollout

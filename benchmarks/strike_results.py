@@ -27,7 +27,16 @@ def steps_in(run: Path) -> dict[int, dict[str, Any]]:
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
     """What training did: rewards, losses, gaps; not the clock, nor what the faults were."""
-    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_", "rollout/buffered")
+    leave = (
+        "perf/",
+        "time",
+        "memory/",
+        "rollout/engine_",
+        "rollout/http_",
+        "rollout/router_",
+        "rollout/buffered",
+        "rollout/worker_",
+    )
     gone = ("cache", "under_way", "_time", "weight_version", "staleness")
     return {k: v for k, v in row.items() if not k.startswith(leave) and not any(word in k for word in gone)}
 
@@ -52,7 +61,8 @@ def last_words(output: str, lines: int = 6) -> str:
 
 def clear(message: str) -> bool:
     """Whether the last lines of a run that ended name the cause; an error of Ray alone does not."""
-    return bool(re.search(r"\blost\b|did not|ended|--load", message)) and "ray.exceptions" not in message
+    named = re.search(r"\blost\b|did not|was not healthy|ended|--load", message)
+    return named is not None and "ray.exceptions" not in message
 
 
 def read_results(path: Path) -> dict[Cell, dict[str, Any]]:
@@ -76,11 +86,12 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
     )
     for mode, number in dict.fromkeys((cell.mode, cell.signal) for cell in all_cells()):
         these = {cell: v for cell, v in results.items() if (cell.mode, cell.signal) == (mode, number)}
-        if not any(values["outcome"] != "absent" for values in these.values()):
+        phases = [p for p in PHASES if any(c.phase == p and v["outcome"] != "absent" for c, v in these.items())]
+        if not phases:
             continue
-        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
+        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
         for target in TARGETS:
-            row = [shown(these.get(Cell(mode, target, phase, number))) for phase in PHASES]
+            row = [shown(these.get(Cell(mode, target, phase, number))) for phase in phases]
             if set(row) - {"–", ""}:
                 lines.append(f"| {target} | {' | '.join(row)} |")
     return "\n".join(lines)

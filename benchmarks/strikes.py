@@ -42,6 +42,7 @@ from run_processes import MARK, alive, command_line, of_role
 from strike_cells import (
     CHECKOUT,
     FIRST,
+    HOOKS,
     MODES,
     Cell,
     Found,
@@ -57,7 +58,6 @@ from strike_results import clear, differences, last_words, read_results, steps_i
 
 from slime.checkpoint.ledger_report import read_ledger
 
-HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
 POLL_SECONDS = 0.02
 REACH_SECONDS = 300.0  # without a step, for a run to reach the phase of its next strike
 GONE_SECONDS = 60.0  # for the processes of a run to end after it
@@ -118,6 +118,7 @@ class StruckRun:
         self.out = self.cwd / "outputs" / "run"
         self.found = [Found("not reached") for _ in chain]
         self.pids: set[int] = set()
+        self.loads: set[str] = set()
         self.cwd.mkdir(parents=True)
         plan = [(cell.phase, rollout) for cell, rollout in zip(chain, rollouts_of(chain), strict=True)]
         (self.cwd / "plan.json").write_text(json.dumps(plan))
@@ -177,12 +178,19 @@ class StruckRun:
         victims = of_role(self.mark, cell.target)
         holder = int(reached.read_text()) if cell.phase != "start" else 0
         chosen = [process for process in victims if process.pid == holder] or victims[-1:]
-        self.pids |= {process.pid for process in alive(self.mark)}
+        self._note()
         for process in chosen:
             process.send_signal(signal.Signals[cell.signal])
         (self.cwd / f"struck-{number}").touch()
         self.found[number].message = "" if chosen else f"there was no {cell.target}"
         return bool(chosen)
+
+    def _note(self) -> None:
+        """Note the processes and the shared memory of routers, whose names do not tell the run."""
+        for process in alive(self.mark):
+            self.pids.add(process.pid)
+            with contextlib.suppress(OSError):
+                self.loads.update(re.findall(r"sglang_loads_\w+\.shm", Path(f"/proc/{process.pid}/maps").read_text()))
 
     def _restarts(self) -> int:
         return self.output().count("going on from ")
@@ -232,7 +240,7 @@ class StruckRun:
     def _own(self, names: Iterable[str]) -> list[str]:
         """Those that this run made: other runs of this machine have names with other process ids."""
         numbers = {name: {int(word) for word in re.findall(r"\d+", name)} for name in names}
-        return sorted(name for name, words in numbers.items() if words & self.pids or name.startswith("sglang_loads"))
+        return sorted(name for name, words in numbers.items() if words & self.pids or name in self.loads)
 
 
 def shared_memory() -> set[str]:
@@ -304,7 +312,7 @@ class Campaign:
         if all(found.ok for found in run.found):
             shutil.rmtree(run.cwd)
         else:
-            print(f"kept: {run.cwd}", flush=True)
+            print(f"kept: {run.cwd}: {' | '.join(found.message for found in run.found if not found.ok)}", flush=True)
         struck = [found.outcome != "not reached" for found in run.found]
         open_cells = [cell for cell, found in zip(chain, run.found, strict=True) if not run.decided(found, sound)]
         unreached = chain[sum(struck) :] if any(struck) else []  # behind a cell that ended the run
@@ -320,6 +328,7 @@ class Campaign:
         ).stdout.strip()
         others = [other.place for other in chain if other != cell]
         found.seconds = round(found.seconds, 1)
+        found.message = found.message.replace(f"{CHECKOUT}/", "").replace(f"{sys.prefix}/", "")
         line = {**asdict(cell), **asdict(found), "chain": others, "date": time.strftime("%Y-%m-%d"), "commit": commit}
         with self.output.open("a") as file:
             file.write(json.dumps(line) + "\n")

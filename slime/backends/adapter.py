@@ -56,8 +56,8 @@ def stored_factors(load: str | None, shapes: Mapping[str, tuple[tuple[int, ...],
     """
     if adapter_file(load) is None or load is None:
         return None
-    read_config(load)  # refuses adapters of another kind
-    stored = read_factors(load)
+    settings, _ = read_config(load)  # refuses adapters of another kind
+    stored = read_factors(load, settings.rank)
     if stored.keys() != shapes.keys():
         raise ModelError(
             f"the adapter in {load} has layers that --lora-target-modules and --lora-exclude-modules do not select, or "

@@ -372,7 +372,7 @@ def parse_line(line: bytes) -> Line:
     """Parse one line of the file. A line that is not a complete JSON object (the end of a killed run) gives {}."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -45,27 +45,36 @@ def read_ledger(path: Path) -> Report:
 
     Raises:
         FileNotFoundError: The file does not exist.
+        OSError: It cannot be read.
     """
     report, closed = Report(), Numbers()
     again: set[tuple[int, int]] = set()
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
-            line = parse_line(raw)
-            if "group" in line:
-                _row(report, line, closed, again, number)
-            elif "cut" in line:
-                _cut(report, line, closed)
-            elif "rolled_back" in line:
-                report.rolled_back.append(line["rolled_back"])
-                report.beyond = 0
-            elif "base" in line:
-                report.counts.update(line["base"]["counts"])
-                closed = Numbers(line["base"]["closed"])
-            else:
-                report.problems.append(f"line {number} is not a complete JSON object")
+            try:
+                closed = _line(report, parse_line(raw), closed, again, number)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file that was damaged or edited
+                report.problems.append(f"line {number} is damaged: {type(error).__name__}: {error}")
     if report.cut is None:
         report.problems.append("the run reached neither a snapshot nor its end")
     return report
+
+
+def _line(report: Report, line: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> Numbers:
+    """Count one line, and return the groups that are closed after it."""
+    if "group" in line:
+        _row(report, line, closed, again, number)
+    elif "cut" in line:
+        _cut(report, line, closed)
+    elif "rolled_back" in line:
+        report.rolled_back.append(line["rolled_back"])
+        report.beyond = 0
+    elif "base" in line:
+        report.counts.update(line["base"]["counts"])
+        return Numbers(line["base"]["closed"])
+    else:
+        report.problems.append(f"line {number} is not a complete JSON object")
+    return closed
 
 
 def _row(report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> None:

@@ -24,7 +24,7 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
         0 if the ledger is consistent, otherwise 1.
 
     Raises:
-        CommandError: There is no ledger.
+        CommandError: There is no ledger, or it cannot be read.
     """
     from rich.console import Console
 
@@ -36,6 +36,8 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
         report = read_ledger(file)
     except FileNotFoundError as error:
         raise CommandError(f"{file} does not exist: pass the folder of a run, e.g. outputs/latest") from error
+    except OSError as error:
+        raise CommandError(f"{file} cannot be read: {error.strerror or error}") from error
     if as_json:
         print(json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2))
         return int(not report.closes)
@@ -67,12 +69,12 @@ def _tables(report: Report) -> list[Table]:
     if cut:
         places += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
     for state, count in places:
-        table.add_row(state, str(count))
+        table.add_row(str(state), str(count))
     versions = Table(title="trained groups by the weight versions of their tokens")
     versions.add_column("versions")
     versions.add_column("groups", justify="right")
     for names, count in list(report.versions.items())[-_MOST_ROWS:]:
-        versions.add_row(names or "-", str(count))
+        versions.add_row(str(names) or "-", str(count))
     tables = [table, versions]
     if cut and cut["open"]:
         tables.append(_open_groups(cut["open"]))

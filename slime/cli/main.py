@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from slime.cli.plan_options import add_plan
+from slime.cli.ranges import finite, whole
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits with 2)."""
@@ -77,14 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
     data = commands.add_parser("make-data", help="write a procedural data set as JSONL (prompt, label)")
     data.add_argument("task", choices=["products"], help="products: of two digits 1-9; some pairs are held out")
     data.add_argument("--output-dir", type=Path, default=Path("data"), help="output folder (default: data)")
-    data.add_argument("--seed", type=int, default=1, help="seed for the held-out pairs and the order (default: 1)")
+    data.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=1, help="seed for the held-out pairs and the order (default: 1)"
+    )
     data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
     data.set_defaults(run=_make_data)
 
     _add_of_runs(commands)
     _add_replay(commands)
     _add_verify(commands)
-    _add_plan(commands)
+    add_plan(commands)
     return parser
 
 
@@ -169,13 +174,17 @@ def _add_ui(commands: Subparsers) -> None:
         default="127.0.0.1",
         help="address to listen on; on any but a loopback address, the page needs the token in the printed address (default: 127.0.0.1)",  # noqa: E501
     )
-    page.add_argument("--port", type=int, help="port to listen on (default: 8321, or a free one if it is taken)")
+    page.add_argument(
+        "--port", type=whole(0, 65535), help="port to listen on (default: 8321, or a free one if it is taken)"
+    )
     page.add_argument(
         "--token", action="store_true", help="ask for the token on a loopback address too, which other users can reach"
     )
     page.add_argument("--export", type=Path, metavar="FILE", help="write the page as one HTML file instead")
-    page.add_argument("--export-steps", type=int, default=12, help="steps of each run in this file (default: 12)")
-    page.add_argument("--export-samples", type=int, default=32, help="samples of each of these steps (default: 32)")
+    page.add_argument("--export-steps", type=whole(1), default=12, help="steps of each run in this file (default: 12)")
+    page.add_argument(
+        "--export-samples", type=whole(0), default=32, help="samples of each of these steps (default: 32)"
+    )
     page.set_defaults(run=_ui)
 
 
@@ -195,16 +204,18 @@ def _add_replay(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     replay.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
-    replay.add_argument("--step", type=int, required=True, help="the step, as in rollout/step of metrics.jsonl")
+    replay.add_argument("--step", type=whole(0), required=True, help="the step, as in rollout/step of metrics.jsonl")
     replay.add_argument(
         "--through", action="store_true", help="without a snapshot right before it, train the steps since the last one"
     )
-    replay.add_argument("--sample", type=int, metavar="INDEX", help="show this sample token by token")
+    replay.add_argument("--sample", type=whole(0), metavar="INDEX", help="show this sample token by token")
     replay.add_argument(
         "--tensors", type=Path, metavar="DIR", help="write weights, gradients, batch and the sample's activations there"
     )
     replay.add_argument(
-        "--tolerance", type=float, help="allowed difference of metrics (default: 0 on the CPU in the layout of the run)"
+        "--tolerance",
+        type=finite(0),
+        help="allowed difference of metrics (default: 0 on the CPU in the layout of the run)",
     )
     replay.add_argument("--json", action="store_true", help="print the result as JSON instead")
     replay.set_defaults(run=_replay)
@@ -226,62 +237,23 @@ def _add_verify(commands: Subparsers) -> None:
     verify.add_argument("model", help="Hugging Face folder or hub id; only its config.json is read")
     verify.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp")
     for name, what in PARALLEL.items():
-        verify.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} parallel size (default: 1)")
+        verify.add_argument(
+            f"--{name}", type=whole(1, 64), default=1, metavar="N", help=f"{what} parallel size (default: 1)"
+        )
     verify.add_argument("--sp", action="store_true", help="sequence parallelism (with --tp)")
-    verify.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks of a pipeline rank (default: 1)")
+    verify.add_argument(
+        "--vpp", type=whole(1, 64), default=1, metavar="N", help="model chunks of a pipeline rank (default: 1)"
+    )
     verify.add_argument(
         "--engine", choices=["embedded", "sglang", "none"], default="embedded", help="default: embedded"
     )
     verify.add_argument(
         "--attn-implementation", metavar="NAME", help="as that of train.py, such as sdpa (FSDP; default: as in a run)"
     )
-    verify.add_argument("--layers", type=int, default=4, help="layers of the cut-down model (default: 4)")
+    verify.add_argument("--layers", type=whole(1, 1000), default=4, help="layers of the cut-down model (default: 4)")
     verify.add_argument("--trust-remote-code", action="store_true", help="run code of the model's folder")
     verify.add_argument("--json", action="store_true", help="print the result as JSON instead")
     verify.set_defaults(run=_verify)
-
-
-def _add_plan(commands: Subparsers) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="say without a GPU whether a run fits, how long its steps take and which layout is best",
-        usage="slime plan [--kind KIND] [--gpus N] [--async] [options] <flags of train.py>",
-        description="Needs config.json of the model and no weights. Exit code 1 if the run does not fit.",
-        allow_abbrev=False,
-    )
-    kinds = ["h200", "h100", "h20", "a100", "a100-40gb", "b200", "l40s"]
-    plan.add_argument("--kind", choices=kinds, default="h200", help="kind of the GPUs (default: h200)")
-    plan.add_argument("--gpus", type=int, help="number of GPUs to find layouts for (default: those of the flags)")
-    plan.add_argument("--async", dest="asynchronous", action="store_true", help="plan the run of train_async.py")
-    plan.add_argument("--mean-prompt", type=float, default=256.0, help="mean tokens of a prompt (default: 256)")
-    responses = plan.add_mutually_exclusive_group()
-    responses.add_argument(
-        "--mean-response", type=float, help="mean tokens of a response (default: the largest length)"
-    )
-    responses.add_argument("--median-response", type=float, help="median tokens of a response, instead of the mean")
-    responses.add_argument("--lengths-from", metavar="RUN", help="take the lengths of this finished run's samples")
-    plan.add_argument("--sigma", type=float, default=0.0, help="spread of the logarithm of the lengths (default: 0)")
-    plan.add_argument("--layouts", type=int, default=5, help="layouts to show, 0 for none (default: 5)")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON instead")
-    plan.set_defaults(run=_plan)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from slime.cli.plan import PlanOptions, plan
-
-    options = PlanOptions(
-        args.kind,
-        args.gpus,
-        args.asynchronous,
-        args.mean_prompt,
-        args.mean_response,
-        args.median_response,
-        args.sigma,
-        args.lengths_from,
-        args.layouts,
-        args.json,
-    )
-    return plan(args.rest, options)
 
 
 PARALLEL = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert tensor"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
+from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
@@ -64,13 +65,22 @@ def _read(folder: Path) -> Found:
 
     if is_adapter(folder):
         settings, config = read_config(folder)
-        return settings, read_factors(folder), str(config.get("base_model_name_or_path"))
+        return settings, read_factors(folder, settings.rank), str(config.get("base_model_name_or_path"))
     file = folder / "actor" / "trainer.json"
-    meta = json.loads(file.read_text()) if file.is_file() else {}
-    if meta.get("lora") is None:
+    meta = _meta(file) if file.is_file() else {}
+    stored = meta.get("lora")
+    if not isinstance(stored, dict):
         raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
     tensors, prefix = ("torch_dist", "") if meta.get("format") == "megatron" else ("dcp", "model/")
-    return _of_snapshot(file.parent / tensors, prefix, meta["lora"])
+    return _of_snapshot(file.parent / tensors, prefix, stored)
+
+
+def _meta(file: Path) -> JsonObject:
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CommandError(f"{file} cannot be read: {error}") from error
+    return meta if isinstance(meta, dict) else {}
 
 
 def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Found:

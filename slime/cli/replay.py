@@ -77,15 +77,14 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, folder: Path) -> None
 
 def _texts(folder: Path, tokens: list[int]) -> list[str]:
     """Return the text of each token, by the tokenizer of the run; empty if it cannot be read."""
-    import yaml
-
     from slime.data.tokenizers import load_tokenizer
-    from slime.observability.run_dir import RunDir
+    from slime.observability.run_dir import RunDir, read_settings
 
-    settings = yaml.safe_load(RunDir(folder).config.read_text(encoding="utf-8"))
+    settings = read_settings(RunDir(folder).config)
     try:
-        tokenizer = load_tokenizer(settings["hf_checkpoint"], trust_remote_code=bool(settings["trust_remote_code"]))
-    except (OSError, ValueError):
+        remote = bool(settings["trust_remote_code"])
+        tokenizer = load_tokenizer(str(settings["hf_checkpoint"]), trust_remote_code=remote)
+    except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]
 

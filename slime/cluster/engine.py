@@ -18,11 +18,12 @@ GONE: tuple[State, ...] = ("lost", "given up")
 
 
 class ServerFacts(TypedDict):
-    """What the host of an engine reports about its server process."""
+    """What the host of an engine reports about its server process; ``fate`` as in ``ServerProcess``."""
 
     url: str
     pid: int
     alive: bool
+    fate: str
     bootstrap_port: int | None
 
 

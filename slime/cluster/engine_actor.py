@@ -75,7 +75,8 @@ class EngineActor:
     def describe(self) -> ServerFacts:
         process = self.process
         port = process.bootstrap_port
-        return {"url": process.url, "pid": process.pid, "alive": process.alive(), "bootstrap_port": port}
+        state = process.alive(), process.fate
+        return {"url": process.url, "pid": process.pid, "alive": state[0], "fate": state[1], "bootstrap_port": port}
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -110,7 +111,8 @@ class RayEngineHost:
     def describe(self) -> ServerFacts:
         """Address and state of the server; alive means alive on all nodes. Raises if a node does not answer."""
         said: list[ServerFacts] = self._get("describe")
-        return {**said[0], "alive": all(part["alive"] for part in said)}
+        fates = [part["fate"] for part in said if part["fate"]]
+        return {**said[0], "alive": all(part["alive"] for part in said), "fate": next(iter(fates), "")}
 
     def log_tail(self) -> str:
         return "\n".join(self._get("log_tail"))

@@ -229,7 +229,7 @@ class ProcessWatch:
             if error is not None:
                 gone[url] = f"its node does not answer: {type(error).__name__}: {error}"
             elif not call.result()["alive"]:
-                gone[url] = f"its process {call.result()['pid']} ended"
+                gone[url] = f"its process {call.result()['pid']} ended{call.result()['fate']}"
         return gone
 
 

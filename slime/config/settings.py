@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.config.args import FLAGS, Args
@@ -64,6 +64,23 @@ def redacted_text(text: str) -> str:
         return f"{match['name']}{match['gap']}{HIDDEN}" if is_secret(match["name"]) else match[0]
 
     return _OPTION.sub(hide, text) if "-" in text or "=" in text else text
+
+
+def redacted_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with the values of secret options hidden (``--wandb-key ***``)."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        option = word.startswith("-")
+        if hide and not option:
+            shown.append(HIDDEN)
+        elif option and equals and is_secret(name):
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(redacted_text(word))
+        hide = is_secret(word) if option and not equals else False
+    return shown
 
 
 RESERVED = frozenset(

@@ -9,7 +9,6 @@ types of the standard library. A program whose files hold objects of its own cla
 from __future__ import annotations
 
 import importlib
-import pickle
 import re
 from collections import deque
 from pathlib import Path, PosixPath, PurePosixPath
@@ -49,7 +48,7 @@ def load_plain(path: Path) -> Any:
 
     try:
         asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    except (ValueError, RuntimeError, pickle.UnpicklingError):  # Older format or damaged: torch.load below reports it.
+    except Exception:  # Older format, or damaged bytes, of which torch raises anything: torch.load below reports it.
         asked = set()
     foreign = sorted(asked - ALLOWED)
     if foreign:
@@ -62,7 +61,9 @@ def load_plain(path: Path) -> Any:
     with torch.serialization.safe_globals([*numpy_types, *map(_find, sorted(asked))]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # pickle.UnpicklingError, RuntimeError, and for damaged bytes almost any other
             raise UnsafeFileError(f"{path} cannot be read as plain values: {_reason(error)}") from error
 
 

@@ -13,9 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import RunState, read_state
-from slime.types import JsonObject
+from slime.types import JsonValue
 
 if TYPE_CHECKING:
     import psutil
@@ -62,7 +62,7 @@ class Facts:
     """
 
     folder: Path
-    settings: Mapping[str, JsonObject] = field(default_factory=dict)
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
     steps: Sequence[Row] = ()
     evaluations: Sequence[Row] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
@@ -132,28 +132,24 @@ def read_facts(folder: Path, with_stacks: bool = False) -> Facts:
         with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
 
     Raises:
-        NoRun: The folder has no ``config.yaml``.
+        NoRun: The folder has no ``config.yaml``, or it or ``metrics.jsonl`` is damaged.
     """
     import shutil
-
-    import yaml
 
     from slime.doctor.stacks import stacks
 
     run = RunDir(folder)
     if not run.config.is_file():
         raise NoRun(f"{folder} is not the folder of a run: it has no config.yaml")
-    rows: list[dict[str, float | None]] = []
-    if run.metrics.is_file():
-        try:
-            rows = read_metrics(run.metrics)
-        except MetricsError as error:
-            raise NoRun(str(error)) from error
-    settings = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    try:
+        settings = read_settings(run.config)
+        rows = read_metrics(run.metrics) if run.metrics.is_file() else []
+    except (UnreadableRun, MetricsError) as error:
+        raise NoRun(str(error)) from error
     state = read_state(folder)
     return Facts(
         folder,
-        settings if isinstance(settings, dict) else {},
+        settings,
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
         {path.name: _end_of(path) for path in (*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings))},

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+FROZEN_SECONDS = 60.0
+"""A server of which a process is stopped (SIGSTOP) for so long is killed, in any phase: its start and an update of its
+weights may take far longer, and meanwhile nothing else distinguishes a frozen server from a busy one."""
+LOOK_SECONDS = 10.0  # between two looks at the states of the processes
 PROXY_VARIABLES = tuple(
     name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 )
@@ -50,6 +55,7 @@ class ServerProcess:
 
     Attributes:
         pid: The process id of the child.
+        fate: Why the server was killed by its own watch; empty if it was not. It continues a sentence.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class ServerProcess:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}
             )
         self.pid = self.child.pid
+        self.fate = ""
+        threading.Thread(target=self._end_if_frozen, name=f"watch-{self.pid}", daemon=True).start()
 
     def alive(self) -> bool:
         return self.child.poll() is None
@@ -90,13 +98,34 @@ class ServerProcess:
             waited = time.monotonic() - start
             if not self.alive():
                 raise ServerFailed(
-                    f"{self.what} (pid {self.pid}) ended with status {self.child.returncode}:\n{self.log_tail()}"
+                    f"{self.what} (pid {self.pid}) ended with status {self.child.returncode}{self.fate}:\n"
+                    f"{self.log_tail()}"
                 )
             if waited > deadline:
                 self.stop()
                 tail = self.log_tail()
                 raise ServerFailed(f"{self.what} (pid {self.pid}) was not healthy after {waited:.0f} s:\n{tail}")
             time.sleep(POLL_SECONDS)
+
+    def _end_if_frozen(self) -> None:
+        """Kill the server when it or a descendant has been stopped by a signal for :data:`FROZEN_SECONDS`."""
+        moving = time.monotonic()
+        while self.alive():
+            time.sleep(LOOK_SECONDS)
+            if not self._frozen():
+                moving = time.monotonic()
+            elif time.monotonic() - moving > FROZEN_SECONDS and self.alive():
+                self.fate = f": a signal (SIGSTOP) had stopped it for {FROZEN_SECONDS:.0f} s, so it was killed"
+                self.kill()
+
+    def _frozen(self) -> bool:
+        """Whether a signal holds the process or one of its descendants. One in a debugger is left alone."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            top = psutil.Process(self.pid)
+            return any(one.status() == psutil.STATUS_STOPPED for one in (top, *top.children(recursive=True)))
+        return False
 
     def stop(self) -> None:
         """Send SIGTERM, after :data:`STOP_SECONDS` SIGKILL, and wait until the process is gone."""

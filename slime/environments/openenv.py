@@ -155,7 +155,7 @@ class _Episode(Episode):
         said = (found[-1] if found else text).strip()
         try:
             action: Any = json.loads(said) if self.made.action == "json" else {self.made.action: said}
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             return Step([{"role": "user", "content": "error: this is not a JSON object"}])

@@ -63,7 +63,9 @@ class Spec:
                 raise EnvironmentProblem(f"the option {key} is given twice")
             try:
                 options[key] = yaml.safe_load(unquote(value))
-            except yaml.YAMLError as error:
+            except RecursionError:
+                raise EnvironmentProblem(f"the value of {key} is nested too deeply") from None
+            except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
                 raise EnvironmentProblem(f"the value of {key} cannot be read: {' '.join(str(error).split())}") from None
         name, _, what = head.partition(":")
         if name not in ADAPTERS and "." in head:
@@ -107,15 +109,18 @@ def environment(text: str) -> Environment:
             made = _adapter(spec.name)(spec.what, **spec.options)
         else:
             made = _own(spec.name)(**spec.options)
+        count = len(made) if isinstance(made, Environment) else 1
     except EnvironmentProblem:
         raise
-    except Exception as error:  # Packages and users' classes raise what they like for options that they do not accept.
-        raise EnvironmentProblem(f"it cannot be created: {type(error).__name__}: {error}") from error
+    # Packages and users' classes raise what they like for options that they do not accept. A script without a guard
+    # for __main__ may exit, which would end the run without a word.
+    except (Exception, SystemExit) as error:
+        raise EnvironmentProblem(f"it cannot be created: {type(error).__name__}: {error}"[:2000]) from error
     if not isinstance(made, Environment):
         raise EnvironmentProblem(
             f"{spec.name} gives a {type(made).__name__}, not a slime.environments.base.Environment"
         )
-    if len(made) < 1:
+    if count < 1:
         raise EnvironmentProblem("it has no tasks")
     return made
 
@@ -134,7 +139,7 @@ def _own(name: str) -> Callable[..., object]:
         found: Callable[..., object] = load_function(name)
     except HookError as error:
         raise EnvironmentProblem(str(error)) from error
-    except Exception as error:  # The user's file can raise anything.
+    except (Exception, SystemExit) as error:  # The user's file can raise anything.
         raise EnvironmentProblem(f"importing {name} failed with {type(error).__name__}: {error}") from error
     return found
 

@@ -182,7 +182,7 @@ async def _tools(stack: AsyncExitStack, urls: dict[str, str], seconds: float) ->
     async def call(name: str, text: str) -> str:
         try:
             arguments = json.loads(text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         content = await servers.call(
             {"name": name, "arguments": arguments if isinstance(arguments, dict) else {RAW_ARGUMENTS: text}}

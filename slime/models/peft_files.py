@@ -7,10 +7,13 @@ between ``base_model.model.`` and ``.lora_A.weight`` or ``.lora_B.weight``.
 from __future__ import annotations
 
 import json
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +23,8 @@ from slime.models.shards import ModelError, shorten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MOST_RANK = 2**16
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _FACTORS = {"lora_A.weight": 0, "lora_B.weight": 1}
 
 
@@ -106,29 +111,37 @@ def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
         config = json.loads(path.read_text(encoding="utf-8"))
         targets = config["target_modules"]
         settings = LoraSettings(
-            rank=int(config["r"]),
+            rank=operator.index(config["r"]),
             alpha=float(config["lora_alpha"]),
             dropout=float(config.get("lora_dropout") or 0.0),
             rslora=bool(config.get("use_rslora")),
             targets=(targets,) if isinstance(targets, str) else tuple(targets),
             exclude=tuple(config.get("exclude_modules") or ()),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        names = (*settings.targets, *settings.exclude)
+        sound = 0 < settings.alpha < math.inf and 0 <= settings.dropout < 1 and all(isinstance(n, str) for n in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}"[:2000]) from error
+    if not sound:
+        raise ModelError(f"{path} has values that cannot be right: see lora_alpha, lora_dropout and target_modules")
     other = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(name)]
     other += [f"bias {config['bias']!r}"] if config.get("bias", "none") != "none" else []
     other += [f"peft_type {config['peft_type']!r}"] if config.get("peft_type", "LORA") != "LORA" else []
-    if other or settings.rank < 1:
+    if other or not 1 <= settings.rank <= _MOST_RANK:
         what = ", ".join(other) or f"rank {settings.rank}"
         raise ModelError(f"{path} has {what}, which slime does not support: use plain LoRA with one rank")
     return settings, config
 
 
-def read_factors(folder: str | Path) -> dict[str, Factors]:
+def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
     """Read ``adapter_model.safetensors``.
 
+    Args:
+        rank: The rank in ``adapter_config.json``.
+
     Raises:
-        ModelError: The file is missing or damaged, or has other tensors than the factors of linear layers.
+        ModelError: The file is missing or damaged, or has other tensors than the factors of linear layers, of another
+            rank, or with values that are not finite.
     """
     path = Path(folder).expanduser() / WEIGHTS
     try:
@@ -148,4 +161,10 @@ def read_factors(folder: str | Path) -> dict[str, Factors]:
     unknown += [name for name in modules if name not in found]
     if unknown or not found:
         raise ModelError(f"{path} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
+    for name, (a, b) in found.items():
+        if a.shape[0] != rank or b.shape[1] != rank or not (a.numel() and b.numel()):
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            raise ModelError(f"{path}: the factors of {name} have shapes {shapes}, but {CONFIG} has rank {rank}")
+        if not all(x.dtype in _DTYPES and x.isfinite().all() for x in (a, b)):
+            raise ModelError(f"{path}: the factors of {name} must be finite numbers of 16, 32 or 64 bits")
     return found

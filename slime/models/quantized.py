@@ -91,6 +91,11 @@ def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, T
         weights = makers[method](quantization, headers, read)
     except ValueError as error:
         raise ModelError(f"checkpoint {where} ({method}): {error}") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ModelError(
+            f"checkpoint {where} ({method}): the quantization in config.json or the shapes of scales cannot be right "
+            f"({type(error).__name__}: {error})"
+        ) from error
     used = {part for weight in weights.values() for part in weight.parts}
     idle = (
         n for n in headers if n not in used and (n.rpartition(".")[2] in _ACTIVATIONS or n.endswith("_input_scale"))

@@ -104,7 +104,12 @@ def load_rollout(template: str, rollout_id: int | str, amount: float | None = No
         raise DebugDataError(f"--load-debug-rollout-data: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
         raise DebugDataError(f"--load-debug-rollout-data: {path} must contain a dict with 'rollout_id' and 'samples'")
-    groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
+    try:
+        groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DebugDataError(
+            f"--load-debug-rollout-data: {path} has a sample that cannot be read ({type(error).__name__}: {error})"
+        ) from error
     return subsample(groups, amount)
 
 

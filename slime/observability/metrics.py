@@ -6,6 +6,7 @@ The step keys are ``train/step``, ``rollout/step`` and ``eval/step``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from slime.config.observability import chosen_trackers
+from slime.config.settings import redacted_words
 from slime.observability.best_effort import AppendedFile, best_effort, replacing
 from slime.observability.run_dir import RunDir, public_settings
 from slime.observability.samples import KeptTexts, read_samples, sample_files
@@ -128,7 +130,11 @@ class MetricsLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows of a ``metrics.jsonl``. An incomplete last line, which is being written, is left out."""
+    """Read all rows of a ``metrics.jsonl``. An incomplete last line, which is being written, is left out.
+
+    Raises:
+        MetricsError: The file cannot be read, or a row is not a JSON object of numbers.
+    """
     return [row for _, row in _rows(path)]
 
 
@@ -152,15 +158,28 @@ def roll_back(path: Path, step: int) -> int:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MetricsError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise MetricsError(f"{path} is damaged: it is not UTF-8 ({error.reason} at byte {error.start})") from error
     complete = text if text.endswith("\n") else text[: text.rfind("\n") + 1]
     for number, line in enumerate(complete.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            yield line, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise MetricsError(f"{path}:{number}: the row is not valid JSON ({error.msg})") from error
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise MetricsError(f"{path}:{number}: the row is not valid JSON ({error})") from error
+        if not isinstance(row, dict) or not all(map(_is_number, row.values())):
+            raise MetricsError(f"{path}:{number}: the row is not a JSON object of numbers")
+        yield line, row
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value of a row is a number that fits 64 bits, or null."""
+    return value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def _tensorboard_dir(project: str | None, experiment: str | None, run_dir: RunDir) -> Path:
@@ -212,6 +231,17 @@ def _wandb_table(rows: Sequence[Cells]) -> dict[str, Any]:
     return {"samples": wandb.Table(columns=list(COLUMNS), data=data, allow_mixed_types=True)}
 
 
+@contextlib.contextmanager
+def _public_command_line() -> Iterator[None]:
+    """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not read it meanwhile."""
+    words = sys.argv
+    sys.argv = redacted_words(words)
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
 def _start_wandb(args: Args, run_dir: RunDir) -> Any:
     try:
         import wandb
@@ -221,17 +251,18 @@ def _start_wandb(args: Args, run_dir: RunDir) -> Any:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
     if args.wandb_key:
         wandb.login(key=args.wandb_key, host=args.wandb_host)
-    run = wandb.init(
-        entity=args.wandb_team,
-        project=args.wandb_project or "slime",
-        group=args.wandb_group,
-        name=run_dir.path.name,
-        id=args.wandb_run_id,
-        resume="allow" if args.wandb_run_id else None,
-        mode=args.wandb_mode,
-        dir=args.wandb_dir or str(run_dir.path),
-        config=public_settings(vars(args)),
-    )
+    with _public_command_line():
+        run = wandb.init(
+            entity=args.wandb_team,
+            project=args.wandb_project or "slime",
+            group=args.wandb_group,
+            name=run_dir.path.name,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            mode=args.wandb_mode,
+            dir=args.wandb_dir or str(run_dir.path),
+            config=public_settings(vars(args)),
+        )
     axis = "train/step" if args.wandb_always_use_train_step else "rollout/step"
     for key in STEP_KEYS:
         wandb.define_metric(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import TypedDict
 
 
@@ -17,6 +18,19 @@ class Progress(TypedDict, total=False):
     """Wall time in seconds at which the phase began."""
     updated: float
     numbers: dict[str, float]
+
+
+def is_progress(value: object) -> bool:
+    """Whether a value that was read from a file has the types of a :class:`Progress`."""
+    if not isinstance(value, Mapping):
+        return False
+    numbers = value.get("numbers", {})
+    counts = [value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None]
+    return (
+        isinstance(value.get("phase", ""), str)
+        and isinstance(numbers, Mapping)
+        and all(isinstance(number, int | float) and abs(number) < 1e18 for number in (*counts, *numbers.values()))
+    )
 
 
 _lock = threading.Lock()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.settings import redacted
+from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 class RunDirError(OSError):
     """Raised if the folder of the run cannot be created. The message names the folder."""
+
+
+class UnreadableRun(ValueError):
+    """Raised if ``config.yaml`` of a run cannot be read. The message names the file and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,28 @@ def plain(value: object) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     return str(value)
+
+
+def read_settings(path: Path) -> JsonObject:
+    """Return the settings in the ``config.yaml`` of a run.
+
+    Raises:
+        UnreadableRun: The file cannot be read, or is not a mapping in YAML.
+    """
+    import yaml
+
+    try:
+        # The C parser is ten times faster; the page reads the settings of many runs.
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise UnreadableRun(f"{path} cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise UnreadableRun(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
+        raise UnreadableRun(f"{path} is not valid YAML in UTF-8: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise UnreadableRun(f"{path} is no mapping of flags to values")
+    return {str(name): value for name, value in settings.items()}
 
 
 def _inside(file: str | None, folder: Path) -> bool:

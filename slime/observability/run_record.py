@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import xxhash
-import yaml
 
 from slime.observability.best_effort import best_effort
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import RunDir, read_settings
 from slime.types import JsonObject
 
 
@@ -88,7 +87,7 @@ def append_attempt(run: RunDir, settled: Settled) -> None:
     A run that is resumed with other flags replaces ``config.yaml``; the line keeps the settings of the earlier steps.
     """
     with best_effort(run.attempts.name):
-        settings = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        settings = read_settings(run.config)
         line = json.dumps({"settled": asdict(settled), "settings": settings})
         # Only this user may read it, as with config.yaml.
         with open(os.open(run.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
@@ -98,17 +97,36 @@ def append_attempt(run: RunDir, settled: Settled) -> None:
 def read_attempts(run: RunDir) -> list[Attempt]:
     """Return the attempts, oldest first; none for a run of an older release, or one that ended during its start."""
     found = []
-    try:
-        lines = run.attempts.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in _lines(run.attempts):
         try:
             values = json.loads(line)
-            found.append(Attempt(Settled(**values["settled"]), dict(values["settings"])))
-        except (ValueError, TypeError, KeyError):  # the driver was killed while it wrote the last line
+            attempt = Attempt(Settled(**values["settled"]), dict(values["settings"]))
+        except (ValueError, TypeError, KeyError, RecursionError):  # the driver was killed while it wrote the last line
             continue
+        if _is_settled(attempt.settled):
+            found.append(attempt)
     return found
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError:
+        return []
+
+
+def _is_settled(settled: Settled) -> bool:
+    """Whether the values of a line have the types of :class:`Settled`."""
+    flags = (settled.asynchronous, settled.on_gpu)
+    counts = (settled.num_rollout, settled.threads, settled.first_rollout)
+    budgets = (settled.max_tokens, settled.forward_tokens)
+    return (
+        all(type(flag) is bool for flag in flags)
+        and all(type(count) is int and 0 <= count < 2**63 for count in counts)
+        and all(budget is None or (type(budget) is int and 0 < budget < 2**63) for budget in budgets)
+        and isinstance(settled.working_directory, str)
+        and (settled.loaded is None or isinstance(settled.loaded, str))
+    )
 
 
 def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -131,14 +149,11 @@ def append_weights(run: RunDir, sent: SentWeights) -> None:
 def read_weights(path: Path) -> dict[int, SentWeights]:
     """Return the last record for each number of trained rollouts; a resumed run replaces what it trained again."""
     found: dict[int, SentWeights] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return found
-    for line in lines:
+    for line in _lines(path):
         try:
             sent = SentWeights(**json.loads(line))
             found[sent.step] = sent
-        except (ValueError, TypeError):  # the driver was killed while it wrote the last line
+        # The driver was killed while it wrote the last line, or the file is damaged.
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
     return found

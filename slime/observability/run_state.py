@@ -16,10 +16,11 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from slime.config.settings import redacted_text
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.progress import Progress
+from slime.observability.progress import Progress, is_progress
 
 Status = Literal["running", "completed", "stopped", "failed", "restarting"]
 FILE = "state.json"
@@ -93,7 +94,7 @@ class StateFile:
 
     def end(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended. The phase remains, since it says where an error arose."""
-        text = "".join(traceback.format_exception(error)) if error is not None else ""
+        text = redacted_text("".join(traceback.format_exception(error))) if error is not None else ""
         self._write(status=status, error=text[-_MOST_CHARACTERS:])
 
     def _write(self, **changes: Any) -> None:
@@ -106,9 +107,23 @@ class StateFile:
 
 
 def read_state(folder: Path) -> RunState | None:
-    """Return the state in the folder of a run; None if there is none, as in runs of older releases."""
+    """Return the state in the folder of a run; None if there is none (a run of an older release), or it is damaged."""
     try:
-        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return RunState(**values)
-    except (OSError, ValueError, TypeError):
+        state = RunState(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return state if _is_sound(state) else None
+
+
+def _is_sound(state: RunState) -> bool:
+    """Whether the values of a file have the types of a state."""
+    times = (state.since, state.waiting_since, state.deadline)
+    return (
+        all(isinstance(text, str) for text in (state.host, state.phase, state.error, state.waiting))
+        and state.status in get_args(Status)
+        and type(state.pid) is int
+        and 0 < state.pid < 2**31
+        and all(isinstance(time_, int | float) and abs(time_) < 1e12 for time_ in times)
+        and isinstance(state.said, Mapping)
+        and all(is_progress(said) for said in state.said.values())
+    )

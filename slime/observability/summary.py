@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,7 +16,7 @@ from slime.observability.best_effort import best_effort, replacing
 from slime.observability.charts import bar_chart, reward_curve_png
 from slime.observability.evaluations import DETAIL
 from slime.observability.metrics import MetricsError, Row, read_metrics
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.types import JsonObject
 
 PHASES = (
@@ -55,7 +56,7 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
             and the last row.
 
     Raises:
-        MetricsError: There is no ``metrics.jsonl``, or it has no rows.
+        MetricsError: There is no ``metrics.jsonl``, it has no rows, or it or ``config.yaml`` is damaged.
     """
     if not run_dir.metrics.is_file():
         raise MetricsError(f"{run_dir.path} is not the folder of a run: it has no metrics.jsonl")
@@ -201,14 +202,19 @@ def _phases(rows: list[Row], total: float) -> dict[str, float]:
 
 
 def _config(run_dir: RunDir) -> JsonObject:
-    import yaml
-
     if not run_dir.config.is_file():
         return {}
-    return yaml.safe_load(run_dir.config.read_text(encoding="utf-8")) or {}
+    try:
+        return read_settings(run_dir.config)
+    except UnreadableRun as error:
+        raise MetricsError(str(error)) from error
 
 
 def _total_on_disk(run_dir: RunDir) -> float | None:
     if not run_dir.summary.is_file():
         return None
-    return json.loads(run_dir.summary.read_text(encoding="utf-8")).get("seconds_total")
+    try:
+        seconds = json.loads(run_dir.summary.read_text(encoding="utf-8"))["seconds_total"]
+        return float(seconds) if seconds is not None and math.isfinite(seconds) else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # the run was killed while it wrote it
+        return None

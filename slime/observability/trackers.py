@@ -155,7 +155,15 @@ class Swanlab(Tracker):
         self._swanlab = swanlab
         folder = run.folder / "swanlog"
         folder.mkdir(exist_ok=True)
-        swanlab.init(project=run.project, name=run.folder.name, config=dict(run.config), log_dir=str(folder))
+        # The facts about the process include its command line as it is, with a key that was given on it.
+        settings = swanlab.Settings(probe=swanlab.Settings.Probe(runtime=False))
+        swanlab.init(
+            project=run.project,
+            name=run.folder.name,
+            config=dict(run.config),
+            log_dir=str(folder),
+            settings=settings,
+        )
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         self._swanlab.log(dict(numbers), step=step)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TURNS = "model_turns"  # key of sample.metadata: the position of each model turn, so that an aborted sample can continue
 _MARGIN = 4  # tokens of extra context: a tokenizer may decode the first token of a sequence differently
+_LONGEST_TOKEN = 512  # characters; the longest tokens of known vocabularies are runs of 128 or 256 spaces
 _MARK = "slime.4f1d.turn"  # placeholder for the model's turn while the chat template renders the messages after it
 
 
@@ -160,7 +161,7 @@ class Conversation:
         Raises:
             ValueError: The model has not finished a turn yet.
         """
-        return self._append(encode(self.state.tokenizer, text)[:limit], None if limit else text)
+        return self._append(self._encode(text)[:limit], None if limit else text)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
         """Close the model's turn and append chat messages, rendered by the chat template.
@@ -186,7 +187,7 @@ class Conversation:
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
-        tokens = text_ids(state, new, after) if new.multimodal_inputs else encode(state.tokenizer, after)
+        tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after)
         if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in state.tokenizer.all_special_ids:
             after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
             tokens = tokens[1:]  # the model sampled the end-of-turn token itself: do not append it twice
@@ -276,6 +277,11 @@ class Conversation:
             before_turn = sample.response[: len(sample.response) - len(turn["text"])]
             sample.cut_response(turn["start"] + length, before_turn + text)
             turn["text"], sample.status = text, Sample.Status.COMPLETED
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokenize what a tool or an environment said, but not much more of it than can fit: a text of 100 MB would
+        keep all other samples waiting for a minute."""
+        return encode(self.state.tokenizer, text[: self.left * _LONGEST_TOKEN + 1])
 
     def _append(self, tokens: list[int], text: str | None) -> bool:
         sample = self.sample

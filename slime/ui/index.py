@@ -26,7 +26,7 @@ from slime.types import JsonObject, JsonValue
 SCHEMA = 1
 """Part of the name of the index, so that an index of another release is not read."""
 
-_NAME = re.compile(r"(?P<kind>.+)_(?P<step>\d+)")
+_NAME = re.compile(r"(?P<kind>.+)_(?P<step>[0-9]{1,15})")
 _HEAD = 400  # characters of a prompt that the index keeps
 _TABLES = """
 create table if not exists files (kind text, step integer, mtime integer, size integer, bad integer,
@@ -138,8 +138,9 @@ class SampleIndex:
         """Return the file of a step. ``kind`` comes from a request, so it is compared with names that exist."""
         name = f"{kind}_{step:06d}.jsonl"
         for path in (self.folder / "samples" / name, self.folder / "samples" / (name + COMPRESSED)):
-            if path.parent == self.folder / "samples" and "/" not in kind and path.is_file():
-                return path
+            with contextlib.suppress(OSError, ValueError):  # a name that is too long, or that has a NUL
+                if path.parent == self.folder / "samples" and "/" not in kind and path.is_file():
+                    return path
         return None
 
     def _read(self, kind: str, step: int, path: Path) -> None:
@@ -252,7 +253,7 @@ def _record(line: bytes) -> JsonObject | None:
     except orjson.JSONDecodeError:
         try:  # a lone surrogate or NaN, which orjson refuses
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return value if isinstance(value, dict) else None
 
@@ -283,7 +284,7 @@ def _numbers(record: JsonObject, step: int) -> tuple[object, ...]:
         reward_number(reward),
         _text(reward)[:_HEAD] if isinstance(reward, dict | list | str) else None,
         _integer(record.get("response_length")),
-        status if isinstance(status, str) else None,
+        _text(status) if isinstance(status, str) else None,
         step - min(made) if made else None,
         " ".join(versions)[:_HEAD],
     )

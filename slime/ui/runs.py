@@ -15,6 +15,7 @@ import orjson
 
 from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.doctor.facts import processes_of
+from slime.observability import run_dir
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
@@ -227,13 +228,10 @@ def folders_of_runs(place: Path) -> list[Path]:
 
 def read_settings(path: Path) -> Mapping[str, object]:
     """Return the flags of a run; empty if they cannot be read."""
-    import yaml
-
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
+        return run_dir.read_settings(path)
+    except run_dir.UnreadableRun:
         return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def cache_folder() -> Path:

@@ -117,10 +117,20 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             value, status = {"error": f"{type(error).__name__}: {error}"}, 500
         return _json(request, value, status)
 
-    app.router.add_get("/", index)
-    app.router.add_get("/static/{name}", static)
-    app.router.add_get("/api/{path:.*}", api)
+    async def nothing(request: web.Request) -> web.Response:
+        raise web.HTTPNotFound
+
+    app.router.add_get("/", index, expect_handler=_expect)
+    app.router.add_get("/static/{name}", static, expect_handler=_expect)
+    app.router.add_get("/api/{path:.*}", api, expect_handler=_expect)
+    app.router.add_route("*", "/{path:.*}", nothing, expect_handler=_expect)
     return app
+
+
+async def _expect(request: web.Request) -> None:
+    """Refuse every ``Expect``, since no request has a body. aiohttp repeats the header in its answer before the guard
+    is asked, and fails if the header is not UTF-8."""
+    raise web.HTTPExpectationFailed(text="this server knows no Expect\n", headers=_HEADERS)
 
 
 def _json(request: web.Request, value: object, status: int) -> web.Response:

@@ -4,7 +4,6 @@ who waited for whom."""
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +47,9 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
     """Return the time line of a step; None if the run has no readable trace of it."""
     try:
         events = read_trace(trace_of(folder, step))
-    except (OSError, EOFError, ValueError, KeyError, gzip.BadGzipFile, zlib.error, json.JSONDecodeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, gzip.BadGzipFile, zlib.error):
+        return None
+    if not isinstance(events, list) or not all(map(_is_event, events)):
         return None
     complete = [event for event in events if event.get("ph") == "X"]
     if not complete:
@@ -88,6 +89,26 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
         "active": _active(samples, end),
         "notes": [*_notes(phases, samples), *_idle_ranks(ranks, phases, end), *_idle_engines(engines)],
     }
+
+
+def _is_event(event: object) -> bool:
+    """Whether an event has what is read of it: a trace may be damaged, or written by another program."""
+    if not isinstance(event, Mapping):
+        return False
+    arguments = event.get("args", {})
+    if not all(isinstance(event.get(key), int) for key in ("pid", "tid")) or not isinstance(arguments, Mapping):
+        return False
+    match event.get("ph"):
+        case "X":
+            return _is_time(event.get("ts")) and _is_time(event.get("dur")) and "name" in event
+        case "C":
+            counts = (arguments.get(key) for key in ("running", "waiting"))
+            return _is_time(event.get("ts")) and "name" in event and all(map(_is_time, counts))
+    return "name" in event and (event["name"] != "thread_name" or "name" in arguments)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e18
 
 
 def _engines(events: Sequence[Mapping[str, Any]], start: float) -> dict[str, list[LoadAt]]:

@@ -63,9 +63,11 @@ class TokenDumps:
                 if found is not None:
                     return self._of_training(found)
                 found = self._find("save_debug_rollout_data", "index", step, index)
+                return self._of_rollout(found) if found is not None else {"notes": [self._reason(step)]}
             except (ValueError, OSError) as error:
                 return {"notes": [str(error)]}
-            return self._of_rollout(found) if found is not None else {"notes": [self._reason(step)]}
+            except (LookupError, TypeError, AttributeError, OverflowError) as error:
+                return {"notes": [f"The dump of this step is damaged ({type(error).__name__}: {error})."]}
 
     def recorded(self, step: int) -> bool:
         """Return whether there is a dump of a step."""

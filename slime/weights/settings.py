@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from slime.engines.handle import EngineHandle
     from slime.weights.delta import Encoding
 
+_RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
 
 Written = Callable[[Path, Sequence["EngineHandle"]], object]
@@ -111,7 +112,9 @@ class WeightSyncSettings:
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
             engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang",
-            step_seconds=min(args.distributed_timeout_minutes * 60.0, args.phase_timeout * _DRIVER_MARGIN),
+            step_seconds=min(
+                args.distributed_timeout_minutes * 60.0 * _RANKS_MARGIN, args.phase_timeout * _DRIVER_MARGIN
+            ),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
         )

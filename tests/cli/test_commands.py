@@ -39,6 +39,25 @@ def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.Capt
     assert said.out == "" and "smollm2-135m-instruct" in said.err and "Traceback" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ui --port 65536", "argument --port: must be from 0 to 65535, not 65536"),
+        ("ui --export x.html --export-steps 0", "--export-steps: must be from 1 to"),
+        ("replay run --step -1", "--step: must be from 0 to"),
+        ("replay run --step 1 --tolerance nan", "--tolerance: must be from 0 to"),
+        ("verify model --tp 0", "--tp: must be from 1 to 64, not 0"),
+        ("plan --gpus 99999999999999999999", "--gpus: must be from 1 to 100000"),
+        ("plan --mean-prompt inf", "--mean-prompt: must be above 0 and at most 1e+08, not inf"),
+        ("plan --sigma x", "--sigma: 'x' is no number"),
+    ],
+)
+def test_numbers_of_commands_have_a_range(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 @given(st.integers(0, 2**31), st.integers(1, 80))
 def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> None:
     import tempfile

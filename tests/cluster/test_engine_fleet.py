@@ -39,7 +39,7 @@ class FakeHost:
         return self.url
 
     def describe(self) -> dict[str, Any]:
-        return {"url": self.url, "pid": 1, "alive": self.running}
+        return {"url": self.url, "pid": 1, "alive": self.running, "fate": ": why"}
 
     def log_tail(self) -> str:
         return "last line"
@@ -534,7 +534,7 @@ class LocalHost:
         return self.proxy.url if self.proxy else self.process.url
 
     def describe(self) -> dict[str, Any]:
-        return {"url": self.process.url, "pid": self.process.pid, "alive": self.process.alive()}
+        return {"url": self.process.url, "pid": self.process.pid, "alive": self.process.alive(), "fate": ""}
 
     def log_tail(self) -> str:
         return self.process.log_tail()

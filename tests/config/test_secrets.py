@@ -10,7 +10,7 @@ import pytest
 from slime.config.args import FLAGS
 from slime.config.parser import check_args, read_settings
 from slime.config.passthrough import by_name
-from slime.config.settings import HIDDEN, is_secret, redacted, redacted_text, to_dict
+from slime.config.settings import HIDDEN, is_secret, redacted, redacted_text, redacted_words, to_dict
 from slime.observability.run_dir import RunDir, public_settings
 
 SECRET = "wandb_key sglang_api_key sglang_admin_api_key router_control_plane_api_keys sglang_ssl_keyfile_password"
@@ -50,6 +50,15 @@ def test_of_all_flags_only_keys_are_secret() -> None:
 )
 def test_texts(text: str, shown: str) -> None:
     assert redacted_text(text) == shown
+
+
+def test_the_words_of_a_command_line() -> None:
+    words = ["train.py", "--wandb-key", "s3cret", "--router-api-key=s3cret", "--lr", "1e-6", "--sglang-api-key", "--x"]
+    words += ["--rm-url", "http://me:s3cret@host", "--input-key", "prompt", "--agent-command", "agent --token s3cret"]
+    shown = redacted_words(words)
+    assert len(shown) == len(words) and "s3cret" not in " ".join(shown)
+    kept = [word for word in words if "s3cret" not in word]
+    assert [word for word in shown if "***" not in word] == kept
 
 
 def test_nothing_that_a_run_writes_holds_a_secret(workplace: Any) -> None:

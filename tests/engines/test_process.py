@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slime.engines import process
-from slime.engines.process import ServerProcess, free_port, wait_gone
+from slime.engines.process import ServerFailed, ServerProcess, free_port, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -66,6 +66,34 @@ def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ev
         assert server.child.returncode == -signal.SIGKILL
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("who", ["server", "child"])
+def test_a_server_that_is_frozen_is_killed_also_while_it_starts(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.engines.process.FROZEN_SECONDS", 0.3)
+    monkeypatch.setattr("slime.engines.process.LOOK_SECONDS", 0.05)
+    slow = ServerProcess("sleeper", SLEEP, "http://127.0.0.1:1", None, {})
+    parent = [sys.executable, "-c", f"import subprocess; subprocess.run({SLEEP})"]
+    server = ServerProcess("sleeper", SLEEP if who == "server" else parent, "http://127.0.0.1:1", None, {})
+    try:
+        if who == "server":
+            suspend(server)
+        else:
+            until = time.monotonic() + 60
+            while not (children := psutil.Process(server.pid).children()):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            children[0].suspend()
+        with pytest.raises(ServerFailed, match=r"ended with status -9: a signal \(SIGSTOP\) had stopped it for 0 s"):
+            server.wait_ready(60.0)
+        assert not server.alive() and slow.alive()
+        with pytest.raises(
+            ServerFailed, match="was not healthy"
+        ):  # one that only takes its time has its whole deadline
+            slow.wait_ready(1.0)
+    finally:
+        server.kill()
+        slow.kill()
 
 
 def test_a_port_is_given_once_while_its_asker_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.environments.base import EnvironmentProblem, StepLimits
-from slime.environments.openenv import OpenEnv
+from slime.environments.openenv import OpenEnv, _Episode
 from slime.environments.registry import environment
 from slime.utils.misc import get_free_port
 
@@ -109,3 +109,13 @@ def test_wrong_fields_are_told(server: str) -> None:
 def test_mistakes_are_told(spec: str, said: str) -> None:
     with pytest.raises(EnvironmentProblem, match=said):
         environment(spec)
+
+
+async def test_an_action_that_is_nested_too_deeply_is_no_action() -> None:
+    """The model can write it, and it must get an answer as for any other text that is no JSON."""
+    episode = _Episode(OpenEnv("http://127.0.0.1:1", "json", "", 1, 0, "", ""), StepLimits())
+    try:
+        step = await episode.step('{"a":' * 100_000)
+    finally:
+        await episode.close()
+    assert step.messages == [{"role": "user", "content": "error: this is not a JSON object"}]

@@ -84,7 +84,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
     adapter = {"l.0.q": Factors(torch.randn(2, 3), torch.randn(5, 2))}
     write_adapter(tmp_path, peft_config(shape, ["q"], "base"), adapter)
     assert read_config(tmp_path)[0] == shape
-    found = read_factors(tmp_path)
+    found = read_factors(tmp_path, 2)
     assert found.keys() == adapter.keys() and all(map(torch.equal, found["l.0.q"], adapter["l.0.q"]))
 
 
@@ -111,8 +111,32 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="cannot be read"):
-        read_factors(tmp_path)
+        read_factors(tmp_path, 2)
     for names in (["base_model.model.q.lora_A.weight"], ["base_model.model.lm_head.weight"], ["q.lora_A.weight"]):
         save_file({name: torch.zeros(2, 3) for name in names}, str(tmp_path / WEIGHTS))
         with pytest.raises(ModelError, match="not pairs of factors"):
-            read_factors(tmp_path)
+            read_factors(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (torch.full((2, 3), float("nan")), torch.zeros(5, 2), "must be finite"),
+        (torch.zeros(2, 3, dtype=torch.int8), torch.zeros(5, 2), "must be finite"),
+        (torch.zeros(4, 3), torch.zeros(5, 4), "has rank 2"),
+        (torch.zeros(2, 3), torch.zeros(5, 3), "has rank 2"),
+        (torch.zeros(2, 3), torch.zeros(0, 2), "has rank 2"),
+    ],
+)
+def test_factors_that_cannot_be_right_are_refused(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, said: str) -> None:
+    """They were loaded, merged and trained without a word."""
+    write_adapter(tmp_path, peft_config(LoraSettings(2, 4.0), ["q"], "base"), {"l.0.q": Factors(a, b)})
+    with pytest.raises(ModelError, match=said):
+        read_factors(tmp_path, 2)
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": float("nan")}, {"lora_alpha": 0}, {"lora_dropout": 2}, {"r": 1.5}])
+def test_numbers_that_cannot_be_right_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps(peft_config(LoraSettings(2, 4.0), ["q"], "base") | changes))
+    with pytest.raises(ModelError, match=r"adapter_config\.json (has values|cannot be read)"):
+        read_config(tmp_path)

@@ -50,13 +50,34 @@ def test_an_error_keeps_its_phase(tmp_path: Path) -> None:
     assert state.error.startswith("Traceback") and "ValueError: no answer" in state.error
 
 
+def test_an_error_shows_no_password(tmp_path: Path) -> None:
+    state = StateFile(tmp_path)
+    state.end("failed", ValueError("http://me:s3cret@host/score refused agent --api-key s3cret"))
+    text = (tmp_path / FILE).read_text()
+    assert "s3cret" not in text and "http://***@host/score refused agent --api-key ***" in text
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     StateFile(tmp_path / "file").enter("train")
     assert FILE in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "{", json.dumps({"status": "running"}), "[]"])
+_SOUND = {"status": "running", "pid": 7, "host": "h", "phase": "train", "since": 1.5}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pid": "7"}, {"pid": 2**40}, {"status": "x"}, {"since": None}, {"said": {"a": {"done": []}}}, {"error": 5}],
+)
+def test_values_of_other_types_are_no_state(tmp_path: Path, wrong: dict[str, object]) -> None:
+    (tmp_path / FILE).write_text(json.dumps(_SOUND))
+    assert read_state(tmp_path) is not None
+    (tmp_path / FILE).write_text(json.dumps(_SOUND | wrong))
+    assert read_state(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", json.dumps({"status": "running"}), "[]", '{"a":' * 3000])
 def test_a_damaged_file_is_no_state(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert read_state(tmp_path) is None

@@ -14,6 +14,7 @@ from make_args import make_args
 
 from slime.config.args import Args
 from slime.config.observability import check_sinks
+from slime.observability import metrics
 from slime.observability.metrics import MetricsLogger, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.trackers import TrackerError
@@ -119,10 +120,20 @@ def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
     assert any("r017" in json.dumps(row.get("samples")) for _, row in logged)
 
 
+def test_the_command_line_of_the_run_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train.py", "--wandb-key", "s3cret", "--lr", "1e-6"]
+    monkeypatch.setattr(sys, "argv", words)
+    with metrics._public_command_line():  # W&B copies it
+        assert sys.argv == ["train.py", "--wandb-key", "***", "--lr", "1e-6"]
+    assert sys.argv is words
+
+
 def test_wandb_has_the_curve_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--wandb-key", "s3cret"])
     run = log_three(run_args(tmp_path, "wandb", wandb_mode="offline"))
+    assert not [file for file in run.path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
     tables = [json.loads(path.read_text()) for path in run.path.glob("wandb/offline-*/files/media/table/*.json")]
     rows = {row[1]: row for table in tables for row in table["data"]}
     assert len(tables) == 3 and all(table["columns"] == ["prompt", "response", "label", "reward"] for table in tables)
@@ -141,6 +152,8 @@ def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest
     (recorded,) = folder.glob("*.swanlab")
     assert all(name in recorded.read_bytes() for name in (b"rollout/reward", b"eval/x", b"sums"))
     assert "value: 2.0e-06" in (folder / "files" / "config.yaml").read_text()
+    about = json.loads((folder / "files" / "swanlab-metadata.json").read_text())
+    assert not about.get("runtime"), "it has the command line, and so the keys on it"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rollout_parts import arguments
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample
 from slime.rollout import generate as generate_module
+from slime.rollout import multi_turn
 from slime.rollout.group import generate_and_rm
 from slime.rollout.multi_turn import Conversation, ToolCall, first_stop, tool_calls
 from slime.rollout.state import GenerateState
@@ -206,6 +207,20 @@ async def test_max_turns_and_the_length_of_the_response_end_it(scripted):
     assert talk.observe("c" * 40) is False and sample.status is Sample.Status.TRUNCATED
     assert sample.tokens == before, "half an observation would be worse than none"
     assert talk.observe("c" * 40, limit=3) is True and sample.response_length == len(sample.loss_mask)
+
+
+@pytest.mark.parametrize("how", ["observe", "reply"])
+async def test_an_endless_answer_of_a_tool_is_not_tokenized_as_a_whole(scripted, monkeypatch, how):
+    args, _, sample, params = scripted(("ab", "stop"))
+    talk = Conversation(args, sample, params)
+    await talk.turn()
+    seen = []
+    encode = multi_turn.encode
+    monkeypatch.setattr(multi_turn, "encode", lambda tokenizer, text: seen.append(len(text)) or encode(tokenizer, text))
+    endless = "c" * 10_000_000
+    fits = talk.observe(endless) if how == "observe" else talk.reply([{"role": "tool", "content": endless}])
+    assert not fits and sample.status is Sample.Status.TRUNCATED
+    assert seen == [talk.left * 512 + 1]
 
 
 async def test_a_context_limit_counts_the_prompt(scripted):
