@@ -77,6 +77,14 @@ class SequenceBlock:
     own: Tensor
     picks: Tensor
 
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the sequences ``[n, length, H]`` of the rows of a pack, ``[T, H]``."""
+        batch = rows.index_select(0, self.rows)
+        if self.slots is not None:
+            padded = batch.new_zeros(self.n * self.length, batch.shape[1])
+            batch = padded.index_copy(0, self.slots, batch)
+        return batch.unflatten(0, (self.n, self.length))
+
 
 @dataclass(frozen=True)
 class PackSegments:

@@ -99,7 +99,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             topk_group=1,
         ),
     ),
-    "Llama 4": ("Llama4TextConfig", dict(num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=1)),
+    "Llama 4": (
+        "Llama4TextConfig",
+        dict(num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=1)
+        | dict(no_rope_layer_interval=2, attention_chunk_size=5, floor_scale=4, attn_scale=0.5),
+    ),
 }
 """The config class of each family, and what its config has besides :data:`SMALL`."""
 
