@@ -129,6 +129,12 @@ class CheckpointConfig:
         "Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
         "is replaced by the rollout's number"
     )
+    save_hf_dtype: str | None = flag(
+        None,
+        choices=("float32", "bfloat16", "source"),
+        help="Dtype of the weights in --save-hf. source: as --hf-checkpoint stores each of them, quantized in its own "
+        "format (FP8, INT4 or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained",
+    )
     ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
     ref_ckpt_step: int | None = flag(
         None,
@@ -161,6 +167,16 @@ def derive_checkpoints(args: Args) -> None:
         args.no_load_optim = args.no_load_rng = True
     if args.save_retain_interval and args.save_keep_last is None:
         args.save_keep_last = 1
+
+
+def check_export(args: Args) -> list[str]:
+    if args.save_hf_dtype is None:
+        return []
+    if args.save_hf is None:
+        return ["--save-hf-dtype says how --save-hf is written: pass --save-hf too"]
+    if args.lora_rank and args.lora_export == "peft":
+        return ["--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"]
+    return []
 
 
 def check_load(args: Args) -> list[str]:

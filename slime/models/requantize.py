@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nearest_e2m1(values: Tensor) -> Tensor:
     """Return the codes of the nearest 4-bit floats, of two equally near ones the even one; too large ones saturate."""
-    bounds = torch.tensor([(a + b) / 2 for a, b in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)])
+    bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1_VALUES)])
     size = values.abs().contiguous()
     codes = torch.bucketize(size, bounds)  # a value on a bound belongs to the smaller one ...
     on_bound = (codes < len(bounds)) & (codes % 2 == 1) & (size == bounds[codes.clamp(max=len(bounds) - 1)])

@@ -174,6 +174,10 @@ class StoredWeights(NamedWeights):
             tensor = self._read(name, index)
         return self.require_finite(name, tensor)
 
+    def header_tensor(self, name: str) -> Tensor:
+        """Read a stored tensor as it is, also one that is only a part of a weight."""
+        return self._read(name)
+
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors that the files would have for new values of one weight, quantized and in the dtypes that
         they have there. A weight that the folder lacks keeps its dtype.

@@ -42,3 +42,12 @@ def test_trained_weights_reach_the_engine(family: str, tmp_path: Path) -> None:
 def test_sdpa_would_leave_out_soft_caps(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="SDPA leaves out: use --attn-implementation eager"):
         make_backend(make_args(save_tiny("Gemma 2", tmp_path), attn_implementation="sdpa"))
+
+
+def test_an_indexer_keeps_its_weights(tmp_path: Path) -> None:
+    """It gets no gradient, and no decay of weights either; all others are trained."""
+    backend = make_backend(make_args(save_tiny("GLM-5", tmp_path), lr=1e-2, weight_decay=0.5))
+    before = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
+    kept = {name for name, tensor in backend.named_weights() if torch.equal(tensor, before[name])}
+    assert kept == {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}

@@ -27,6 +27,7 @@ from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers
 from slime.models.inputs import InputBuilder
+from slime.models.layer_kinds.registry import freeze_untrained
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.packed_layers import prepare_packing
@@ -71,6 +72,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     held = [(parameter, [name]) for name, parameter in named]
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
+    freeze_untrained(model)
     if lora is not None:
         _cast_frozen(scorer, DTYPES[args.train_dtype])
     if args.gradient_checkpointing:

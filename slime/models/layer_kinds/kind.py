@@ -48,6 +48,8 @@ class LayerKind:
         sees: For attention that can only be computed for whole sequences, whose modules are the mixers: a function of
             the config, the position of each query ``[L, 1]`` and that of each key ``[1, L]`` that returns which keys
             before a query it may attend to, ``[L, L]`` (:mod:`slime.models.whole_attention`).
+        untrained: The endings of the class names of modules that get no gradient in transformers. Their weights are
+            kept, and do not decay.
         not_context_parallel: Why ranks of context parallelism cannot divide its sequences.
         not_served: Why the embedded engine does not compute it.
         serve: Prepares one of the mixers for the embedded engine.
@@ -58,6 +60,7 @@ class LayerKind:
     types: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     sees: Sees | None = None
+    untrained: tuple[str, ...] = ()
     not_context_parallel: str = ""
     not_served: str = ""
     serve: Callable[[nn.Module], None] = lambda mixer: None
@@ -86,7 +89,12 @@ def with_state(
 
 
 def whole_attention(
-    name: str, is_at: Callable[[Place], bool], types: tuple[str, ...], sees: Sees, not_served: str
+    name: str,
+    is_at: Callable[[Place], bool],
+    types: tuple[str, ...],
+    sees: Sees,
+    not_served: str,
+    untrained: tuple[str, ...] = (),
 ) -> LayerKind:
     """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the index of a row.
 
@@ -99,6 +107,7 @@ def whole_attention(
         types,
         ("Attention",),
         sees,
+        untrained,
         not_context_parallel="needs whole sequences, which the ranks of context parallelism divide",
         not_served=not_served,
     )

@@ -108,3 +108,10 @@ def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:
     if model._is_stateful and not any(result.mixers()) and not all(types):
         raise ModelError(f"{family} has recurrent layers that slime does not know: {instead}")
     return result
+
+
+def freeze_untrained(model: nn.Module) -> None:
+    """Freeze the modules that get no gradient. An optimizer would let their weights decay otherwise."""
+    endings = tuple(ending for kind in all_kinds() for ending in kind.untrained)
+    for module in _ending(model, endings):
+        module.requires_grad_(False)

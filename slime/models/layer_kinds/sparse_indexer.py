@@ -2,7 +2,7 @@
 
 The indexer of transformers scores all tokens of a row. So the attention runs on whole sequences, and the indexer's
 scores need memory for ``index_n_heads`` values for each pair of tokens of a sequence. The indexer itself gets no
-gradient, as in transformers. Source: https://arxiv.org/abs/2512.02556.
+gradient in transformers, so it keeps its weights. Source: https://arxiv.org/abs/2512.02556.
 """
 
 from __future__ import annotations
@@ -28,4 +28,5 @@ KIND = whole_attention(
     ("indexed_attention",),
     all_before,
     not_served="selects tokens with a mask over the whole row, which the embedded engine does not have",
+    untrained=("Indexer",),
 )
