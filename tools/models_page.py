@@ -1,8 +1,9 @@
 """``python tools/models_page.py``: do what docs/en/models.md says with every family, and write its tables.
 
 A row says what a tiny random model of the family did here: packs with and without shared prompts and with recomputed
-layers, padded batches, the embedded engine. What is refused must be refused with a reason. A family that does neither
-ends the tool with the error, and nothing is written. The page gets the versions and the date of the run.
+layers, padded batches, the embedded engine; with biases and tied embeddings, and with neither. What is
+refused must be refused with a reason. A family that does not do what its row says ends the tool with an error, and
+nothing is written. The page gets the versions and the date of the run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from slime.models.packed_layers import prepare_packing  # noqa: E402
 from slime.weights.maps.registry import get_family  # noqa: E402
 
 HEADINGS = ("family", "`model_type`", "kinds of layers", "FSDP packed", "FSDP padded", "embedded engine", "Megatron")
+BIASES = (
+    *("attention_bias", "attention_out_bias", "mlp_bias"),
+    *("use_bias", "use_conv_bias", "conv_bias", "mamba_proj_bias", "mamba_conv_bias"),
+)
 _RAN = re.compile(r"it last ran with transformers\s+\S+\s+and torch\s+\S+\s+on a CPU on\s+[\d-]+")
 _TABLE = re.compile(r"^\| family \|.*?\n\n", re.DOTALL | re.MULTILINE)
 
@@ -72,21 +77,23 @@ def table() -> str:
 
 
 def check_family(family: str, folder: Path) -> None:
-    """Do what the row of a family says, with tied and untied embeddings.
+    """Do what the row of a family says: with tied embeddings and biases, and with neither.
 
     Raises:
         AssertionError: Numbers differ, or something is not refused that the row says is.
         ModelError: Something is refused that the row says is not.
     """
     _, _, _, packed, padded, engine, _ = cells(family)
-    for tied in (False, True):
-        model = save_tiny(family, folder / f"tied {tied}", tie_word_embeddings=tied)
+    config = tiny_config(family)
+    for both in (False, True):
+        changes = {name: both for name in ("tie_word_embeddings", *BIASES) if hasattr(config, name)}
+        model = save_tiny(family, folder / f"both {both}", **changes)
         if packed == "yes":
             check_packed(model)
         else:
             _check_refused(lambda model=model: check_packed(model), "--attn-implementation sdpa")
     check_padded(model, padded)
-    served = saved(family, folder / "served")
+    served = saved(family, folder / "served", **changes)
     if engine == "yes":
         check_engine(served)
     else:

@@ -61,7 +61,10 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
-        check_scorer(policy, _builder(model, torch.device("cpu"), *layout))
+        where = _check_device(model, device, stateful)
+        model.to(where)  # type: ignore[arg-type]
+        check_scorer(policy, _builder(model, where, *layout))
+        model.to("cpu")  # type: ignore[arg-type]
     lora = lora_settings(args)
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
@@ -132,6 +135,17 @@ def load_full_model(
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
     return load_hf_model(path, dtype, device, attention, how.trust, weights)
+
+
+def _check_device(model: PreTrainedModel, device: torch.device, stateful: bool) -> torch.device:
+    """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
+
+    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on the
+    GPU. The whole model must fit there in float32 for a moment.
+    """
+    if device.type != "cuda" or not stateful:
+        return torch.device("cpu")
+    return device
 
 
 def _builder(
