@@ -181,7 +181,7 @@ def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, 
     ids = {d: processor.tokenizer(d)["input_ids"][0] for d in map(str, range(1, LONGEST + 1))}
     for _ in range(steps):
         figures = [Square.random(random) for _ in range(batch)]
-        inputs = processor(text=[text] * batch, images=[figure.draw() for figure in figures], return_tensors="pt")
+        inputs = processor(text=[text] * batch, images=[[figure.draw()] for figure in figures], return_tensors="pt")
         answers = torch.tensor([[ids[str(figure.side)], 1] for figure in figures])
         types = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in inputs.items() if k.endswith("token_type_ids")}
         given = {"pixel_values": inputs["pixel_values"], **types}
