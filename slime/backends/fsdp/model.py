@@ -140,8 +140,8 @@ def load_full_model(
 def _check_device(model: PreTrainedModel, device: torch.device, stateful: bool) -> torch.device:
     """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
 
-    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on the
-    GPU. The whole model must fit there in float32 for a moment.
+    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on
+    the GPU. The whole model must fit there in float32 for a moment.
     """
     if device.type != "cuda" or not stateful:
         return torch.device("cpu")
