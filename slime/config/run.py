@@ -169,19 +169,17 @@ def derive_checkpoints(args: Args) -> None:
         args.save_keep_last = 1
 
 
-def check_export(args: Args) -> list[str]:
-    if args.save_hf_dtype is None:
-        return []
-    if args.save_hf is None:
-        return ["--save-hf-dtype says how --save-hf is written: pass --save-hf too"]
-    if args.lora_rank and args.lora_export == "peft":
-        return ["--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"]
-    return []
-
-
-def check_load(args: Args) -> list[str]:
+def check_folders(args: Args) -> list[str]:
+    """Check what --load names, and how --save-hf is to be written."""
+    problems = []
+    if args.save_hf_dtype is not None and args.save_hf is None:
+        problems.append("--save-hf-dtype says how --save-hf is written: pass --save-hf too")
+    elif args.save_hf_dtype is not None and args.lora_rank and args.lora_export == "peft":
+        problems.append(
+            "--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"
+        )
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
-        return []
-    if looks_like_hub_id(args.load):
-        return []
-    return [f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)"]
+        return problems
+    if not looks_like_hub_id(args.load):
+        problems.append(f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)")
+    return problems

@@ -22,7 +22,7 @@ from slime.models.layer_kinds.kind import Sees
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
-from slime.models.whole_attention import run_attention, use_sdpa
+from slime.models.whole_attention import Attention, Outputs, run_attention, use_sdpa
 
 PADDED = "use --attn-implementation sdpa"
 _PACK = "slime_pack"
@@ -82,8 +82,8 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def _attention_per_sequence(plain: Callable[..., tuple[Any, ...]], sees: list[Sees]) -> Callable[..., tuple[Any, ...]]:
-    def forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> tuple[Any, ...]:
+def _attention_per_sequence(plain: Attention, sees: list[Sees]) -> Attention:
+    def forward(self: nn.Module, hidden_states: Tensor, **kwargs: object) -> Outputs:
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states=hidden_states, **kwargs)

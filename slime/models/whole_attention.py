@@ -10,8 +10,8 @@ mask hides it. Memory and time grow with the square of a sequence's length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,24 @@ from slime.models.segments import PackSegments, SequenceBlock
 _KNOWN = ("position_embeddings", "position_ids", "attention_mask", "past_key_values", "use_cache", "slime_pack")
 
 
+Rotary = Tensor | tuple[Tensor, ...]
+Outputs = tuple[Any, ...]
+Attention = Callable[..., Outputs]
+
+
 class PerBlock(list[Tensor]):
     """Further outputs of a module, one per block of sequences: the tokens that an indexer has selected (GLM-5). The
     model passes them to the next layer without looking into them."""
 
 
 def run_attention(
-    plain: Callable[..., tuple[Any, ...]],
+    plain: Attention,
     module: nn.Module,
     sees: Sequence[Sees],
     rows: Tensor,
     pack: PackSegments,
-    kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
+    kwargs: Mapping[str, object],
+) -> Outputs:
     """Run an attention module on the sequences of a pack, which must be listed there.
 
     Args:
@@ -57,7 +62,7 @@ def run_attention(
                 f"{type(module).__name__} gets {name!r}, which slime cannot divide among the sequences of a pack: "
                 "use --attn-implementation sdpa"
             )
-    rotary = kwargs["position_embeddings"]
+    rotary = cast(Rotary, kwargs["position_embeddings"])
     out, further = torch.zeros_like(rows), list[PerBlock]()
     for i, block in enumerate(pack.sequences):
         result = plain(
@@ -81,7 +86,7 @@ def use_sdpa(module: nn.Module) -> None:
     module.config = config
 
 
-def _of_block(rotary: Any, block: SequenceBlock) -> Any:
+def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
     """Return the rotary embeddings ``[1, T, d]`` of a pack for the positions of a block, ``[n, length, d]``.
 
     All sequences begin at position 0, so those of the longest one, which is the first, are right for all.
