@@ -66,6 +66,10 @@ def test_context_parallelism_is_refused_for_states(tmp_path: Path) -> None:
 
 
 def test_a_layer_of_no_known_kind_is_refused() -> None:
+    beside = AutoModelForCausalLM.from_config(tiny_config("Falcon-H1"))
+    beside.model.layers[0].mamba = nn.Linear(32, 32)
+    with pytest.raises(ModelError, match="layers of type hybrid, in modules that slime does not know"):
+        layers_of(beside, "")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ModelError, match=r"linear_attention.*may mix packed samples.*--attn-implementation sdpa"):
         prepare_packing(mamba)
