@@ -17,6 +17,7 @@ from every_family import save_tiny
 from test_engine_families import saved
 
 from slime.backends.fsdp.hf_weights import iter_hf_weights
+from slime.backends.fsdp.model import check_device
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 from slime.models.scorer import PolicyScorer
@@ -37,6 +38,12 @@ def test_trained_weights_reach_the_engine(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         got = scorer(backend.builder.build([torch.tensor(sequence.tokens)], [9], [0], [None]))[0].log_probs
     torch.testing.assert_close(got, torch.tensor(sequence.output_logprobs), rtol=0, atol=1e-4)
+
+
+def test_layers_with_a_state_are_checked_where_their_kernels_run() -> None:
+    """flash-linear-attention takes no tensors of the CPU. Other models need not fit on one GPU for the check."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert [check_device(cuda, True), check_device(cuda, False), check_device(cpu, True)] == [cuda, cpu, cpu]
 
 
 def test_sdpa_would_leave_out_soft_caps(tmp_path: Path) -> None:

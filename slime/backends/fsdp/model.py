@@ -61,7 +61,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
-        where = _check_device(model, device, stateful)
+        where = check_device(device, stateful)
         model.to(where)  # type: ignore[arg-type]
         check_scorer(policy, _builder(model, where, *layout))
         model.to("cpu")  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def load_full_model(
     return load_hf_model(path, dtype, device, attention, how.trust, weights)
 
 
-def _check_device(model: PreTrainedModel, device: torch.device, stateful: bool) -> torch.device:
+def check_device(device: torch.device, stateful: bool) -> torch.device:
     """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
 
     With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on

@@ -11,7 +11,7 @@ from slime.models.layer_kinds.sliding_window import is_windowed
 
 
 def is_full(place: Place) -> bool:
-    """Whether the layer attends to all tokens before. A config without ``layer_types`` has only one kind, and a layer of
+    """Whether the layer attends to all tokens before. A config without ``layer_types`` has only one kind. A layer of
     type ``hybrid`` has another mixer beside its attention, whose kind explains the type."""
     return place.type in ("full_attention", "hybrid") or not (place.type or is_windowed(place))
 
