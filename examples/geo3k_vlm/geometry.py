@@ -1,9 +1,10 @@
 """Figures of plane geometry, questions on them, and a tiny vision-language model that has barely learned to see.
 
-    python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 12] [--no-model]
+    python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 12] [--architecture llava] [--no-model]
 
 writes ``FOLDER/model`` (LLaVA's architecture: a CLIP vision tower, a projector, a Llama; 0.5M random parameters that a
-few supervised steps have warmed up), ``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and ``FOLDER/eval.jsonl``.
+few supervised steps have warmed up; or Gemma 3's), ``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and
+``FOLDER/eval.jsonl``.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ async def score(args: Any, sample: Any, **kwargs: Any) -> float:
     return float(sample.response.removesuffix("<eos>").strip() == sample.label)
 
 
-def make_tokenizer() -> Any:
-    """One token per byte, the end of a text, and the placeholder of an image."""
+def make_tokenizer(image_tokens: tuple[str, ...] = ("<image>",)) -> Any:
+    """One token per byte, the end of a text, and the tokens of images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -88,13 +89,53 @@ def make_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    fast.add_special_tokens({"additional_special_tokens": list(image_tokens)})
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def make_model(seed: int) -> tuple[Any, Any]:
-    """(model, processor): LLaVA with random weights; an image is 25 tokens."""
+def make_model(seed: int, architecture: str = "llava") -> tuple[Any, Any]:
+    """(model, processor) with random weights; an image is 25 tokens.
+
+    Args:
+        architecture: ``llava`` or ``gemma3``, whose image tokens attend to their whole image.
+    """
+    return make_gemma3(seed) if architecture == "gemma3" else make_llava(seed)
+
+
+def make_gemma3(seed: int) -> tuple[Any, Any]:
+    import torch
+    import transformers as t
+
+    tokenizer = make_tokenizer(("<boi>", "<soft>", "<eoi>"))
+    own = dict(image_token="<soft>", boi_token="<boi>", eoi_token="<eoi>")
+    tokenizer = t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", pad_token="<pad>", extra_special_tokens=own
+    )
+    side, places = UNITS * PIXELS, UNITS * UNITS
+    sizes = dict(intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    vision = dict(hidden_size=64, image_size=side, patch_size=PIXELS, **sizes)
+    text = dict(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=512, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.1, sliding_window=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in own.items()}
+    config = t.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=places, image_token_index=ids["image_token"],
+        boi_token_index=ids["boi_token"], eoi_token_index=ids["eoi_token"],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = t.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.1)  # 0 in a new model
+    reader = t.Gemma3ImageProcessorPil(size={"height": side, "width": side}, do_pan_and_scan=False)
+    template = CHAT_TEMPLATE.replace("<image>", "<boi>")
+    return model, t.Gemma3Processor(reader, tokenizer, chat_template=template, image_seq_length=places)
+
+
+def make_llava(seed: int) -> tuple[Any, Any]:
     import torch
     import transformers as t
 
@@ -140,11 +181,11 @@ def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, 
     ids = {d: processor.tokenizer(d)["input_ids"][0] for d in map(str, range(1, LONGEST + 1))}
     for _ in range(steps):
         figures = [Square.random(random) for _ in range(batch)]
-        inputs = processor(text=[text] * batch, images=[figure.draw() for figure in figures], return_tensors="pt")
+        inputs = processor(text=[text] * batch, images=[[figure.draw()] for figure in figures], return_tensors="pt")
         answers = torch.tensor([[ids[str(figure.side)], 1] for figure in figures])
-        logits = model(
-            input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), pixel_values=inputs["pixel_values"]
-        ).logits[:, -2:]
+        types = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in inputs.items() if k.endswith("token_type_ids")}
+        given = {"pixel_values": inputs["pixel_values"], **types}
+        logits = model(input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), **given).logits[:, -2:]
         cost = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         cost.backward()
@@ -158,13 +199,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=12)
+    parser.add_argument("--architecture", choices=("llava", "gemma3"), default="llava")
     parser.add_argument("--no-model", action="store_true", help="figures and questions only")
     args = parser.parse_args()
     train, held_out = (write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64)))
     print(f"geometry: {train}, {held_out}")
     if args.no_model:
         return
-    model, processor = make_model(args.seed)
+    model, processor = make_model(args.seed, args.architecture)
     loss = warm_up(model, processor, args.warm_up_steps, args.seed)
     model.save_pretrained(args.folder / "model")
     processor.save_pretrained(args.folder / "model")

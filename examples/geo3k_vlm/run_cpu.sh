@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 data="$output_dir/data/geometry"
-"$python" "$here/geometry.py" "$data" --seed "${SEED:-1}" ${MODEL:+--no-model}
+"$python" "$here/geometry.py" "$data" --seed "${SEED:-1}" --architecture "${ARCHITECTURE:-llava}" ${MODEL:+--no-model}
 
 train geo3k_vlm train.py \
     --hf-checkpoint "${MODEL:-$data/model}" \

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NO_BUFFER = "slime has no buffer server; implement the exchange in --rollout-function-path or --data-source-path"
 _NO_MTP = "multi-token prediction layers are not trained; --save-hf contains those of --hf-checkpoint unchanged"
 _NO_SERVER = "slime has no Megatron server; the teacher runs in SGLang or in the trainer (--opd-type)"
-_NO_DSA = "slime does not support DSA models yet"
+_NO_DSA = "indexers of DSA models get no gradient with FSDP, so they are always frozen"
 _NO_DEEPGEMM = "slime has no DeepGEMM kernels"
 _NO_CI = "slime has no assertions for CI in the training loop; the numbers are in metrics.jsonl of the run"
 
@@ -54,7 +54,7 @@ class UnsupportedConfig:
     qwen_gdn_backend: str = refused(
         "fla", "Kernels of gated delta networks", "slime has no such kernels yet", choices=("fla", "flashqla")
     )
-    freeze_indexer: bool = refused(False, "Freeze the indexers of DSA models", _NO_DSA)
+    freeze_indexer: bool = ignored(False, "Freeze the indexers of DSA models", _NO_DSA)
     allgather_cp: bool = refused(False, "Use the contiguous layout of context parallelism", "it is for DSA models only")
     release_train: bool = refused(
         False,

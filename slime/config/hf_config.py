@@ -154,9 +154,10 @@ def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
 
 
 def media_token_ids(checkpoint: str | None) -> list[int]:
-    """Return the token ids that are replaced by features of an image, video or audio; empty for a text model."""
+    """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's start of an image,
+    in whose place its processor puts them; empty for a text model."""
     config = (read_config(checkpoint) if checkpoint else None) or {}
-    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio", "boi") for end in ("id", "index"))
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
 
 

@@ -74,7 +74,7 @@ def check_ranges(args: Args) -> list[str]:
 
 
 FILE_RULES = (
-    trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_load,
+    trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
     weight_sync.check_disk_sync, observability.check_debug_files, observability.check_sinks, hooks.check_hooks,
     data.check_multimodal_keys,
 )  # fmt: skip

@@ -129,6 +129,12 @@ class CheckpointConfig:
         "Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
         "is replaced by the rollout's number"
     )
+    save_hf_dtype: str | None = flag(
+        None,
+        choices=("float32", "bfloat16", "source"),
+        help="Dtype of the weights in --save-hf. source: as --hf-checkpoint stores each of them, quantized in its own "
+        "format (FP8, INT4 or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained",
+    )
     ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
     ref_ckpt_step: int | None = flag(
         None,
@@ -163,9 +169,17 @@ def derive_checkpoints(args: Args) -> None:
         args.save_keep_last = 1
 
 
-def check_load(args: Args) -> list[str]:
+def check_folders(args: Args) -> list[str]:
+    """Check what --load names, and how --save-hf is to be written."""
+    problems = []
+    if args.save_hf_dtype is not None and args.save_hf is None:
+        problems.append("--save-hf-dtype says how --save-hf is written: pass --save-hf too")
+    elif args.save_hf_dtype is not None and args.lora_rank and args.lora_export == "peft":
+        problems.append(
+            "--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"
+        )
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
-        return []
-    if looks_like_hub_id(args.load):
-        return []
-    return [f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)"]
+        return problems
+    if not looks_like_hub_id(args.load):
+        problems.append(f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)")
+    return problems

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
 from slime.data.packing import build_pack, distinct_scores
+from slime.models.image_blocks import image_blocks_of, images_see_ahead
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
@@ -149,7 +150,11 @@ class InputBuilder:
             "slime_pack": PackSegments.from_layout(layout, self.device, with_sequences=self.stateful),
         }
         if any(multimodal):
-            kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
+            types = kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
+            if images_see_ahead(self.backbone):
+                blocks = image_blocks_of(types[0] == 1, self._move(np.asarray(layout.q_starts)))
+                kwargs["slime_pack"] = replace(kwargs["slime_pack"], image_blocks=blocks)
+                del kwargs["mm_token_type_ids"]
             positions = kwargs["position_ids"].expand(3, -1).clone()
             for i, media in enumerate(multimodal):
                 rotary = self._rotary_positions(tokens[i], media)
@@ -197,7 +202,9 @@ class InputBuilder:
         kwargs: dict[str, Any] = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
         kwargs["position_ids"] = positions.to(self.device)
         if any(multimodal):
-            kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
+            ahead = images_see_ahead(self.backbone)
+            name = "token_type_ids" if ahead else "mm_token_type_ids"
+            kwargs[name] = self._token_types(kwargs["input_ids"])
             if self._has_rotary_index():
                 rotary = positions.expand(3, -1, -1).clone().to(self.device)
                 for row, media in enumerate(multimodal):
@@ -213,7 +220,7 @@ class InputBuilder:
         merged: dict[str, list[Tensor]] = {}
         for media in multimodal:
             for key, value in (media or {}).items():
-                if key not in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids"):
+                if key not in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids"):
                     merged.setdefault(key, []).append(torch.as_tensor(value))
         return {key: self._device(torch.cat(values)) for key, values in merged.items()}
 

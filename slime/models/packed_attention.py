@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from slime.models.context_parallel import gather_rows
 from slime.models.cpu_attention import packed_attention_cpu
+from slime.models.image_blocks import same_image
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention
 from slime.models.segments import PackSegments
@@ -85,6 +86,8 @@ def attend(
     """
     if window >= pack.max_k - 1:
         window = -1  # no segment is longer
+    if pack.image_blocks is not None:
+        return padded_attention(q, k, v, pack, scale, window, changes)
     if pack.group is not None:
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
@@ -168,8 +171,10 @@ def padded_attention(
         changes: Attention sinks and the soft cap of the scores.
     """
     q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
+    blocks = key_blocks = pack.image_blocks
     if pack.kv_index is not None:
         k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+        key_blocks = None if blocks is None else blocks.index_select(0, pack.kv_index)
     # Segments of equal sizes share one mask and one call, and need no padding.
     buckets: dict[tuple[int, int], list[int]] = {}
     for i in range(len(q_starts) - 1):
@@ -183,7 +188,17 @@ def padded_attention(
             x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)
             for x, index in ((q, rows), (k, keys), (v, keys))
         )
-        part = _masked_attention(queries, keys_values[0], keys_values[1], scale, window, changes)
+        if blocks is not None and key_blocks is not None:
+            shape = queries.shape[2], keys_values[0].shape[2]
+            of_queries, of_keys = (
+                x.index_select(0, index).unflatten(0, (len(segments), -1))
+                for x, index in ((blocks, rows), (key_blocks, keys))
+            )
+            mask = _causal_mask(*shape, -1, q.device) | same_image(of_queries, of_keys)
+            mask = (mask & _window_mask(*shape, window, q.device)).unsqueeze(1)
+            part = masked_attention(queries, keys_values[0], keys_values[1], mask, scale, changes)
+        else:
+            part = _masked_attention(queries, keys_values[0], keys_values[1], scale, window, changes)
         out = out.index_copy(0, rows, part.transpose(1, 2).flatten(0, 1))
     return out
 
@@ -207,7 +222,14 @@ def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> T
     query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
     key = torch.arange(k_len, device=device)[None, :]
     mask = key <= query
-    return mask & (key >= query - window) if window >= 0 else mask
+    return mask & _window_mask(q_len, k_len, window, device) if window >= 0 else mask
+
+
+def _window_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys are not too far before a query, bool ``[q_len, k_len]``. Keys after it are not too far."""
+    query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
+    key = torch.arange(k_len, device=device)[None, :]
+    return key >= query - (window if window >= 0 else k_len)
 
 
 AttentionInterface.register(NAME, packed_attention)

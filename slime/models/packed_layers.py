@@ -4,7 +4,8 @@ A layer with a state (a gated delta net, a short convolution, Mamba-2) passes it
 pack is one row with many samples. So such a module is run on a batch of whole sequences instead, which are gathered
 from the pack and padded at their ends. It starts without a state at each of them, and no token sees the padding after
 it. This is exact for every causal module, with the kernels that it has. Sequences of similar length form a batch, so at
-most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
+most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding. Attention that needs whole sequences is run in
+the same way (:mod:`slime.models.whole_attention`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slime.models.layer_kinds.kind import Sees
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
+from slime.models.whole_attention import Attention, Outputs, run_attention, use_sdpa
 
 PADDED = "use --attn-implementation sdpa"
 _PACK = "slime_pack"
@@ -38,10 +41,9 @@ def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
         ModelError: The model has layers that cannot be packed. The message names them and the flag to set.
     """
     layers = layers_of(model, PADDED)
-    layers.require(lambda kind: kind.not_packed, PADDED)
     if context_parallel > 1:
         layers.require(lambda kind: kind.not_context_parallel, "use --context-parallel-size 1")
-    mixers = list(layers.mixers())
+    mixers, whole = list(layers.mixers()), list(layers.whole_attentions())
     if not (model._supports_attention_backend or mixers):
         raise ModelError(
             f"{type(model).__name__} does not support the AttentionInterface of transformers: "
@@ -51,7 +53,13 @@ def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
         layer.register_forward_pre_hook(_remember_pack(mixer), with_kwargs=True)
         # Not torch.compile, which would compile it anew for each number of batches.
         mixer.forward = torch.compiler.disable(types.MethodType(_per_sequence(mixer.forward), mixer))
-    return bool(mixers)
+    for sees, layer, attention in whole:
+        use_sdpa(attention)
+        layer.register_forward_pre_hook(_remember_pack(attention), with_kwargs=True)
+        attention.forward = torch.compiler.disable(
+            types.MethodType(_attention_per_sequence(attention.forward, sees), attention)
+        )
+    return bool(mixers or whole)
 
 
 def _remember_pack(mixer: nn.Module) -> Callable[..., None]:
@@ -74,6 +82,16 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
+def _attention_per_sequence(plain: Attention, sees: list[Sees]) -> Attention:
+    def forward(self: nn.Module, hidden_states: Tensor, **kwargs: object) -> Outputs:
+        pack: PackSegments | None = self.__dict__.get(_PACK)
+        if pack is None:
+            return plain(hidden_states=hidden_states, **kwargs)
+        return run_attention(plain, self, sees, hidden_states[0], pack, kwargs)
+
+    return forward
+
+
 def run_sequences(mixer: Callable[[Tensor], Tensor], rows: Tensor, pack: PackSegments) -> Tensor:
     """Run a module with a state on the sequences of a pack, which must be listed there.
 
@@ -86,10 +104,6 @@ def run_sequences(mixer: Callable[[Tensor], Tensor], rows: Tensor, pack: PackSeg
     """
     out = torch.zeros_like(rows)
     for block in pack.sequences:
-        batch = rows.index_select(0, block.rows)
-        if block.slots is not None:
-            padded = batch.new_zeros(block.n * block.length, batch.shape[1])
-            batch = padded.index_copy(0, block.slots, batch)
-        result = mixer(batch.unflatten(0, (block.n, block.length)))
+        result = mixer(block.gather(rows))
         out = out.index_copy(0, block.own, result.flatten(0, 1).index_select(0, block.picks))
     return out

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slime.models.requantize import to_mxfp4, to_packed, to_scaled
 from slime.models.shards import ModelError, TensorHeader, shorten
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -43,6 +44,8 @@ _EXPLAINS = (
     "int-quantized, symmetric) and mxfp4; use the bfloat16 version of the model, or convert it"
 )
 Read = Callable[[str], Tensor]
+Stored = dict[str, Tensor]
+_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
 
 
 class Weight(NamedTuple):
@@ -52,6 +55,8 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     compute: Callable[[Read], Tensor]
     """Computes the weight, in float32 or bfloat16, with a function that reads stored tensors."""
+    store: Callable[[Tensor, Read], Stored]
+    """Returns the tensors that a checkpoint stores for other values of the weight, by name: the inverse."""
 
 
 class Plan(NamedTuple):
@@ -120,7 +125,8 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
         if f"{name}_zero_point" in headers:
             raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime cannot read: {_EXPLAINS}")
         sizes = _block_sizes(name, header.shape, headers[scale].shape, block)
-        weights[name] = Weight((name, scale), header.shape, _scaling(name, scale, sizes))
+        store = _storing_scaled(name, scale, _DTYPES[header.dtype], sizes)
+        weights[name] = Weight((name, scale), header.shape, _scaling(name, scale, sizes), store)
     return weights
 
 
@@ -152,6 +158,16 @@ def _scaling(name: str, scale: str, sizes: tuple[int, ...] | None) -> Callable[[
         return scaled(read(name), read(scale), sizes)
 
     return compute
+
+
+def _storing_scaled(
+    name: str, scale: str, dtype: torch.dtype, sizes: tuple[int, ...] | None
+) -> Callable[[Tensor, Read], Stored]:
+    def store(weight: Tensor, read: Read) -> Stored:
+        values, scales = to_scaled(weight, read(scale), dtype, sizes)
+        return {name: values, scale: scales}
+
+    return store
 
 
 def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
@@ -222,7 +238,11 @@ def _packed_weight(
     def compute(read: Read) -> Tensor:
         return scaled(unpacked(read(f"{name}_packed"), width, columns), read(scale), sizes)
 
-    return Weight((f"{name}_packed", scale, shape), (rows, columns), compute)
+    def store(weight: Tensor, read: Read) -> Stored:
+        values, scales = to_packed(weight, read(scale), width)
+        return {f"{name}_packed": values, scale: scales, shape: read(shape)}
+
+    return Weight((f"{name}_packed", scale, shape), (rows, columns), compute, store)
 
 
 def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
@@ -250,7 +270,8 @@ def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeade
                 "be uint8 [experts, rows, groups, 16] with scales [experts, rows, groups]"
             )
         experts, rows, groups, half = header.shape
-        weights[name] = Weight((blocks, scales), (experts, groups * half * 2, rows), _fp4_scaling(blocks, scales))
+        shape = experts, groups * half * 2, rows
+        weights[name] = Weight((blocks, scales), shape, _fp4_scaling(blocks, scales), _storing_fp4(blocks, scales))
     return weights
 
 
@@ -260,6 +281,14 @@ def _fp4_scaling(blocks: str, scales: str) -> Callable[[Read], Tensor]:
         return torch.stack([_fp4_matrix(b, s) for b, s in zip(packed, exponents, strict=True)])
 
     return compute
+
+
+def _storing_fp4(blocks: str, scales: str) -> Callable[[Tensor, Read], Stored]:
+    def store(weight: Tensor, read: Read) -> Stored:
+        pairs = [to_mxfp4(w, s) for w, s in zip(weight, read(scales), strict=True)]
+        return {blocks: torch.stack([b for b, _ in pairs]), scales: torch.stack([s for _, s in pairs])}
+
+    return store
 
 
 def _fp4_matrix(blocks: Tensor, scales: Tensor) -> Tensor:

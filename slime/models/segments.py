@@ -77,6 +77,14 @@ class SequenceBlock:
     own: Tensor
     picks: Tensor
 
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the sequences ``[n, length, H]`` of the rows of a pack, ``[T, H]``."""
+        batch = rows.index_select(0, self.rows)
+        if self.slots is not None:
+            padded = batch.new_zeros(self.n * self.length, batch.shape[1])
+            batch = padded.index_copy(0, self.slots, batch)
+        return batch.unflatten(0, (self.n, self.length))
+
 
 @dataclass(frozen=True)
 class PackSegments:
@@ -84,8 +92,9 @@ class PackSegments:
 
     ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes`` contain the same for
     the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. ``sequences``
-    is there for models that have layers with a state. With a ``group`` (context parallelism), ``kv_index`` refers to
-    the rows of all its ranks.
+    is there for models that have layers with a state. ``image_blocks``, int64 ``[T]``, numbers the images whose tokens
+    attend to their whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
+    ``kv_index`` refers to the rows of all its ranks.
     """
 
     cu_seqlens_q: Tensor
@@ -98,6 +107,7 @@ class PackSegments:
     prefixes: list[PrefixBlock] = field(default_factory=list)
     group: ProcessGroup | None = None
     sequences: list[SequenceBlock] = field(default_factory=list)
+    image_blocks: Tensor | None = None
 
     @classmethod
     def from_layout(

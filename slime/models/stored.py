@@ -90,6 +90,9 @@ class NamedWeights(ABC):
         return {name: _Empty(shape) for name, shape in self.shapes().items()}
 
 
+PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 class StoredWeights(NamedWeights):
     """The weights in a folder of safetensors files.
 
@@ -170,6 +173,28 @@ class StoredWeights(NamedWeights):
         else:
             tensor = self._read(name, index)
         return self.require_finite(name, tensor)
+
+    def header_tensor(self, name: str) -> Tensor:
+        """Read a stored tensor as it is, also one that is only a part of a weight."""
+        return self._read(name)
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that the files would have for new values of one weight, quantized and in the dtypes that
+        they have there. A weight that the folder lacks keeps its dtype.
+
+        Raises:
+            ModelError: The weight has another shape in the folder.
+        """
+        if name not in self:
+            return {name: tensor}
+        if tuple(tensor.shape) != self.shape(name):
+            raise ModelError(
+                f"{name} has shape {list(tensor.shape)}, but {list(self.shape(name))} in {self.folder}: it cannot be "
+                "written as that checkpoint stores it"
+            )
+        if name in self.plan.weights:
+            return self.plan.weights[name].store(tensor, self._read)
+        return {name: tensor.to(PLAIN_DTYPES.get(self.plain[name].dtype, tensor.dtype))}
 
     def _read(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
         file = self.headers[name].file

@@ -17,6 +17,7 @@ from every_family import save_tiny
 from test_engine_families import saved
 
 from slime.backends.fsdp.hf_weights import iter_hf_weights
+from slime.backends.fsdp.model import check_device
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 from slime.models.scorer import PolicyScorer
@@ -39,6 +40,21 @@ def test_trained_weights_reach_the_engine(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, torch.tensor(sequence.output_logprobs), rtol=0, atol=1e-4)
 
 
+def test_layers_with_a_state_are_checked_where_their_kernels_run() -> None:
+    """flash-linear-attention takes no tensors of the CPU. Other models need not fit on one GPU for the check."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert [check_device(cuda, True), check_device(cuda, False), check_device(cpu, True)] == [cuda, cpu, cpu]
+
+
 def test_sdpa_would_leave_out_soft_caps(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="SDPA leaves out: use --attn-implementation eager"):
         make_backend(make_args(save_tiny("Gemma 2", tmp_path), attn_implementation="sdpa"))
+
+
+def test_an_indexer_keeps_its_weights(tmp_path: Path) -> None:
+    """It gets no gradient, and no decay of weights either; all others are trained."""
+    backend = make_backend(make_args(save_tiny("GLM-5", tmp_path), lr=1e-2, weight_decay=0.5))
+    before = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
+    kept = {name for name, tensor in backend.named_weights() if torch.equal(tensor, before[name])}
+    assert kept == {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}

@@ -33,6 +33,7 @@ from slime.checkpoint.files import FileEntry
 from slime.checkpoint.snapshot import SnapshotError
 from slime.engines.process import free_port
 from slime.models.loading import load_hf_model
+from slime.models.stored import StoredWeights
 from slime.weights import hf_folder
 
 
@@ -225,6 +226,15 @@ def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.
     assert model.config.architectures == ["LlamaForCausalLM"]
     loaded = dict(model.named_parameters())
     assert all(torch.equal(t, loaded[n]) for n, t in backend.named_weights())
+
+
+def test_an_export_has_the_dtype_that_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    backend = make_backend(make_args(llama, save_hf_dtype="bfloat16"))
+    backend.save_hf(tmp_path / "hf")
+    stored = StoredWeights(tmp_path / "hf")
+    for name, tensor in backend.named_weights():
+        assert torch.equal(stored.get(name), tensor.bfloat16()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_reference_of_another_shape_is_an_error(llama: Path, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ ONE_PROBLEM = [
     ("--sglang-router-ip 127.0.0.1", "pass both or none"),
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
+    ("--save-hf-dtype source", "pass --save-hf too"),
+    ("--save-hf-dtype source --save-hf x --lora-rank 4", "pass --lora-export merged"),
     ("--eval-prompt-data a b c", "needs pairs of NAME PATH"),
     ('--multimodal-keys {"image":"images"}', "is a text model"),
     ("--eval-prompt-data a none.jsonl", "no such file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import transformers as t
 from engine_drivers import finish, load, make
 from engine_parts import make_tokenizer
 from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+from vision_families import END, IMAGE, START, image, save_tiny_vision
 
 from slime.engines import http
 from slime.engines.process import EngineProcess
@@ -192,3 +196,28 @@ def test_qwen_vl_positions(qwen_vl: Path, monkeypatch: pytest.MonkeyPatch, deter
         outputs = torch.tensor(sequence.output_ids)[:, None]
         expected = torch.log_softmax(scores[first - 1 : -1], -1).gather(1, outputs)[:, 0]
         torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen3.5"])
+def test_images_equal_transformers(
+    family: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of Gemma 3's images attend to their whole image; Qwen3.5 has layers with a state after them."""
+    monkeypatch.setattr("slime.engines.embedded.loading.ImageReader", lambda *arguments: None)  # needs a processor
+    make_tokenizer().save_pretrained(tmp_path)
+    folder = save_tiny_vision(family, tmp_path, vocab_size=len(make_tokenizer()))
+    loaded = load(folder, deterministic=deterministic)
+    model = t.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = [70, 71, START, *[IMAGE] * 4, END, 72, START, *[IMAGE] * 4, END]
+    types, name = (torch.tensor([ids]) == IMAGE).int(), "token_type_ids" if family == "Gemma 3" else "mm_token_type_ids"
+    parts = [image(family, seed) for seed in (1, 2)]
+    pictures = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    seen, text = make(ids, "image", seed=1, max_new_tokens=10), make([80, 81, 82], "text", seed=2, max_new_tokens=12)
+    seen.request.image_inputs = {**pictures, name: types}
+    finish(loaded, [text, seen])
+    with torch.no_grad():
+        given: dict[str, Any] = {**pictures, name: torch.nn.functional.pad(types, (0, 10))}
+        scores = model(input_ids=torch.tensor([seen.tokens]), **given).logits[0, len(ids) - 1 : -1]
+    expected = torch.log_softmax(scores, -1).gather(1, torch.tensor(seen.output_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(seen.output_logprobs), expected, rtol=0, atol=1e-4)

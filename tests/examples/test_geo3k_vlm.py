@@ -45,8 +45,9 @@ async def test_the_reward_wants_exactly_the_number() -> None:
         assert await geometry.score(None, Sample(response=response, label="3")) == reward
 
 
-def test_the_warm_up_teaches_the_form_of_an_answer() -> None:
-    model, processor = geometry.make_model(seed=1)
+@pytest.mark.parametrize("architecture", ["llava", "gemma3"])
+def test_the_warm_up_teaches_the_form_of_an_answer(architecture: str) -> None:
+    model, processor = geometry.make_model(seed=1, architecture=architecture)
     first = geometry.warm_up(model, processor, steps=1, seed=1, batch=8)
     last = geometry.warm_up(model, processor, steps=6, seed=1, batch=8)
     assert last < first / 2

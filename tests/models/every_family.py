@@ -49,6 +49,9 @@ ROUTED: dict[str, Any] = dict(
     topk_group=1,
 )
 INDEXER: dict[str, Any] = dict(index_n_heads=8, index_head_dim=8, index_topk=4)  # with few heads, scores tie at 0
+MAMBA: dict[str, Any] = dict(
+    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8, mamba_d_ssm=64
+)
 HYBRID: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 SLIDING: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5)
 
@@ -99,7 +102,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             topk_group=1,
         ),
     ),
-    "Llama 4": ("Llama4TextConfig", dict(num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=1)),
+    "Qwen2-MoE": ("Qwen2MoeConfig", EXPERTS | SHARED),
+    "Mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "Exaone 4": ("Exaone4Config", SLIDING),
+    "Bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1])),
+    "Granite 4": (
+        "GraniteMoeHybridConfig",
+        MAMBA | HYBRID | dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48),
+    ),
+    "Falcon-H1": ("FalconH1Config", MAMBA),
+    "Llama 4": (
+        "Llama4TextConfig",
+        dict(num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=1)
+        | dict(no_rope_layer_interval=2, attention_chunk_size=5, floor_scale=4, attn_scale=0.5),
+    ),
 }
 """The config class of each family, and what its config has besides :data:`SMALL`."""
 

@@ -7,28 +7,41 @@ from pathlib import Path
 import pytest
 import torch
 from every_family import save_tiny, tiny_config
-from family_checks import check_packed
+from family_checks import CPU, check_packed, samples
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, MambaConfig
 
+from slime.models.decoder import backbone_of
+from slime.models.inputs import InputBuilder
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
+from slime.models.scorer import PolicyScorer
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("gpt-oss", False), ("Gemma 2", True), ("Qwen3.5", False), ("Nemotron-H", True)]
+    ("family", "tied"),
+    [("gpt-oss", False), ("Gemma 2", True), ("Qwen3.5", False), ("Nemotron-H", True), ("Llama 4", False)],
 )
 def test_packs_equal_one_sequence_at_a_time(family: str, tied: bool, tmp_path: Path) -> None:
     check_packed(save_tiny(family, tmp_path, tie_word_embeddings=tied))
 
 
-@pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
-def test_refused_with_the_reason(family: str, tmp_path: Path) -> None:
-    model = load_hf_model(save_tiny(family, tmp_path), torch.float32, "cpu", NAME)
-    with pytest.raises(ModelError, match=r"(a pack does not have|wrong for packed samples): use --attn-impl.* sdpa"):
-        prepare_packing(model)
+def test_layers_that_share_the_selection_of_an_indexer(tmp_path: Path) -> None:
+    types = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+    check_packed(save_tiny("GLM-5", tmp_path, **types))
+
+
+def test_a_tensor_that_cannot_be_divided_among_sequences_is_refused(tmp_path: Path) -> None:
+    model = load_hf_model(save_tiny("Llama 4", tmp_path), torch.float32, "cpu", NAME)
+    builder = InputBuilder(backbone_of(model), CPU, stateful=prepare_packing(model))
+    inputs = builder.build(*samples(), [None] * 7)
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"per_row": torch.zeros(1)}), with_kwargs=True
+    )
+    with pytest.raises(ModelError, match=r"Llama4TextAttention gets 'per_row'.*use --attn-implementation sdpa"):
+        PolicyScorer(model)(inputs)
 
 
 def test_a_hybrid_family_may_have_a_model_with_attention_only() -> None:
@@ -45,11 +58,18 @@ def test_context_parallelism_is_refused_for_states(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
     with pytest.raises(ModelError, match=r"gated delta net.*from token to token.*--context-parallel-size 1"):
         prepare_packing(model, context_parallel=2)
+    indexed = AutoModelForCausalLM.from_config(tiny_config("DeepSeek V3.2"))
+    with pytest.raises(ModelError, match=r"sparse indexer.*needs whole sequences.*--context-parallel-size 1"):
+        prepare_packing(indexed, context_parallel=2)
     model = load_hf_model(save_tiny("gpt-oss", tmp_path), torch.float32, "cpu", NAME)
     assert prepare_packing(model, context_parallel=2) is False
 
 
 def test_a_layer_of_no_known_kind_is_refused() -> None:
+    beside = AutoModelForCausalLM.from_config(tiny_config("Falcon-H1"))
+    beside.model.layers[0].mamba = nn.Linear(32, 32)
+    with pytest.raises(ModelError, match="layers of type hybrid, in modules that slime does not know"):
+        layers_of(beside, "")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ModelError, match=r"linear_attention.*may mix packed samples.*--attn-implementation sdpa"):
         prepare_packing(mamba)

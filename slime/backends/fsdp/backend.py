@@ -294,7 +294,8 @@ class FsdpBackend(SharedBackend):
             if self.adapter is not None and self.args.lora_export == "peft":
                 self.adapter.save(Path(path), writer)
             else:
-                save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer)
+                args = self.args
+                save_hf_checkpoint(self.scorer.hf, Path(path), dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
         finally:
             self.barrier()  # also after an error of the writer, for which the other ranks would wait
 

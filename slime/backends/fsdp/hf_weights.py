@@ -20,6 +20,7 @@ from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.models.folder import local_folder
 from slime.models.loading import ModelError
+from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, copy_companions, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -134,33 +135,42 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, value.detach(), parameter is not None
 
 
-def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, source: str, writer: bool) -> None:
+def save_hf_checkpoint(
+    model: PreTrainedModel, path: Path, dtype: torch.dtype, source: str, writer: bool, choice: str | None = None
+) -> None:
     """Write a folder that ``from_pretrained`` and every engine can load.
 
     This is a collective operation, in which one rank writes.
 
     Args:
+        dtype: That of the export, unless ``choice`` names another.
         source: The folder or hub id of the original model. Its tokenizer and processor files are copied.
+        choice: The value of ``--save-hf-dtype``.
+
+    Raises:
+        ModelError: The export is to be as the source stores it, and the source is not there or does not fit.
     """
     # For a hub id these are the downloaded files, so that a save does not need the network.
     folder = local_folder(source) if writer else None
-    mtp = MtpLayers(folder)
-    write_tensors(chain(iter_hf_weights(model, dtype), mtp.tensors()), path, writer)
+    mtp, form = MtpLayers(folder), ExportForm(choice, folder, writer)
+    write_tensors(form.tensors(chain(iter_hf_weights(model, form.dtype or dtype), mtp.tensors())), path, writer)
     if writer:
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
         else:
             copy_companions(folder, path)
-        _write_config(model, path, dtype, mtp)  # last: without it, a folder cannot be loaded
+        _write_config(
+            model, path, {"dtype": str(dtype).removeprefix("torch."), **form.config_changes()}, mtp
+        )  # last: without it, a folder cannot be loaded
         if mtp.notice:
             logger.warning("%s: %s", path, mtp.notice)
 
 
-def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, mtp: MtpLayers) -> None:
+def _write_config(model: PreTrainedModel, path: Path, changes: dict[str, object], mtp: MtpLayers) -> None:
     model.config.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     config.update(mtp.config_changes(config))  # transformers does not build such layers, but keeps their count
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.update(changes)
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if model.can_generate() and model.generation_config is not None:

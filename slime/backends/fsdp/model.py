@@ -27,6 +27,7 @@ from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers
 from slime.models.inputs import InputBuilder
+from slime.models.layer_kinds.registry import freeze_untrained
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.packed_layers import prepare_packing
@@ -60,7 +61,10 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
-        check_scorer(policy, _builder(model, torch.device("cpu"), *layout))
+        where = check_device(device, stateful)
+        model.to(where)  # type: ignore[arg-type]
+        check_scorer(policy, _builder(model, where, *layout))
+        model.to("cpu")  # type: ignore[arg-type]
     lora = lora_settings(args)
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
@@ -71,6 +75,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     held = [(parameter, [name]) for name, parameter in named]
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
+    freeze_untrained(model)
     if lora is not None:
         _cast_frozen(scorer, DTYPES[args.train_dtype])
     if args.gradient_checkpointing:
@@ -130,6 +135,17 @@ def load_full_model(
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
     return load_hf_model(path, dtype, device, attention, how.trust, weights)
+
+
+def check_device(device: torch.device, stateful: bool) -> torch.device:
+    """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
+
+    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on
+    the GPU. The whole model must fit there in float32 for a moment.
+    """
+    if device.type != "cuda" or not stateful:
+        return torch.device("cpu")
+    return device
 
 
 def _builder(

@@ -38,6 +38,7 @@ from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
 from slime.models.peft_files import factor_names, named_factors
+from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
 from slime.weights.settings import AdapterSync
 
@@ -266,11 +267,12 @@ class MegatronBackend(SharedBackend):
             return
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
+        form = ExportForm(self.args.save_hf_dtype, source, writer)
         try:
-            write_tensors(chain(self._weights(merge=True), mtp.tensors()), path, writer)
+            write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
             if source is not None:
                 copy_companions(source, path)
-                copy_config(source, path, mtp)
+                copy_config(source, path, mtp, **form.config_changes())
                 if mtp.notice:
                     logger.warning("%s: %s", path, mtp.notice)
         finally:

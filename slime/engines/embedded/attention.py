@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.engines.embedded.kv_cache import KVCache
+from slime.models.image_blocks import same_image
 from slime.models.masked_attention import ScoreChanges, masked_attention
 
 NAME = "slime_slots"
@@ -75,6 +76,8 @@ class StepContext:
     Attributes:
         runs: The rows of layers with a state.
         keep_states: Whether these layers change the states of the slots.
+        image_blocks: For a step of one whole prompt with images whose tokens attend to their whole image: the number
+            of the image of each row, int64 ``[rows]``, and -1 for text.
     """
 
     cache: KVCache
@@ -84,6 +87,7 @@ class StepContext:
     segments: list[Segment] = field(default_factory=list)
     runs: list[StateRun] = field(default_factory=list)
     keep_states: bool = True
+    image_blocks: torch.Tensor | None = None
     # Masks depend on the sliding window but not on the layer, so all layers with the same window share one.
     masks: dict[tuple[RowGroup | Segment, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -112,6 +116,8 @@ class StepContext:
             queries = torch.arange(segment.length - count, segment.length, device=device)[:, None]
             positions = torch.arange(segment.length, device=device)[None]
             allowed = positions <= queries
+            if self.image_blocks is not None:
+                allowed |= same_image(self.image_blocks, self.image_blocks)
             if window is not None:
                 allowed &= positions > queries - window
             self.masks[key] = allowed
@@ -241,7 +247,7 @@ def _attend_segment(
     v = values[segment.slot, : segment.length].transpose(0, 1)[None]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     # is_causal aligns to the top left, which is right only if the queries start at position 0. It needs no mask tensor.
-    whole = segment.end - segment.start == segment.length
+    whole = segment.end - segment.start == segment.length and step.image_blocks is None
     if whole and changes.none and (window is None or segment.length <= window):
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
     else:

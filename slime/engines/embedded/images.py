@@ -40,6 +40,8 @@ class ImageReader:
         tokenizer = self.processor.tokenizer
         self.token = str(getattr(self.processor, "image_token", None) or tokenizer.image_token)
         self.token_id = int(tokenizer.convert_tokens_to_ids(self.token))
+        # Most processors repeat the placeholder of an image. That of Gemma 3 puts other tokens in its place.
+        self.soft_id = int(getattr(tokenizer, "image_token_id", None) or self.token_id)
 
     def prepare(self, ids: list[int], text: str | None, images: list[object]) -> tuple[list[int], dict[str, object]]:
         """Return the token ids of the prompt with all image placeholders, and the image tensors for the model.
@@ -61,18 +63,18 @@ class ImageReader:
         else:
             # Only the placeholders are expanded: the other ids must not change, so they are not tokenized again.
             made = self.processor(text=[self.token * len(pictures)], images=pictures, return_tensors="pt")
-            ids = self._expand(ids, pictures, int((made["input_ids"] == self.token_id).sum()))
+            ids = self._expand(ids, pictures, int((made["input_ids"] == self.soft_id).sum()))
         inputs = {key: self._place(value) for key, value in made.items() if key not in ("input_ids", "attention_mask")}
-        is_image = torch.tensor([ids], device=self.device) == self.token_id
+        is_image = torch.tensor([ids], device=self.device) == self.soft_id
         for key in inputs:
             if key.endswith("token_type_ids"):
                 inputs[key] = is_image.long()
         return ids, inputs
 
     def _expand(self, ids: list[int], pictures: list[Image], expected: int) -> list[int]:
-        present = ids.count(self.token_id)
-        if present == expected:
+        if ids.count(self.soft_id) == expected:
             return ids
+        present = ids.count(self.token_id)
         if present != len(pictures):
             raise BadRequest(
                 f"input_ids contain {present} image tokens ({self.token}), but {len(pictures)} images need one each, "

@@ -15,6 +15,7 @@ from slime.engines.embedded.linear import PackedLinears
 from slime.engines.embedded.rows import Rows, blocks_of, row_context, rows_of, segment_context
 from slime.engines.embedded.scheduler import Plan, Work
 from slime.engines.embedded.slots import Copy
+from slime.models.image_blocks import image_blocks_of, images_see_ahead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -137,6 +138,11 @@ class Runner:
         rows = rows_of([part])
         step = segment_context(self.cache, [part], rows)
         inner = getattr(self.model, "model", self.model)
+        inputs = _extended(seq.request.image_inputs or {}, work.end)
+        if images_see_ahead(inner):
+            types = inputs["token_type_ids"]
+            assert isinstance(types, torch.Tensor)
+            step.image_blocks = image_blocks_of(types[0] == 1)
         if hasattr(inner, "rope_deltas"):  # otherwise the model would use the deltas of the last prompt
             inner.rope_deltas = None
         attention.set_step(step)
@@ -145,7 +151,7 @@ class Runner:
                 input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(rows.wanted, device=self.device),
-                **_extended(seq.request.image_inputs or {}, work.end),
+                **inputs,
             )
         finally:
             attention.set_step(None)

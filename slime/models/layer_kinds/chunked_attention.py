@@ -1,15 +1,26 @@
-"""Attention inside chunks of fixed size (Llama 4): refused. transformers makes a mask for it, and scales the queries of
-the other layers by the index of their row, which is the position only if the row is one sequence."""
+"""Attention inside chunks of fixed size, counted from the first token of a sequence (Llama 4)."""
 
 from __future__ import annotations
 
-from slime.models.layer_kinds.kind import LayerKind
+from torch import Tensor
+from transformers import PretrainedConfig
 
-REASON = "attends inside chunks of a row and scales queries by the index of their row, which {}"
-KIND = LayerKind(
+from slime.models.layer_kinds.kind import Place, whole_attention
+
+
+def is_chunked(place: Place) -> bool:
+    return place.type == "chunked_attention"
+
+
+def same_chunk(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
+    size: int = config.attention_chunk_size
+    return key // size == query // size
+
+
+KIND = whole_attention(
     "chunked attention",
-    lambda place: place.type == "chunked_attention",
+    is_chunked,
     ("chunked_attention",),
-    not_packed=REASON.format("is wrong for packed samples"),
-    not_served=REASON.format("the embedded engine does not have"),
+    same_chunk,
+    not_served="attends inside chunks of a row, which the embedded engine does not have",
 )

@@ -11,8 +11,9 @@ from slime.models.layer_kinds.sliding_window import is_windowed
 
 
 def is_full(place: Place) -> bool:
-    """Whether the layer attends to all tokens before. A config without ``layer_types`` has only one kind."""
-    return place.type == "full_attention" or not (place.type or is_windowed(place))
+    """Whether the layer attends to all tokens before. A config without ``layer_types`` has only one kind. A layer of
+    type ``hybrid`` has another mixer beside its attention, whose kind explains the type."""
+    return place.type in ("full_attention", "hybrid") or not (place.type or is_windowed(place))
 
 
 KIND = LayerKind("full attention", is_full, ("full_attention",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 
@@ -28,6 +28,9 @@ class Place:
         return [module for module in self.layer.modules() if type(module).__name__.endswith(endings)]
 
 
+Sees = Callable[[PretrainedConfig, Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """A way in which a layer mixes the tokens of a sequence, and what slime does with it.
@@ -41,8 +44,12 @@ class LayerKind:
         mixers: For a kind with a state: the endings of the class names of the modules that have the state. A pack
             runs such a module on a batch of whole sequences (:mod:`slime.models.packed_layers`), and the embedded
             engine keeps its state in each slot. A module may do anything that is causal and depends only on the
-            sequence's hidden states. Without mixers, the kind is a form of attention.
-        not_packed: Why it cannot be packed.
+            sequence's hidden states. Without mixers, the kind is a form of attention over the rows of a pack.
+        sees: For attention that can only be computed for whole sequences, whose modules are the mixers: a function of
+            the config, the position of each query ``[L, 1]`` and that of each key ``[1, L]`` that returns which keys
+            before a query it may attend to, ``[L, L]`` (:mod:`slime.models.whole_attention`).
+        untrained: The endings of the class names of modules that get no gradient in transformers. Their weights are
+            kept, and do not decay.
         not_context_parallel: Why ranks of context parallelism cannot divide its sequences.
         not_served: Why the embedded engine does not compute it.
         serve: Prepares one of the mixers for the embedded engine.
@@ -52,7 +59,8 @@ class LayerKind:
     is_at: Callable[[Place], bool]
     types: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
-    not_packed: str = ""
+    sees: Sees | None = None
+    untrained: tuple[str, ...] = ()
     not_context_parallel: str = ""
     not_served: str = ""
     serve: Callable[[nn.Module], None] = lambda mixer: None
@@ -77,4 +85,29 @@ def with_state(
         mixers,
         not_context_parallel="has a state that goes from token to token, so ranks would wait for one another",
         serve=serve,
+    )
+
+
+def whole_attention(
+    name: str,
+    is_at: Callable[[Place], bool],
+    types: tuple[str, ...],
+    sees: Sees,
+    not_served: str,
+    untrained: tuple[str, ...] = (),
+) -> LayerKind:
+    """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the index of a row.
+
+    Packing: the attention of the layer runs on a batch of whole sequences with a mask. Prompt sharing: the prompt is
+    computed once for each sample, from the rows that its samples share. Context parallelism: refused.
+    """
+    return LayerKind(
+        name,
+        is_at,
+        types,
+        ("Attention",),
+        sees,
+        untrained,
+        not_context_parallel="needs whole sequences, which the ranks of context parallelism divide",
+        not_served=not_served,
     )

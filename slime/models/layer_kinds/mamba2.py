@@ -1,4 +1,4 @@
-"""Mamba-2 mixers (Nemotron-H). Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060."""
+"""Mamba-2 mixers (Nemotron-H, Granite 4, Bamba; beside attention in Falcon-H1). Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060."""
 
 from __future__ import annotations
 
@@ -29,4 +29,5 @@ def _bound_time_steps(mixer: nn.Module) -> None:
     projection.register_forward_hook(bounded)
 
 
-KIND = with_state("Mamba-2", ("linear_attention",), ("Mamba2Mixer",), _bound_time_steps)
+MIXERS = ("Mamba2Mixer", "MambaLayer", "BambaMixer", "FalconH1Mixer")
+KIND = with_state("Mamba-2", ("linear_attention", "hybrid"), MIXERS, _bound_time_steps)

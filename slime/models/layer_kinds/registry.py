@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slime.models.decoder import decoder_layers
-from slime.models.layer_kinds.kind import LayerKind, Place
+from slime.models.layer_kinds.kind import LayerKind, Place, Sees
 from slime.models.loading import ModelError
 
 KINDS = (
@@ -28,6 +28,7 @@ KINDS = (
     "no_mixing",
     "sparse_indexer",
     "chunked_attention",
+    "temperature_tuning",
 )
 """The modules of the kinds. Each has an attribute ``KIND``."""
 
@@ -35,6 +36,10 @@ KINDS = (
 @cache
 def all_kinds() -> tuple[LayerKind, ...]:
     return tuple(importlib.import_module(f"slime.models.layer_kinds.{name}").KIND for name in KINDS)
+
+
+def _ending(layer: nn.Module, endings: tuple[str, ...]) -> Iterator[nn.Module]:
+    return (module for module in layer.modules() if endings and type(module).__name__.endswith(endings))
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,16 @@ class ModelLayers:
         """The modules that have a state, each after its kind and its decoder layer."""
         for layer, kinds in self.layers:
             for kind in kinds:
-                for module in layer.modules():
-                    if kind.mixers and type(module).__name__.endswith(kind.mixers):
-                        yield kind, layer, module
+                if not kind.sees:
+                    yield from ((kind, layer, module) for module in _ending(layer, kind.mixers))
+
+    def whole_attentions(self) -> Iterator[tuple[list[Sees], nn.Module, nn.Module]]:
+        """The attention modules that need whole sequences, each after what bounds the keys that it sees and its
+        decoder layer."""
+        for layer, kinds in self.layers:
+            sees = [kind.sees for kind in kinds if kind.sees]
+            endings = {ending for kind in kinds if kind.sees for ending in kind.mixers}
+            yield from ((sees, layer, module) for module in _ending(layer, tuple(endings)))
 
     def require(self, reason: Callable[[LayerKind], str], instead: str) -> None:
         """Refuse the model if one of its kinds has a reason.
@@ -96,3 +108,10 @@ def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:
     if model._is_stateful and not any(result.mixers()) and not all(types):
         raise ModelError(f"{family} has recurrent layers that slime does not know: {instead}")
     return result
+
+
+def freeze_untrained(model: nn.Module) -> None:
+    """Freeze the modules that get no gradient. An optimizer would let their weights decay otherwise."""
+    endings = tuple(ending for kind in all_kinds() for ending in kind.untrained)
+    for module in _ending(model, endings):
+        module.requires_grad_(False)

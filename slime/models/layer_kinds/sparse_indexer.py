@@ -1,15 +1,32 @@
-"""Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM-5): refused, because transformers selects them
-with a mask over the whole row, which neither packed samples nor the slots of the engine have."""
+"""Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM-5).
+
+The indexer of transformers scores all tokens of a row. So the attention runs on whole sequences, and the indexer's
+scores need memory for ``index_n_heads`` values for each pair of tokens of a sequence. The indexer itself gets no
+gradient in transformers, so it keeps its weights. Source: https://arxiv.org/abs/2512.02556.
+"""
 
 from __future__ import annotations
 
-from slime.models.layer_kinds.kind import LayerKind
+from torch import Tensor
+from transformers import PretrainedConfig
 
-REASON = "selects tokens with a mask over the whole row, which {} does not have"
-KIND = LayerKind(
+from slime.models.layer_kinds.kind import Place, whole_attention
+
+
+def has_indexer(place: Place) -> bool:
+    return place.type == "indexed_attention" or bool(place.modules("Indexer"))
+
+
+def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
+    """Every token before: the module itself selects among them."""
+    return key <= query
+
+
+KIND = whole_attention(
     "sparse indexer",
-    lambda place: place.type == "indexed_attention" or bool(place.modules("Indexer")),
+    has_indexer,
     ("indexed_attention",),
-    not_packed=REASON.format("a pack"),
-    not_served=REASON.format("the embedded engine"),
+    all_before,
+    not_served="selects tokens with a mask over the whole row, which the embedded engine does not have",
+    untrained=("Indexer",),
 )

@@ -72,6 +72,12 @@ def test_the_trainer_reads_a_quantized_checkpoint_as_plain_weights(tmp_path: Pat
     assert set(got.shapes()) == set(expected.shapes()) and not got.is_quantized
     assert all(torch.equal(got.get(name).float(), expected.get(name).float()) for name in got.shapes())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    out = ["--tensor-model-parallel-size", 2, "--output-dir", tmp_path / "again", "--save-hf-dtype", "source"]
+    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2, path=CPU_SITE)
+    again = read_tensors(tmp_path / "again")
+    assert set(again) == set(tensors)
+    assert all(torch.equal(again[name].float(), tensor.float()) for name, tensor in tensors.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == quantization
 
 
 def test_flags_of_another_model_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Attention modules that need whole sequences, on the sequences of a pack.
+
+The attention of DeepSeek V3.2 and GLM-5 selects tokens with a mask over the row, and that of Llama 4 counts chunks and
+scales queries by the index of a row. In a pack this would mix samples. So such a module is run as it is, with the SDPA
+of transformers, on batches of whole sequences: as the modules with a state in :mod:`slime.models.packed_layers`, but
+with the rotary embeddings and a mask of these sequences. The padding is at the ends of the sequences, where the causal
+mask hides it. Memory and time grow with the square of a sequence's length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from slime.models.layer_kinds.kind import Sees
+from slime.models.loading import ModelError
+from slime.models.segments import PackSegments, SequenceBlock
+
+_KNOWN = ("position_embeddings", "position_ids", "attention_mask", "past_key_values", "use_cache", "slime_pack")
+
+
+Rotary = Tensor | tuple[Tensor, ...]
+Outputs = tuple[Any, ...]
+Attention = Callable[..., Outputs]
+
+
+class PerBlock(list[Tensor]):
+    """Further outputs of a module, one per block of sequences: the tokens that an indexer has selected (GLM-5). The
+    model passes them to the next layer without looking into them."""
+
+
+def run_attention(
+    plain: Attention,
+    module: nn.Module,
+    sees: Sequence[Sees],
+    rows: Tensor,
+    pack: PackSegments,
+    kwargs: Mapping[str, object],
+) -> Outputs:
+    """Run an attention module on the sequences of a pack, which must be listed there.
+
+    Args:
+        plain: The forward of the module.
+        sees: What bounds the keys of a query besides causality.
+        rows: ``[T, H]``, the hidden states of the pack.
+        kwargs: The arguments that the decoder layer passes.
+
+    Returns:
+        The outputs of the module: ``[1, T, H]``, None for its weights, and further ones as :class:`PerBlock`.
+
+    Raises:
+        ModelError: The layer passes a tensor whose meaning for a sequence is not known.
+    """
+    per_block = {name: value for name, value in kwargs.items() if isinstance(value, PerBlock)}
+    for name, value in kwargs.items():
+        if (name not in _KNOWN and isinstance(value, Tensor)) or (name == "attention_mask" and value is not None):
+            raise ModelError(
+                f"{type(module).__name__} gets {name!r}, which slime cannot divide among the sequences of a pack: "
+                "use --attn-implementation sdpa"
+            )
+    rotary = cast(Rotary, kwargs["position_embeddings"])
+    out, further = torch.zeros_like(rows), list[PerBlock]()
+    for i, block in enumerate(pack.sequences):
+        result = plain(
+            hidden_states=block.gather(rows),
+            position_embeddings=_of_block(rotary, block),
+            position_ids=torch.arange(block.length, device=rows.device).expand(block.n, -1),
+            attention_mask=_mask(module, sees, block, rows.device),
+            **{name: value[i] for name, value in per_block.items()},
+        )
+        out = out.index_copy(0, block.own, result[0].flatten(0, 1).index_select(0, block.picks))
+        further = further or [PerBlock() for _ in result[2:]]
+        for values, value in zip(further, result[2:], strict=True):
+            values.append(value)
+    return (out.unsqueeze(0), None, *further)
+
+
+def use_sdpa(module: nn.Module) -> None:
+    """Let a module compute its attention with SDPA, whatever the rest of the model does."""
+    config: Any = copy.deepcopy(module.config)
+    config._attn_implementation = "sdpa"
+    module.config = config
+
+
+def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
+    """Return the rotary embeddings ``[1, T, d]`` of a pack for the positions of a block, ``[n, length, d]``.
+
+    All sequences begin at position 0, so those of the longest one, which is the first, are right for all.
+    """
+    if isinstance(rotary, tuple):
+        return tuple(_of_block(part, block) for part in rotary)
+    return rotary[0].index_select(0, block.rows[: block.length]).expand(block.n, -1, -1)
+
+
+def _mask(module: nn.Module, sees: Sequence[Sees], block: SequenceBlock, device: torch.device) -> Tensor:
+    """Return a bool mask ``[n, 1, length, length]``, True where a query (third axis) attends to a key."""
+    positions = torch.arange(block.length, device=device)
+    query, key = positions[:, None], positions[None, :]
+    mask = key <= query
+    for bound in sees:
+        mask = mask & bound(module.config, query, key)  # type: ignore[arg-type]
+    return mask.expand(block.n, 1, -1, -1)

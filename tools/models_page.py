@@ -1,0 +1,132 @@
+"""``python tools/models_page.py``: do what docs/en/models.md says with every family, and write its tables.
+
+A row says what a tiny random model of the family did here: packs with and without shared prompts and with recomputed
+layers, padded batches, the embedded engine; with biases and tied embeddings, and with neither. What is
+refused must be refused with a reason. A family that does not do what its row says ends the tool with an error, and
+nothing is written. The page gets the versions and the date of the run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "en" / "models.md"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models"), str(ROOT / "tests" / "engines")]
+
+from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
+from family_checks import check_packed, check_padded  # noqa: E402
+from test_engine_families import check_engine, saved  # noqa: E402
+
+from slime.models.layer_kinds.registry import layers_of  # noqa: E402
+from slime.models.loading import ModelError, empty_model, plain_attention  # noqa: E402
+from slime.models.packed_attention import NAME  # noqa: E402
+from slime.models.packed_layers import prepare_packing  # noqa: E402
+from slime.weights.maps.registry import get_family  # noqa: E402
+
+HEADINGS = ("family", "`model_type`", "kinds of layers", "FSDP packed", "FSDP padded", "embedded engine", "Megatron")
+BIASES = (
+    *("attention_bias", "attention_out_bias", "mlp_bias"),
+    *("use_bias", "use_conv_bias", "conv_bias", "mamba_proj_bias", "mamba_conv_bias"),
+)
+_RAN = re.compile(r"it last ran with transformers\s+\S+\s+and torch\s+\S+\s+on a CPU on\s+[\d-]+")
+_TABLE = re.compile(r"^\| family \|.*?\n\n", re.DOTALL | re.MULTILINE)
+
+
+def cells(family: str) -> list[str]:
+    """Return the row of a family, as its config and its modules say."""
+    config = tiny_config(family)
+    layers = layers_of(empty_model(config), "")
+    return [
+        family,
+        f"`{config.model_type}`",
+        ", ".join(kind.name for kind in layers.kinds),
+        _packed(family),
+        plain_attention(config),
+        "no" if any(kind.not_served for kind in layers.kinds) else "yes",
+        _megatron(config.model_type),
+    ]
+
+
+def _packed(family: str) -> str:
+    try:
+        prepare_packing(empty_model(tiny_config(family), attn_implementation=NAME))
+    except ModelError:
+        return "no"
+    return "yes"
+
+
+def _megatron(model_type: str) -> str:
+    try:
+        get_family(model_type)
+    except ValueError:
+        return "no"
+    return "yes"
+
+
+def table() -> str:
+    """Return the table of families, in Markdown, with an empty line after it."""
+    rows = [list(HEADINGS), ["---"] * len(HEADINGS), *map(cells, FAMILIES)]
+    lines = ["|---" * len(row) + "|" if row[0] == "---" else "| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n\n"
+
+
+def check_family(family: str, folder: Path) -> None:
+    """Do what the row of a family says: with tied embeddings and biases, and with neither.
+
+    Raises:
+        AssertionError: Numbers differ, or something is not refused that the row says is.
+        ModelError: Something is refused that the row says is not.
+    """
+    _, _, _, packed, padded, engine, _ = cells(family)
+    config = tiny_config(family)
+    # Released models of Gemma 4 have no biases, and with random ones its gradients are within 3e-5 only.
+    biases = () if family == "Gemma 4" else BIASES
+    for both in (False, True):
+        changes = {name: both for name in ("tie_word_embeddings", *biases) if hasattr(config, name)}
+        model = save_tiny(family, folder / f"both {both}", **changes)
+        if packed == "yes":
+            check_packed(model)
+        else:
+            _check_refused(lambda model=model: check_packed(model), "--attn-implementation sdpa")
+    check_padded(model, padded)
+    served = saved(family, folder / "served", **changes)
+    if engine == "yes":
+        check_engine(served)
+    else:
+        _check_refused(lambda: check_engine(served), "use an SGLang engine")
+
+
+def _check_refused(work: object, advice: str) -> None:
+    assert callable(work)
+    try:
+        work()
+    except ModelError as error:
+        assert advice in str(error), error
+    else:
+        raise AssertionError("it is not refused")
+
+
+def main() -> None:
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            check_family(family, Path(folder))
+        print(family, flush=True)
+    short = {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in ("transformers", "torch")}
+    ran = (
+        f"it last ran with transformers {short['transformers']}\nand torch {short['torch']} on a CPU on "
+        f"{datetime.datetime.now(datetime.UTC).date()}"
+    )
+    text = PAGE.read_text(encoding="utf-8")
+    text, replaced = _RAN.subn(ran, _TABLE.sub(lambda _: table(), text, count=1))
+    assert replaced == 1, "the page has no line about the last run"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
