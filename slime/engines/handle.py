@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.engines.adapter_payload import AdapterPayload
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.sglang_api import (
@@ -168,6 +170,42 @@ class EngineHandle:
         if not (await self.connect()).capabilities.adapters:
             raise EngineError(f"{self.url} cannot be updated with an adapter: use --lora-sync merged")
         await self._post("/set_lora_layers", {"config_dict": dict(config)}, self.update_seconds)
+
+    async def load_adapter(self, name: str, config: Mapping[str, object], source: Path | AdapterPayload) -> None:
+        """Load an adapter (LoRA) under a name, in place of the one that has this name.
+
+        The engine must be paused and have no requests of the old one, since SGLang unloads an adapter only when the
+        last of its requests has ended.
+
+        Args:
+            config: The content of PEFT's ``adapter_config.json``.
+            source: The factors, or a folder with PEFT's files.
+
+        Raises:
+            EngineError: The engine was started without ``--enable-lora``, or refuses the adapter.
+        """
+        capabilities = (await self.connect()).capabilities
+        if not capabilities.named_adapters:
+            raise EngineError(
+                f"{self.url} cannot load adapters: start it with --enable-lora, --max-lora-rank and "
+                "--lora-target-modules, or use --lora-sync merged"
+            )
+        await self.unload_adapter(name)
+        if isinstance(source, AdapterPayload):
+            tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
+            body = {"lora_name": name, "config_dict": dict(config), **tensors}
+            await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
+        else:
+            body = {"lora_name": name, "lora_path": str(source)}
+            await self._post("/load_lora_adapter", body, self.update_seconds)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter when the last of its requests has ended. Nothing happens if there is none of this name."""
+        try:
+            await self._post("/unload_lora_adapter", {"lora_name": name}, self.update_seconds)
+        except EngineError as error:
+            if "does not exist" not in str(error):
+                raise
 
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
         """Send one bucket to an engine on the same host, by shared memory (CPU) or an IPC handle (CUDA).

@@ -90,7 +90,12 @@ def factor_names(module: str) -> tuple[str, str]:
 def write_adapter(folder: Path, config: Mapping[str, Any], adapter: Adapter) -> None:
     """Write an adapter. The folder is created."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_factors(adapter).items()}
+    write_factors(folder, config, named_factors(adapter))
+
+
+def write_factors(folder: Path, config: Mapping[str, Any], factors: Mapping[str, Tensor]) -> None:
+    """Write an adapter whose factors have their names in the file."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
