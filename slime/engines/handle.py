@@ -184,6 +184,8 @@ class EngineHandle:
         Raises:
             EngineError: The engine was started without ``--enable-lora``, or refuses the adapter.
         """
+        from slime.engines.tensor_payload import handles
+
         capabilities = (await self.connect()).capabilities
         if not capabilities.named_adapters:
             raise EngineError(
@@ -192,7 +194,10 @@ class EngineHandle:
             )
         await self.unload_adapter(name)
         if isinstance(source, AdapterPayload):
-            tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
+            if (await self.connect()).kind == "embedded":
+                tensors = handles(source.bucket)
+            else:
+                tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
             body = {"lora_name": name, "config_dict": dict(config), **tensors}
             await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
         else:

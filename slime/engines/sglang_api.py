@@ -118,6 +118,7 @@ EMBEDDED = ApiVersion(
         weight_comparison=True,
         flat_broadcast=True,
         adapters=True,
+        named_adapters=True,
     ),
 )
 SGLANG_0_5_23 = ApiVersion(

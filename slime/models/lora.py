@@ -59,6 +59,7 @@ class LoraLinear(nn.Linear):
         lora_A, lora_B: The trained factors, float32 ``[rank, in]`` and ``[out, rank]``.
         lora_scale: The factor ``s``.
         lora_on: Whether ``forward`` adds the adapter. If not, it computes exactly what it would without one.
+        lora_rows: The rows ``[n, 1]`` of the input ``[..., n, in]`` to which the adapter is applied; None for all.
     """
 
     lora_A: nn.Parameter
@@ -66,6 +67,7 @@ class LoraLinear(nn.Linear):
     lora_scale: float
     lora_dropout: float
     lora_on: bool
+    lora_rows: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         base = linear(input, self.weight, self.bias)
@@ -77,7 +79,8 @@ class LoraLinear(nn.Linear):
 
     def adapter(self, input: Tensor) -> Tensor:
         """Return ``s B A x``."""
-        return linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+        added = linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+        return added if self.lora_rows is None else torch.where(self.lora_rows, added, 0.0)
 
 
 def selects(pattern: str, name: str) -> bool:

@@ -140,6 +140,19 @@ def read_factors(folder: str | Path) -> dict[str, Factors]:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    return factors_of(tensors, str(path))
+
+
+def factors_of(tensors: Mapping[str, Tensor], where: str) -> dict[str, Factors]:
+    """Return the pairs of factors by the names of their modules.
+
+    Args:
+        tensors: The factors by their names in the file.
+        where: Where they come from, for error messages.
+
+    Raises:
+        ModelError: There are other tensors than the factors of linear layers.
+    """
     modules: dict[str, list[Tensor | None]] = {}
     unknown = []
     for name, tensor in tensors.items():
@@ -152,5 +165,5 @@ def read_factors(folder: str | Path) -> dict[str, Factors]:
     found = {name: Factors(a, b) for name, (a, b) in modules.items() if a is not None and b is not None}
     unknown += [name for name in modules if name not in found]
     if unknown or not found:
-        raise ModelError(f"{path} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
+        raise ModelError(f"{where} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
     return found
