@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_NAME = "slime"
 """The name of the trained adapter in engines that load adapters by name."""
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The projections that SGLang computes at once."""
 _PROJECTIONS = tuple(name for group in _FUSED for name in group)
@@ -66,8 +66,8 @@ class LoraConfig:
     lora_target_modules: list[str] = flag(
         DERIVED,
         help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
-        "mlp.up_proj), or by regular expressions for their whole names. Default: those of the adapter in --load, "
-        "otherwise all-linear",
+        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts, with "
+        "--train-backend fsdp. Default: those of the adapter in --load, otherwise all-linear",
     )
     lora_exclude_modules: list[str] | None = flag(
         None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
@@ -128,6 +128,8 @@ def derive_sync(args: Args) -> None:
 
 def _no_adapters(args: Args) -> str | None:
     """Return the reason why engines cannot be updated with an adapter; None if they can."""
+    if EXPERTS in args.lora_target_modules:
+        return "engines need merged weights of routed experts (--lora-target-modules experts)"
     if args.rollout_backend == "sglang":
         return sglang_problem(args)
     if args.rollout_external_engine_addrs:
@@ -227,6 +229,8 @@ def check_lora(args: Args) -> list[str]:
     if args.train_backend == "megatron":
         problems += _check_megatron(args)
     reason = _no_adapters(args)
+    if EXPERTS in args.lora_target_modules and args.lora_dropout:
+        problems.append("--lora-dropout: adapters of routed experts have no dropout; leave it out")
     if args.lora_sync == "adapter" and reason:
         problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
@@ -258,6 +262,11 @@ def check_lora(args: Args) -> list[str]:
 def _check_megatron(args: Args) -> list[str]:
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     problems = megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
+    if EXPERTS in args.lora_target_modules:
+        problems.append(
+            f"--lora-target-modules {EXPERTS}: routed experts have no adapters with --train-backend megatron, whose "
+            "grouped experts keep their weights in other forms: use fsdp, or leave it out"
+        )
     if args.lora_dropout:
         problems.append("--lora-dropout: adapters of --train-backend megatron have no dropout; leave it out")
     if args.ckpt_format == "torch":
