@@ -27,6 +27,7 @@ from run_processes import MARK, of_role
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "scripts" / "quickstart"))
 from run import RUN, train_flags  # noqa: E402  # the quickstart's own flags
+
 from slime.cli.make_data import make_products  # noqa: E402
 
 

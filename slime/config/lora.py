@@ -185,7 +185,7 @@ def sglang_problem(args: Args) -> str | None:
     if args.update_weight_pause_mode in ("retract", "in_place"):
         return (
             f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
-            f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests with their tokens"
+            f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
         )
     return None
 
@@ -211,8 +211,8 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
         for group in _FUSED:
             if names & set(group) and not names >= set(group):
                 raise ValueError(
-                    f"--lora-sync adapter: {module} has adapters on {', '.join(sorted(names & set(group)))}, but SGLang "
-                    f"needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
+                    f"--lora-sync adapter: {module} has adapters on {', '.join(sorted(names & set(group)))}, but "
+                    f"SGLang needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
                     "--lora-exclude-modules, or use --lora-sync merged"
                 )
     rank, alpha = int(str(config["r"])), float(str(config["lora_alpha"]))

@@ -161,6 +161,8 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
         if numbers >= oldest:
             compares = server_info.get("device") != "cpu"  # SGLang's comparison calls torch.cuda
             named = bool(server_info.get("enable_lora"))
-            return replace(api, capabilities=replace(api.capabilities, weight_comparison=compares, named_adapters=named))
+            return replace(
+                api, capabilities=replace(api.capabilities, weight_comparison=compares, named_adapters=named)
+            )
     known = ".".join(map(str, _API_VERSIONS[-1][0]))
     raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later")

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on routed experts, whose weights transformers keeps in one tensor for all experts of a layer.
+"""Low-rank adapters (LoRA) on routed experts, which transformers keeps in one tensor for all experts of a layer.
 
 Expert ``e`` of ``W [experts, out, in]`` computes with ``W[e] + s B[e] A[e]``, where ``A [experts, rank, in]`` and
 ``B [experts, out, rank]`` are trained. The sum is computed once per forward for all experts of a layer, because the
@@ -72,7 +72,9 @@ def add_expert_lora(
             added[f"{name}.{weight}"] = ExpertFactors(a, b, settings.scale)
         attach_expert_lora(name, module, added)
     if not added:
-        raise ModelError(f"--lora-target-modules {EXPERTS} selects nothing, because no decoder layer has routed experts")
+        raise ModelError(
+            f"--lora-target-modules {EXPERTS} selects nothing, because no decoder layer has routed experts"
+        )
     return added
 
 
@@ -204,8 +206,8 @@ def fused(name: str, stored: Mapping[str, Factors], count: int) -> Factors:
     for expert, parts in enumerate(every):
         if any(not torch.equal(part.a, parts[0].a) for part in parts):
             raise ModelError(
-                f"expert {expert} of {module} has different factors lora_A for gate_proj and up_proj, whose weights are "
-                "one tensor here: slime loads adapters of experts only if it has trained them"
+                f"expert {expert} of {module} has different factors lora_A for gate_proj and up_proj, whose weights "
+                "are one tensor here: slime loads adapters of experts only if it has trained them"
             )
     return Factors(
         torch.stack([parts[0].a for parts in every]), torch.stack([torch.cat([p.b for p in parts]) for parts in every])

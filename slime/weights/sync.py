@@ -248,7 +248,8 @@ class _Sender:
             return self.report.digests
         if engine.url not in plan.fused:
             return {}
-        return self.fused[plan.infos[engine.url].tensor_parallel_size].digests
+        known = self.fused.get(plan.infos[engine.url].tensor_parallel_size)
+        return {} if known is None else known.digests  # only the factors of an adapter were sent
 
     # --- on the event loop -------------------------------------------------------------------
 

@@ -324,7 +324,9 @@ def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_pa
     again = make_backend(lora_args(moe, **flags, load=str(tmp_path / "adapter")))
     assert torch.equal(log_probs(again), log_probs(backend))
     merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
-    torch.testing.assert_close(log_probs(make_backend(make_args(tmp_path / "merged"))), log_probs(backend), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        log_probs(make_backend(make_args(tmp_path / "merged"))), log_probs(backend), rtol=0, atol=1e-5
+    )
     sent, stored = dict(backend.named_weights()), dict(make_backend(make_args(tmp_path / "merged")).named_weights())
     assert backend.adapter_sync is not None and any(".experts.0.up_proj" in x for x in backend.adapter_sync.changing)
     for name, weight in sent.items():
@@ -346,7 +348,9 @@ def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -
     name = next(name for name in tensors if name.endswith("experts.1.up_proj.lora_A.weight"))
     tensors[name] = tensors[name] + 1
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"expert 1 of .*experts has different factors lora_A for gate_proj and up_proj"):
+    with pytest.raises(
+        ModelError, match=r"expert 1 of .*experts has different factors lora_A for gate_proj and up_proj"
+    ):
         make_backend(lora_args(moe, **EXPERTS, load=str(tmp_path / "adapter")))
 
 

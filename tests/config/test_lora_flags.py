@@ -6,7 +6,6 @@ import json
 
 import pytest
 from config_parts import Workplace
-
 from make_args import make_args
 
 from slime.config.lora import (
@@ -55,7 +54,10 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
         (MEGATRON + "--lora-dropout 0.1", "adapters of --train-backend megatron have no dropout"),
-        (MEGATRON + "--lora-target-modules all-linear experts", "experts have no adapters with --train-backend megatron"),
+        (
+            MEGATRON + "--lora-target-modules all-linear experts",
+            "experts have no adapters with --train-backend megatron",
+        ),
         ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "of routed experts have no dropout"),
         ("--lora-rank 8 --lora-target-modules experts --lora-sync adapter", "need merged weights of routed experts"),
         (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),

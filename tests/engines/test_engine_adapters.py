@@ -111,7 +111,8 @@ def stored(folder: Path, seed: int, layers: list[str], settings: LoraSettings, m
     linears = {name: model.get_submodule(name) for name in layers}
     shapes = {name: ((settings.rank, m.in_features), (m.out_features, settings.rank)) for name, m in linears.items()}
     made = {
-        name: Factors(*(torch.randn(shape, generator=generator) * 0.2 for shape in both)) for name, both in shapes.items()
+        name: Factors(*(torch.randn(shape, generator=generator) * 0.2 for shape in both))
+        for name, both in shapes.items()
     }
     write_adapter(folder, peft_config(settings, layers, "base"), made)
     return folder

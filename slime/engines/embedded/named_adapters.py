@@ -3,7 +3,7 @@
 A request without a name gets what the last update made: the weights and, if there is one, the run's own adapter. A
 request with a name gets the base and the adapter that was loaded under this name: of an earlier version, of another
 run, or one that PEFT has trained. Rows of different adapters are computed in one forward. Each linear layer computes
-its base for all rows at once, and every adapter that the step needs for all rows, of which its own rows keep the result.
+its base for all rows at once, and each adapter that the step needs for all rows, of which only its own keep the result.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class NamedAdapters:
         if any(keys):
             of_row = torch.tensor(keys, device=device)[:, None]
             present = set(keys)
-            self._active = [(adapter, of_row == adapter.key) for adapter in self.loaded.values() if adapter.key in present]
+            self._active = [
+                (adapter, of_row == adapter.key) for adapter in self.loaded.values() if adapter.key in present
+            ]
             own = of_row == OWN
         if own is not None or self._masked:
             for layer in lora_layers(self.model).values():

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.sequence import FinishReason, Sequence, VersionEvent, aborted
 from slime.engines.embedded.slots import Move, SlotTable

@@ -1,7 +1,7 @@
 """Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by another transport.
 
-The last bucket of an update has all factors (:attr:`slime.engines.flat.Bucket.adapter`). The buckets before it, if there
-are any, are weights of the base. In most updates there are none.
+The last bucket of an update has all factors (:attr:`slime.engines.flat.Bucket.adapter`). The buckets before it, if
+there are any, are weights of the base. In most updates there are none.
 """
 
 from __future__ import annotations
