@@ -130,54 +130,12 @@ def _no_adapters(args: Args) -> str | None:
     """Return the reason why engines cannot be updated with an adapter; None if they can."""
     if EXPERTS in args.lora_target_modules:
         return "engines need merged weights of routed experts (--lora-target-modules experts)"
-    if args.rollout_backend == "sglang":
-        return sglang_problem(args)
-    if args.rollout_external_engine_addrs:
-        return "embedded engines of --rollout-external-engine-addrs need merged weights"
-    if args.update_weight_transport == "disk":
-        return "--update-weight-transport disk writes whole models for embedded engines"
-    return None
-
-
-def engine_adapter(args: Args) -> str | None:
-    """Return the name under which engines load the trained adapter and requests ask for it (``lora_path``).
-
-    It is None if requests need no name: no adapter is trained, it is merged into the weights, or the engines are
-    embedded engines, which apply the adapter of the last update to every request.
-    """
-    named = bool(args.lora_rank) and args.lora_sync == "adapter" and args.rollout_backend == "sglang"
-    return ADAPTER_NAME if named else None
-
-
-def loses_weights(args: Args) -> bool:
-    """Return whether engines lose their weights while their memory is released.
-
-    SGLang does. With an adapter that it loads by name, it keeps a copy of the base in host memory
-    (``--enable-weights-cpu-backup``), since the base is sent only once.
-    """
-    return bool(args.offload_rollout) and args.rollout_backend == "sglang" and engine_adapter(args) is None
-
-
-def sglang_targets(args: Args) -> list[str]:
-    """Return the projections on which an SGLang server needs room for adapters (``--lora-target-modules``)."""
-    names = [name.rpartition(".")[2] for name in args.lora_target_modules]
-    chosen = set(_PROJECTIONS if ALL_LINEAR in names else names)
-    return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
-
-
-def sglang_problem(args: Args) -> str | None:
-    """Return the reason why SGLang cannot load the adapter by name; None if it can."""
-    config = (read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {}
-    config = config.get("text_config") or config
-    names = [name.rpartition(".")[2] for name in args.lora_target_modules if name != ALL_LINEAR]
-    if other := sorted(set(names) - set(_PROJECTIONS)):
-        return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
-    if any(config.get(name) for name in _EXPERTS):
-        return "SGLang would need adapters on routed experts, which are not trained"
-    if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
-        return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
-    if config.get("model_type") == "phi3":
-        return "the fused projections of phi3 have other adapters in SGLang"
+    if args.rollout_backend != "sglang":
+        if args.rollout_external_engine_addrs:
+            return "embedded engines of --rollout-external-engine-addrs need merged weights"
+        if args.update_weight_transport == "disk":
+            return "--update-weight-transport disk writes whole models for embedded engines"
+        return None
     if args.update_weight_mode == "delta":
         return "--update-weight-mode delta sends changes of weights"
     if int(str(args.sglang.get("dp_size") or 1)) > 1:
@@ -187,6 +145,45 @@ def sglang_problem(args: Args) -> str | None:
             f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
             f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
         )
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    return sglang_problem(config or {}, args.lora_target_modules)
+
+
+def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
+    """Return the name under which engines load the trained adapter and requests ask for it (``lora_path``).
+
+    It is None if requests need no name: no adapter is trained, it is merged into the weights, or the engines are
+    embedded engines, which apply the adapter of the last update to every request.
+
+    Args:
+        rank, sync, backend: ``--lora-rank``, ``--lora-sync`` and ``--rollout-backend``.
+    """
+    return ADAPTER_NAME if rank and sync == "adapter" and backend == "sglang" else None
+
+
+def sglang_targets(targets: Sequence[str]) -> list[str]:
+    """Return the projections on which an SGLang server needs room for adapters of ``--lora-target-modules``."""
+    names = [name.rpartition(".")[2] for name in targets]
+    chosen = set(_PROJECTIONS if ALL_LINEAR in names else names)
+    return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
+
+
+def sglang_problem(config: Mapping[str, Any], targets: Sequence[str]) -> str | None:
+    """Return the reason why SGLang cannot load adapters of a model by name; None if it can.
+
+    Args:
+        config: The content of the model's config.json; empty if it is not on this machine.
+        targets: ``--lora-target-modules``.
+    """
+    names = [name.rpartition(".")[2] for name in targets if name != ALL_LINEAR]
+    if other := sorted(set(names) - set(_PROJECTIONS)):
+        return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
+    if any(config.get(name) for name in _EXPERTS):
+        return "SGLang would need adapters on routed experts, which are not trained"
+    if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
+        return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
+    if config.get("model_type") == "phi3":
+        return "the fused projections of phi3 have other adapters in SGLang"
     return None
 
 
@@ -247,10 +244,11 @@ def check_lora(args: Args) -> list[str]:
             "--lora-dropout with a policy loss: log-probs of training steps differ from those of the engines by the "
             "dropout, which adds noise to importance ratios"
         )
-    if engine_adapter(args) is not None and args.custom_generate_function_path:
+    named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
+    if named is not None and args.custom_generate_function_path:
         args.notices.append(
-            f"--lora-sync adapter with SGLang: requests that --custom-generate-function-path sends to engines by itself "
-            f'need "lora_path": "{ADAPTER_NAME}", otherwise the base answers them'
+            f"--lora-sync adapter with SGLang: requests that --custom-generate-function-path sends to engines itself "
+            f'need "lora_path": "{named}", otherwise the base answers them'
         )
     if "lr" not in args.explicit:
         args.notices.append(

@@ -55,6 +55,7 @@ class EngineSettings:
 
     @classmethod
     def from_args(cls, args: Args, keys: ServerKeys = NO_KEYS) -> EngineSettings:
+        named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
         return cls(
             model=str(args.hf_checkpoint),
             backend=args.rollout_backend,
@@ -71,8 +72,8 @@ class EngineSettings:
             updates_by_delta=args.update_weight_mode == "delta",
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
-            adapter_rank=args.lora_rank if engine_adapter(args) is not None else 0,
-            adapter_targets=tuple(sglang_targets(args)),
+            adapter_rank=args.lora_rank if named is not None else 0,
+            adapter_targets=tuple(sglang_targets(args.lora_target_modules)),
         )
 
 

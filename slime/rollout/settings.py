@@ -57,7 +57,7 @@ class RequestSettings:
             embedded=args.rollout_backend == "embedded",
             has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
             returns_experts=args.use_rollout_routing_replay,
-            adapter=engine_adapter(args),
+            adapter=engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from slime.config.lora import engine_adapter, loses_weights, sglang_adapter
+from slime.config.lora import engine_adapter, sglang_adapter
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -105,6 +105,7 @@ class WeightSyncSettings:
 
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:
+        named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
         return cls(
             model=str(args.hf_checkpoint),
             colocate=args.colocate,
@@ -123,11 +124,12 @@ class WeightSyncSettings:
             audit_threshold=args.audit_threshold,
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
-            engines_lose_weights=loses_weights(args),
+            # With an adapter that it loads by name, SGLang keeps a copy of its base in host memory.
+            engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang" and named is None,
             step_seconds=min(args.distributed_timeout_minutes * 60.0, args.phase_timeout * _DRIVER_MARGIN),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
-            adapter_name=engine_adapter(args),
+            adapter_name=named,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from config_parts import Workplace
@@ -10,14 +11,16 @@ from make_args import make_args
 
 from slime.config.lora import (
     ADAPTER_NAME,
+    check_lora,
     engine_adapter,
-    loses_weights,
     megatron_problems,
     sglang_adapter,
     sglang_problem,
     sglang_targets,
 )
 from slime.config.parser import ConfigError
+from slime.rollout.settings import RequestSettings
+from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
 
@@ -116,16 +119,21 @@ def test_engines_without_adapters_get_merged_weights(workplace: Workplace, line:
     assert workplace.load_unchecked(["--lora-rank", "8", *line.split()]).lora_sync == "merged"
 
 
-SGLANG = dict(rollout_backend="sglang", lora_rank=8, lora_sync="adapter", lora_target_modules=["all-linear"])
+SGLANG: dict[str, Any] = dict(
+    rollout_backend="sglang", lora_rank=8, lora_sync="adapter", lora_target_modules=["all-linear"]
+)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
-    args = make_args(**SGLANG, offload_rollout=True)
-    assert engine_adapter(args) == ADAPTER_NAME and not loses_weights(args)
+    args = make_args(**SGLANG, offload_rollout=True, update_weight_pause_mode="drain")
+    settings = WeightSyncSettings.from_args(args)
+    assert settings.adapter_name == RequestSettings.from_args(args).adapter == ADAPTER_NAME
+    assert not settings.engines_lose_weights
     args.lora_sync = "merged"
-    assert engine_adapter(args) is None and loses_weights(args)
-    assert engine_adapter(make_args(lora_rank=8)) is None  # the embedded engine needs no name
+    settings = WeightSyncSettings.from_args(args)
+    assert settings.adapter_name is None is RequestSettings.from_args(args).adapter and settings.engines_lose_weights
+    assert engine_adapter(8, "adapter", "embedded") is None  # the embedded engine needs no name
 
 
 @pytest.mark.parametrize(
@@ -137,36 +145,39 @@ def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
     ],
 )
 def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[str]) -> None:
-    assert sglang_targets(make_args(**{**SGLANG, "lora_target_modules": targets})) == room
+    assert sglang_targets(targets) == room
 
 
 @pytest.mark.parametrize(
-    ("changes", "config", "said"),
+    ("flags", "said"),
     [
-        ({}, {}, None),
-        ({"update_weight_pause_mode": "abort"}, {}, None),
-        ({"update_weight_pause_mode": "retract"}, {}, "would wait forever: use abort"),
-        ({"update_weight_pause_mode": "in_place"}, {}, "would wait forever: use abort"),
-        ({"update_weight_mode": "delta"}, {}, "delta sends changes of weights"),
-        ({"sglang": {"dp_size": 2}}, {}, "--sglang-dp-size above 1"),
-        ({"lora_target_modules": [r"model.layers.0.*"]}, {}, "only, not on"),
-        ({}, {"num_experts": 8}, "adapters on routed experts"),
-        ({}, {"n_routed_experts": 8}, "adapters on routed experts"),
-        ({}, {"kv_lora_rank": 8}, "latent attention"),
-        ({}, {"layer_types": ["linear_attention"]}, "gated delta nets"),
-        ({}, {"model_type": "phi3"}, "phi3"),
+        ({}, None),
+        ({"update_weight_pause_mode": "abort"}, None),
+        ({"update_weight_pause_mode": "retract"}, "would wait forever: use abort"),
+        ({"update_weight_pause_mode": "in_place"}, "would wait forever: use abort"),
+        ({"update_weight_mode": "delta"}, "delta sends changes of weights"),
+        ({"sglang": {"dp_size": 2}}, "--sglang-dp-size above 1"),
+        ({"lora_target_modules": ["q_proj", "gate"]}, "only, not on gate"),
     ],
 )
-def test_what_sglang_cannot_load(
-    workplace: Workplace, changes: dict[str, object], config: dict[str, object], said: str | None
-) -> None:
-    folder = workplace.root / "model"
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    args = make_args(**SGLANG, hf_checkpoint=str(folder))
-    for name, value in changes.items():
-        setattr(args, name, value)
-    problem = sglang_problem(args)
+def test_flags_with_which_sglang_loads_no_adapter(flags: dict[str, Any], said: str | None) -> None:
+    problems = check_lora(make_args(**(SGLANG | flags)))
+    assert said is None if not problems else said is not None and any(said in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3"}, None),
+        ({"num_experts": 8}, "adapters on routed experts"),
+        ({"n_routed_experts": 8}, "adapters on routed experts"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"layer_types": ["linear_attention"]}, "gated delta nets"),
+        ({"model_type": "phi3"}, "phi3"),
+    ],
+)
+def test_models_whose_adapters_sglang_does_not_load(config: dict[str, Any], said: str | None) -> None:
+    problem = sglang_problem(config, ["all-linear"])
     assert problem is None if said is None else said in str(problem)
 
 
