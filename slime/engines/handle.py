@@ -229,9 +229,13 @@ class EngineHandle:
     async def end_update(self, weight_version: str) -> None:
         """Close the update. From then on, responses carry ``weight_version``."""
         # The version is set before the update ends, because the engine generates again as soon as it ends.
-        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        await self.name_version(weight_version)
         if (await self.connect()).capabilities.update_brackets:
             await self._post("/end_weight_update", seconds=self.update_seconds)
+
+    async def name_version(self, weight_version: str) -> None:
+        """Let responses carry ``weight_version`` from now on."""
+        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
 
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str

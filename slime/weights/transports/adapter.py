@@ -75,7 +75,12 @@ class AdapterTransport:
         place = source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
         lost = {*result.failed, *result.torn}
         alive = [engine for engine in await open_once() if engine.url not in lost]
-        load = lambda engine: engine.load_adapter(self.adapter, self.config, place)  # noqa: E731
+
+        async def load(engine: EngineHandle) -> None:
+            await engine.load_adapter(self.adapter, self.config, place)
+            if not self.bracketed:  # otherwise the version is set when the update ends
+                await engine.name_version(update.version)
+
         _, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)
         result.failed.update(failed)
         result.count(buckets.factors)
