@@ -193,16 +193,15 @@ class EngineHandle:
                 "--lora-target-modules, or use --lora-sync merged"
             )
         await self.unload_adapter(name)
-        if isinstance(source, AdapterPayload):
-            if (await self.connect()).kind == "embedded":
-                tensors = handles(source.bucket)
-            else:
-                tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
-            body = {"lora_name": name, "config_dict": dict(config), **tensors}
-            await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
+        if not isinstance(source, AdapterPayload):
+            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(source)}, self.update_seconds)
+            return
+        if (await self.connect()).kind == "embedded":
+            tensors = handles(source.bucket)
         else:
-            body = {"lora_name": name, "lora_path": str(source)}
-            await self._post("/load_lora_adapter", body, self.update_seconds)
+            tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
+        body: dict[str, object] = {"lora_name": name, "config_dict": dict(config), **tensors}
+        await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter when the last of its requests has ended. Nothing happens if there is none of this name."""

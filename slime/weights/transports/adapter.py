@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slime.engines.adapter_payload import adapter_payload
+from slime.engines.adapter_payload import AdapterPayload, adapter_payload
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
@@ -72,7 +72,9 @@ class AdapterTransport:
         if buckets.factors is None:
             return result
         source = await asyncio.to_thread(adapter_payload, buckets.factors, self.shared, self.digests)
-        place = source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
+        place: AdapterPayload | Path = (
+            source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
+        )
         lost = {*result.failed, *result.torn}
         alive = [engine for engine in await open_once() if engine.url not in lost]
 
