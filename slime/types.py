@@ -79,6 +79,7 @@ class GenerateBody(TypedDict, total=False):
     image_data: list[str]
     video_data: list[str]
     audio_data: list[str]
+    lora_path: str
 
 
 class GenerateOutput(TypedDict):

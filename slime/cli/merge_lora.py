@@ -12,6 +12,7 @@ from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
+    from slime.models.lora_experts import is_expert_module, per_expert
     from slime.models.peft_files import Factors
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
@@ -36,6 +37,7 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
     from slime.backends.fsdp.hf_weights import save_hf_checkpoint
     from slime.models.loading import load_hf_config, load_hf_model
     from slime.models.lora import attach
+    from slime.models.lora_experts import load_expert_lora
     from slime.models.shards import ModelError, shorten
 
     if output.exists():
@@ -48,6 +50,11 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
     except ModelError as error:
         raise CommandError(str(error)) from error
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    try:
+        experts = load_expert_lora(model, factors, settings)
+    except ModelError as error:
+        raise CommandError(f"{path} is not the base of {adapter}: {error}") from error
+    factors = {name: both for name, both in factors.items() if name not in experts}
     if unknown := [name for name in factors if name not in linears]:
         raise CommandError(f"{path} is not the base of {adapter}: it has no linear layers {shorten(unknown)}")
     for name, (a, b) in factors.items():
@@ -101,9 +108,9 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Fou
     shapes = {name: tensors.shapes[name] for name in names}
     values = {name: torch.empty(shape, dtype=tensors.dtypes[name]) for name, shape in shapes.items()}
     tensors.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
-    factors = {
-        module.removeprefix(prefix): Factors(values[f"{module}.lora_A"], values[f"{module}.lora_B"].flatten(0, -2))
-        for module in modules
-    }
+    factors: dict[str, Factors] = {}
+    for module in modules:
+        name, a, b = module.removeprefix(prefix), values[f"{module}.lora_A"], values[f"{module}.lora_B"]
+        factors |= per_expert(name, a, b) if is_expert_module(name) else {name: Factors(a, b.flatten(0, -2))}
     settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
     return settings, factors, str(stored["base"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.config.flag import DERIVED, flag
 from slime.config.hf_config import read_config
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_NAME = "slime"
+"""The name of the trained adapter in engines that load adapters by name."""
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The projections that SGLang computes at once."""
+_PROJECTIONS = tuple(name for group in _FUSED for name in group)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names in config.json of the number of routed experts."""
 _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 """The flags that determine what an adapter computes, with their names in PEFT's file."""
 
@@ -58,8 +66,8 @@ class LoraConfig:
     lora_target_modules: list[str] = flag(
         DERIVED,
         help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
-        "mlp.up_proj), or by regular expressions for their whole names. Default: those of the adapter in --load, "
-        "otherwise all-linear",
+        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts, with "
+        "--train-backend fsdp. Default: those of the adapter in --load, otherwise all-linear",
     )
     lora_exclude_modules: list[str] | None = flag(
         None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
@@ -75,7 +83,8 @@ class LoraConfig:
         choices=("adapter", "merged"),
         help="What a weight sync sends after the first one: the factors of the adapter, which engines keep apart from "
         "their weights, or the weights of its layers with the adapter merged into them. Default: adapter for embedded "
-        "engines of the run unless --update-weight-transport is disk, otherwise merged",
+        "engines of the run unless --update-weight-transport is disk, otherwise merged. SGLang loads the factors as an "
+        "adapter with the name slime",
     )
     lora_export: str = flag(
         "peft",
@@ -113,18 +122,98 @@ def derive_lora(args: Args) -> None:
 
 def derive_sync(args: Args) -> None:
     if args.lora_sync is None:
-        args.lora_sync = "merged" if _no_adapters(args) or not args.lora_rank else "adapter"
+        embedded = args.rollout_backend == "embedded" and not _no_adapters(args)
+        args.lora_sync = "adapter" if embedded and args.lora_rank else "merged"
 
 
 def _no_adapters(args: Args) -> str | None:
     """Return the reason why engines cannot be updated with an adapter; None if they can."""
-    if args.rollout_backend != "embedded":
-        return f"--rollout-backend {args.rollout_backend} needs merged weights so far"
-    if args.rollout_external_engine_addrs:
-        return "engines of --rollout-external-engine-addrs need merged weights"
-    if args.update_weight_transport == "disk":
-        return "--update-weight-transport disk writes whole models"
+    if EXPERTS in args.lora_target_modules:
+        return "engines need merged weights of routed experts (--lora-target-modules experts)"
+    if args.rollout_backend != "sglang":
+        if args.rollout_external_engine_addrs:
+            return "embedded engines of --rollout-external-engine-addrs need merged weights"
+        if args.update_weight_transport == "disk":
+            return "--update-weight-transport disk writes whole models for embedded engines"
+        return None
+    if args.update_weight_mode == "delta":
+        return "--update-weight-mode delta sends changes of weights"
+    if int(str(args.sglang.get("dp_size") or 1)) > 1:
+        return "SGLang loads no adapters with --sglang-dp-size above 1"
+    if args.update_weight_pause_mode in ("retract", "in_place"):
+        return (
+            f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
+            f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
+        )
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    return sglang_problem(config or {}, args.lora_target_modules)
+
+
+def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
+    """Return the name under which engines load the trained adapter and requests ask for it (``lora_path``).
+
+    It is None if requests need no name: no adapter is trained, it is merged into the weights, or the engines are
+    embedded engines, which apply the adapter of the last update to every request.
+
+    Args:
+        rank, sync, backend: ``--lora-rank``, ``--lora-sync`` and ``--rollout-backend``.
+    """
+    return ADAPTER_NAME if rank and sync == "adapter" and backend == "sglang" else None
+
+
+def sglang_targets(targets: Sequence[str]) -> list[str]:
+    """Return the projections on which an SGLang server needs room for adapters of ``--lora-target-modules``."""
+    names = [name.rpartition(".")[2] for name in targets]
+    chosen = set(_PROJECTIONS if ALL_LINEAR in names else names)
+    return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
+
+
+def sglang_problem(config: Mapping[str, Any], targets: Sequence[str]) -> str | None:
+    """Return the reason why SGLang cannot load adapters of a model by name; None if it can.
+
+    Args:
+        config: The content of the model's config.json; empty if it is not on this machine.
+        targets: ``--lora-target-modules``.
+    """
+    names = [name.rpartition(".")[2] for name in targets if name != ALL_LINEAR]
+    if other := sorted(set(names) - set(_PROJECTIONS)):
+        return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
+    if any(config.get(name) for name in _EXPERTS):
+        return "SGLang would need adapters on routed experts, which are not trained"
+    if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
+        return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
+    if config.get("model_type") == "phi3":
+        return "the fused projections of phi3 have other adapters in SGLang"
     return None
+
+
+def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
+    """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
+
+    SGLang divides ``lora_alpha`` by the rank and does not know rsLoRA, so the file gets the ``lora_alpha`` with which
+    the quotient is right.
+
+    Args:
+        config: The configuration with the whole names of the layers.
+
+    Raises:
+        ValueError: In some decoder layer, not all projections that SGLang computes at once have an adapter.
+    """
+    layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
+    places: dict[str, set[str]] = {}
+    for name in layers:
+        module, _, last = name.rpartition(".")
+        places.setdefault(module, set()).add(last)
+    for module, names in places.items():
+        for group in _FUSED:
+            if names & set(group) and not names >= set(group):
+                raise ValueError(
+                    f"--lora-sync adapter: {module} has adapters on {', '.join(sorted(names & set(group)))}, but "
+                    f"SGLang needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
+                    "--lora-exclude-modules, or use --lora-sync merged"
+                )
+    rank, alpha = int(str(config["r"])), float(str(config["lora_alpha"]))
+    return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
 
 
 def check_lora(args: Args) -> list[str]:
@@ -137,6 +226,8 @@ def check_lora(args: Args) -> list[str]:
     if args.train_backend == "megatron":
         problems += _check_megatron(args)
     reason = _no_adapters(args)
+    if EXPERTS in args.lora_target_modules and args.lora_dropout:
+        problems.append("--lora-dropout: adapters of routed experts have no dropout; leave it out")
     if args.lora_sync == "adapter" and reason:
         problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
@@ -153,6 +244,12 @@ def check_lora(args: Args) -> list[str]:
             "--lora-dropout with a policy loss: log-probs of training steps differ from those of the engines by the "
             "dropout, which adds noise to importance ratios"
         )
+    named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
+    if named is not None and args.custom_generate_function_path:
+        args.notices.append(
+            f"--lora-sync adapter with SGLang: requests that --custom-generate-function-path sends to engines itself "
+            f'need "lora_path": "{named}", otherwise the base answers them'
+        )
     if "lr" not in args.explicit:
         args.notices.append(
             f"--lr is not given ({args.lr:g}): LoRA usually needs about ten times the rate of full training"
@@ -163,6 +260,11 @@ def check_lora(args: Args) -> list[str]:
 def _check_megatron(args: Args) -> list[str]:
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     problems = megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
+    if EXPERTS in args.lora_target_modules:
+        problems.append(
+            f"--lora-target-modules {EXPERTS}: routed experts have no adapters with --train-backend megatron, whose "
+            "grouped experts keep their weights in other forms: use fsdp, or leave it out"
+        )
     if args.lora_dropout:
         problems.append("--lora-dropout: adapters of --train-backend megatron have no dropout; leave it out")
     if args.ckpt_format == "torch":

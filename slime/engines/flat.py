@@ -23,12 +23,15 @@ class Bucket:
         last: Whether this is the last bucket of the update.
         flat: The uint8 buffer into which all tensors are views, so that it can be sent as a whole. None if the
             tensors do not share a buffer.
+        adapter: Whether these are all factors of an adapter (LoRA) for engines that load adapters by name, and no
+            weights of the model.
     """
 
     index: int
     tensors: list[NamedTensor]
     last: bool = False
     flat: torch.Tensor | None = None
+    adapter: bool = False
 
     @property
     def nbytes(self) -> int:

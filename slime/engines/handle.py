@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.engines.adapter_payload import AdapterPayload
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.sglang_api import (
@@ -169,6 +171,46 @@ class EngineHandle:
             raise EngineError(f"{self.url} cannot be updated with an adapter: use --lora-sync merged")
         await self._post("/set_lora_layers", {"config_dict": dict(config)}, self.update_seconds)
 
+    async def load_adapter(self, name: str, config: Mapping[str, object], source: Path | AdapterPayload) -> None:
+        """Load an adapter (LoRA) under a name, in place of the one that has this name.
+
+        The engine must be paused and have no requests of the old one, since SGLang unloads an adapter only when the
+        last of its requests has ended.
+
+        Args:
+            config: The content of PEFT's ``adapter_config.json``.
+            source: The factors, or a folder with PEFT's files.
+
+        Raises:
+            EngineError: The engine was started without ``--enable-lora``, or refuses the adapter.
+        """
+        from slime.engines.tensor_payload import handles
+
+        capabilities = (await self.connect()).capabilities
+        if not capabilities.named_adapters:
+            raise EngineError(
+                f"{self.url} cannot load adapters: start it with --enable-lora, --max-lora-rank and "
+                "--lora-target-modules, or use --lora-sync merged"
+            )
+        await self.unload_adapter(name)
+        if not isinstance(source, AdapterPayload):
+            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(source)}, self.update_seconds)
+            return
+        if (await self.connect()).kind == "embedded":
+            tensors = handles(source.bucket)
+        else:
+            tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
+        body: dict[str, object] = {"lora_name": name, "config_dict": dict(config), **tensors}
+        await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter when the last of its requests has ended. Nothing happens if there is none of this name."""
+        try:
+            await self._post("/unload_lora_adapter", {"lora_name": name}, self.update_seconds)
+        except EngineError as error:
+            if "does not exist" not in str(error):
+                raise
+
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
         """Send one bucket to an engine on the same host, by shared memory (CPU) or an IPC handle (CUDA).
 
@@ -186,9 +228,13 @@ class EngineHandle:
     async def end_update(self, weight_version: str) -> None:
         """Close the update. From then on, responses carry ``weight_version``."""
         # The version is set before the update ends, because the engine generates again as soon as it ends.
-        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        await self.name_version(weight_version)
         if (await self.connect()).capabilities.update_brackets:
             await self._post("/end_weight_update", seconds=self.update_seconds)
+
+    async def name_version(self, weight_version: str) -> None:
+        """Let responses carry ``weight_version`` from now on."""
+        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
 
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str

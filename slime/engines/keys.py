@@ -30,9 +30,10 @@ CONTROL_PATHS = frozenset(
     (
         "abort_request", "begin_weight_update", "continue_generation", "destroy_weights_update_group",
         "end_weight_update", "flush_cache", "get_loads", "get_weights_by_name", "init_weights_update_group",
-        "pause_generation", "release_memory_occupation", "resume_memory_occupation", "set_lora_layers",
-        "update_weight_version", "update_weights_from_disk", "update_weights_from_distributed",
-        "update_weights_from_tensor", "weights_checker", "workers",
+        "load_lora_adapter", "load_lora_adapter_from_tensors", "pause_generation", "release_memory_occupation",
+        "resume_memory_occupation", "set_lora_layers", "unload_lora_adapter", "update_weight_version",
+        "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+        "weights_checker", "workers",
     )
 )  # fmt: skip
 """The first parts of the paths that need the admin key of a server that has one: calls that change an engine, as in

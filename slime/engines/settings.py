@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime.config.engine import EngineConfig
+from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 
@@ -30,6 +31,8 @@ class EngineSettings:
         updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
+        adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
+        adapter_targets: The projections that these adapters may change.
     """
 
     model: str
@@ -47,9 +50,12 @@ class EngineSettings:
     updates_by_delta: bool = False
     sglang: Mapping[str, object] = field(default_factory=dict)
     keys: ServerKeys = NO_KEYS
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
 
     @classmethod
     def from_args(cls, args: Args, keys: ServerKeys = NO_KEYS) -> EngineSettings:
+        named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
         return cls(
             model=str(args.hf_checkpoint),
             backend=args.rollout_backend,
@@ -66,6 +72,8 @@ class EngineSettings:
             updates_by_delta=args.update_weight_mode == "delta",
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
+            adapter_rank=args.lora_rank if named is not None else 0,
+            adapter_targets=tuple(sglang_targets(args.lora_target_modules)),
         )
 
 

@@ -38,6 +38,8 @@ class Capabilities:
     weight_comparison: bool = False  # check_weights can take a snapshot and compare with it
     flat_broadcast: bool = False  # all tensors of a bucket can be sent in one broadcast
     adapters: bool = False  # an update can consist of the factors of an adapter (LoRA) only
+    named_adapters: bool = False  # adapters are loaded by a name, which requests give as lora_path
+    adapter_digests: bool = False  # an adapter is compared with the sender's digests before it is loaded
 
 
 class EngineError(RuntimeError):
@@ -116,12 +118,18 @@ EMBEDDED = ApiVersion(
         weight_comparison=True,
         flat_broadcast=True,
         adapters=True,
+        named_adapters=True,
     ),
 )
 SGLANG_0_5_23 = ApiVersion(
     kind="sglang",
     capabilities=Capabilities(
-        version_spans=True, retract=True, update_brackets=True, weight_comparison=True, flat_broadcast=True
+        version_spans=True,
+        retract=True,
+        update_brackets=True,
+        weight_comparison=True,
+        flat_broadcast=True,
+        adapter_digests=True,
     ),
 )
 SGLANG_0_5_15 = ApiVersion(kind="sglang", capabilities=Capabilities(weight_comparison=True))
@@ -152,6 +160,9 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
     for oldest, api in _API_VERSIONS:
         if numbers >= oldest:
             compares = server_info.get("device") != "cpu"  # SGLang's comparison calls torch.cuda
-            return replace(api, capabilities=replace(api.capabilities, weight_comparison=compares))
+            named = bool(server_info.get("enable_lora"))
+            return replace(
+                api, capabilities=replace(api.capabilities, weight_comparison=compares, named_adapters=named)
+            )
     known = ".".join(map(str, _API_VERSIONS[-1][0]))
     raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later")

@@ -22,6 +22,8 @@ from slime.models.cpu_linear import CpuLinear, linear
 from slime.models.shards import ModelError
 
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""The name in ``--lora-target-modules`` that selects all routed experts; see :mod:`slime.models.lora_experts`."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers that choose experts. ``all-linear`` does not contain them: engines have no adapters for them."""
 
@@ -35,7 +37,8 @@ class LoraSettings:
         init: The initialization of ``A``: ``kaiming`` (uniform, as in nn.Linear) or ``gaussian`` (N(0, 1/rank²), as in
             PEFT). ``B`` is always zero, so that training starts with the model itself.
         targets, exclude: Names of modules, see :func:`selects`. ``all-linear`` stands for all linear layers in decoder
-            layers, except those that choose experts.
+            layers, except those that choose experts, and ``experts`` for the routed experts, which are no linear
+            layers.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class LoraLinear(nn.Linear):
         lora_A, lora_B: The trained factors, float32 ``[rank, in]`` and ``[out, rank]``.
         lora_scale: The factor ``s``.
         lora_on: Whether ``forward`` adds the adapter. If not, it computes exactly what it would without one.
+        lora_rows: The rows ``[n, 1]`` of the input ``[..., n, in]`` to which the adapter is applied; None for all.
     """
 
     lora_A: nn.Parameter
@@ -66,6 +70,7 @@ class LoraLinear(nn.Linear):
     lora_scale: float
     lora_dropout: float
     lora_on: bool
+    lora_rows: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         base = linear(input, self.weight, self.bias)
@@ -77,7 +82,8 @@ class LoraLinear(nn.Linear):
 
     def adapter(self, input: Tensor) -> Tensor:
         """Return ``s B A x``."""
-        return linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+        added = linear(linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+        return added if self.lora_rows is None else torch.where(self.lora_rows, added, 0.0)
 
 
 def selects(pattern: str, name: str) -> bool:
@@ -129,14 +135,15 @@ def choose_layers(linears: Sequence[str], settings: LoraSettings, model: str) ->
     """
     for flag, patterns in (("--lora-target-modules", settings.targets), ("--lora-exclude-modules", settings.exclude)):
         for pattern in patterns:
-            if pattern != ALL_LINEAR and not any(selects(pattern, name) for name in linears):
+            if pattern not in (ALL_LINEAR, EXPERTS) and not any(selects(pattern, name) for name in linears):
                 last = sorted({name.rpartition(".")[2] for name in linears})
                 raise ModelError(
                     f"{flag} {pattern!r} selects no linear layer of the decoder layers of {model}, "
-                    f"which has {', '.join(last)}. Embeddings, the head and fused experts cannot have adapters"
+                    f"which has {', '.join(last)}. Embeddings and the head cannot have adapters. Fused experts can "
+                    f"have them only all together, with the name {EXPERTS}"
                 )
     chosen = [name for name in linears if _is_chosen(name, settings)]
-    if not chosen:
+    if not chosen and EXPERTS not in settings.targets:
         raise ModelError("--lora-exclude-modules leaves no layer of --lora-target-modules")
     return chosen
 
@@ -145,7 +152,7 @@ def _is_chosen(name: str, settings: LoraSettings) -> bool:
     if any(selects(pattern, name) for pattern in settings.exclude):
         return False
     every = ALL_LINEAR in settings.targets and name.rpartition(".")[2] not in _ROUTERS
-    return every or any(selects(pattern, name) for pattern in settings.targets if pattern != ALL_LINEAR)
+    return every or any(selects(pattern, name) for pattern in settings.targets if pattern not in (ALL_LINEAR, EXPERTS))
 
 
 def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
@@ -156,9 +163,13 @@ def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
     attach(module, factor, torch.zeros(module.out_features, settings.rank, device=device), settings)
 
 
-def initial_factor(settings: LoraSettings, inputs: int, seed: int) -> Tensor:
-    """Return the initial values of ``A``, float32 ``[rank, inputs]`` on the CPU, so that every device has the same."""
-    shape, generator = (settings.rank, inputs), torch.Generator().manual_seed(seed)
+def initial_factor(settings: LoraSettings, inputs: int, seed: int, rows: int | None = None) -> Tensor:
+    """Return the initial values of ``A``, float32 ``[rank, inputs]`` on the CPU, so that every device has the same.
+
+    Args:
+        rows: The number of rows, if it is not the rank.
+    """
+    shape, generator = (rows or settings.rank, inputs), torch.Generator().manual_seed(seed)
     if settings.init == "gaussian":
         return torch.randn(shape, generator=generator) / settings.rank
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(inputs)

@@ -95,7 +95,12 @@ def factor_names(module: str) -> tuple[str, str]:
 def write_adapter(folder: Path, config: Mapping[str, Any], adapter: Adapter) -> None:
     """Write an adapter. The folder is created."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_factors(adapter).items()}
+    write_factors(folder, config, named_factors(adapter))
+
+
+def write_factors(folder: Path, config: Mapping[str, Any], factors: Mapping[str, Tensor]) -> None:
+    """Write an adapter whose factors have their names in the file."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -148,6 +153,21 @@ def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    return factors_of(tensors, rank, str(path))
+
+
+def factors_of(tensors: Mapping[str, Tensor], rank: int, where: str) -> dict[str, Factors]:
+    """Return the pairs of factors by the names of their modules.
+
+    Args:
+        tensors: The factors by their names in the file.
+        rank: The rank in the settings of the adapter.
+        where: Where they come from, for error messages.
+
+    Raises:
+        ModelError: There are other tensors than the factors of linear layers, of another rank, or with values that are
+            not finite.
+    """
     modules: dict[str, list[Tensor | None]] = {}
     unknown = []
     for name, tensor in tensors.items():
@@ -160,11 +180,11 @@ def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
     found = {name: Factors(a, b) for name, (a, b) in modules.items() if a is not None and b is not None}
     unknown += [name for name in modules if name not in found]
     if unknown or not found:
-        raise ModelError(f"{path} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
+        raise ModelError(f"{where} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
     for name, (a, b) in found.items():
         if a.shape[0] != rank or b.shape[1] != rank or not (a.numel() and b.numel()):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ModelError(f"{path}: the factors of {name} have shapes {shapes}, but {CONFIG} has rank {rank}")
+            raise ModelError(f"{where}: the factors of {name} have shapes {shapes}, but its settings have rank {rank}")
         if not all(x.dtype in _DTYPES and x.isfinite().all() for x in (a, b)):
-            raise ModelError(f"{path}: the factors of {name} must be finite numbers of 16, 32 or 64 bits")
+            raise ModelError(f"{where}: the factors of {name} must be finite numbers of 16, 32 or 64 bits")
     return found

@@ -103,6 +103,8 @@ def build_generate_body(state: GenerateState, sample: Sample, params: SamplingPa
         body["text"] = prompt_text(state, sample) + sample.response
     else:
         body["input_ids"] = [] if (ids := sample.array("tokens")) is None else ids.tolist()
+    if state.requests.adapter is not None:
+        body["lora_path"] = state.requests.adapter
     if state.requests.returns_experts:
         body["return_routed_experts"] = True
     cuts = restricts_vocabulary(params.get("top_p"), params.get("top_k"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.config.lora import engine_adapter
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.types import SamplingParams
@@ -39,12 +40,15 @@ class RequestSettings:
             vocabulary from which a token was sampled.
         has_routing_key: Whether the router's policy reads the routing key of a session.
         returns_experts: Whether engines report the experts of each token (``--use-rollout-routing-replay``).
+        adapter: The name of the trained adapter, for engines that load adapters by name (``--lora-sync adapter`` with
+            SGLang).
     """
 
     timeout: float
     embedded: bool
     has_routing_key: bool
     returns_experts: bool
+    adapter: str | None = None
 
     @classmethod
     def from_args(cls, args: Args) -> RequestSettings:
@@ -53,6 +57,7 @@ class RequestSettings:
             embedded=args.rollout_backend == "embedded",
             has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
             returns_experts=args.use_rollout_routing_replay,
+            adapter=engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
         )
 
 

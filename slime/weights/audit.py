@@ -159,9 +159,13 @@ async def audit_engines(
 # --- (a) -----------------------------------------------------------------------------------------
 
 
-async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
-    """Return the engine's log-probs of all tokens except the first, requested with ``/generate``."""
-    request = {
+async def score(engine: EngineHandle, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+    """Return the engine's log-probs of all tokens except the first, requested with ``/generate``.
+
+    Args:
+        adapter: The name of the adapter to compute with, for engines that load adapters by name.
+    """
+    request: dict[str, object] = {
         "input_ids": list(tokens),
         # Not greedy: if one request of a batch is greedy and others are not, SGLang samples all of them with top-k,
         # and it compiles the kernel for top-k at the first use.
@@ -169,6 +173,8 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+    if adapter is not None:
+        request["lora_path"] = adapter
     answer = await engine.generate(request)
     scored = answer["meta_info"]["input_token_logprobs"]
     values = [entry[0] for entry in scored if entry[0] is not None]
@@ -179,13 +185,19 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
     return [float(value) for value in values]
 
 
-async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: float, deadline: float) -> dict[str, float]:
+async def check_probe(
+    engines: Sequence[EngineHandle], probe: Probe, limit: float, deadline: float, adapter: str | None = None
+) -> dict[str, float]:
     """Compute the log-probs of the probe on every engine, and return the largest difference of each by URL.
+
+    Args:
+        adapter: The name of the adapter to compute with, for engines that load adapters by name.
 
     Raises:
         WeightAuditError: A difference is larger than ``limit`` or NaN.
     """
-    scores, failed = await on_each(engines, lambda engine: score(engine, probe.tokens), "score the probe", deadline)
+    ask = lambda engine: score(engine, probe.tokens, adapter)  # noqa: E731
+    scores, failed = await on_each(engines, ask, "score the probe", deadline)
     for error in failed.values():
         raise error
     gaps = {}
@@ -221,7 +233,7 @@ async def probe_engines(
     limit = threshold(settings.audit_threshold, settings.train_dtype, infos.values())
     if calibration is not None and settings.audit_threshold is None:
         limit = calibration.limit(limit)
-    gaps = await check_probe(whole, probe, limit, deadline)
+    gaps = await check_probe(whole, probe, limit, deadline, settings.adapter_name)
     if calibration is not None:
         calibration.passed(gaps.values())
     # Engines with named checksums have passed (d) already, which is stricter than (b).

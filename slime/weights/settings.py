@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from slime.config.lora import engine_adapter, sglang_adapter
+
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
@@ -54,6 +56,8 @@ class WeightSyncSettings:
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
+        adapter_name: The name under which engines load the adapter and requests ask for it (SGLang). None for engines
+            that apply the adapter of the last update to every request.
         on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
     """
 
@@ -79,20 +83,30 @@ class WeightSyncSettings:
     phase_seconds: float
     on_written: Written | None = None
     adapter: Mapping[str, object] | None = None
+    adapter_name: str | None = None
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
         return self.buffer_bytes or default
 
     def for_adapter(self, sent: AdapterSync | None) -> WeightSyncSettings:
-        """Return the settings for a trainer of an adapter; with None, these settings."""
+        """Return the settings for a trainer of an adapter; with None, these settings.
+
+        Raises:
+            ValueError: Engines that load adapters by name cannot have an adapter on these layers.
+        """
         if sent is None:
             return self
         changing = f"^(?:{'|'.join(map(re.escape, sorted(sent.changing)))})$"
-        return replace(self, only_train=(changing,), adapter=sent.config)
+        config, mode = sent.config, self.pause_mode
+        if self.adapter_name is not None and config is not None:
+            config = sglang_adapter(config)
+            mode = "abort"  # SGLang replaces an adapter only when no request has it any more
+        return replace(self, only_train=(changing,), adapter=config, pause_mode=mode)
 
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:
+        named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
         return cls(
             model=str(args.hf_checkpoint),
             colocate=args.colocate,
@@ -111,12 +125,14 @@ class WeightSyncSettings:
             audit_threshold=args.audit_threshold,
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
-            engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang",
+            # With an adapter that it loads by name, SGLang keeps a copy of its base in host memory.
+            engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang" and named is None,
             step_seconds=min(
                 args.distributed_timeout_minutes * 60.0 * _RANKS_MARGIN, args.phase_timeout * _DRIVER_MARGIN
             ),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
+            adapter_name=named,
         )
 
 

@@ -41,9 +41,11 @@ from slime.weights.changes import AuditMemory, Held, fingerprints
 from slime.weights.handoff import Handoff
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import Transport
+from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink
 from slime.weights.update import (
+    FACTORS,
     Transform,
     UpdateReport,
     WeightSyncError,
@@ -53,6 +55,7 @@ from slime.weights.update import (
     iter_buckets,
     leave_out,
     parse_version,
+    transformed,
 )  # fmt: skip
 from slime.weights.window import TORN, UpdateWindow
 
@@ -121,6 +124,7 @@ def _contribute(
     """Offer this rank's copy of the weights to engines of another sender, with the buckets and dtype of that sender."""
     import torch
 
+    transport = transport.base if isinstance(transport, AdapterTransport) else transport
     assert isinstance(transport, IpcTransport), "only handles are read from several ranks"
     orders = peers.settings()
     if orders is None:
@@ -128,7 +132,8 @@ def _contribute(
     dtype = getattr(torch, orders["dtype"]) if orders["dtype"] else None
     transforms = _transforms(settings, dtype, orders["leave_out_frozen"])
     size = settings.bucket_bytes(transport.bucket_bytes)
-    transport.contribute(peers, _finished(iter_buckets(source, size, transforms)))
+    buckets = _finished(_buckets(settings, source, size, transforms))
+    transport.contribute(peers, (bucket for bucket in buckets if not bucket.adapter))
 
 
 class _Sender:
@@ -148,7 +153,8 @@ class _Sender:
         self.check_equal, self.peers = check_equal, peers
         deadline = settings.step_seconds
         how = transport.bracketed, check_equal, settings.pause_mode
-        self.window = UpdateWindow(version, *how, deadline, settings.adapter)
+        inside = settings.adapter if settings.adapter_name is None else None
+        self.window = UpdateWindow(version, *how, deadline, inside)
         self.report = UpdateReport(version, transport.name)
         self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
         self.memory, self.fingerprints = memory, dict(memory.sent)
@@ -191,8 +197,9 @@ class _Sender:
                 self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
             transforms = _transforms(self.settings, dtype, leave_out_frozen)
             size = self.settings.bucket_bytes(self.transport.bucket_bytes)
-            for bucket in _finished(iter_buckets(source, size, transforms)):
-                self._digest([(name, t) for name, t in bucket.tensors if _has_dtype(t, dtype)], plan)
+            for bucket in _finished(_buckets(self.settings, source, size, transforms)):
+                if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
+                    self._digest([(name, t) for name, t in bucket.tensors if _has_dtype(t, dtype)], plan)
                 if not handoff.put(bucket):
                     return
         except BaseException as error:
@@ -205,7 +212,8 @@ class _Sender:
 
         Then frozen tensors need not be sent, except with transports that write complete versions to files.
         """
-        if self.transport.name in ("disk", "delta") or self.check_equal or self.settings.engines_lose_weights:
+        files = self.transport.name in ("disk", "delta") and self.settings.adapter_name is None
+        if files or self.check_equal or self.settings.engines_lose_weights:
             return False
         attempt = parse_version(self.version).attempt
         held = [info.weight_version for info in plan.infos.values()]
@@ -240,7 +248,8 @@ class _Sender:
             return self.report.digests
         if engine.url not in plan.fused:
             return {}
-        return self.fused[plan.infos[engine.url].tensor_parallel_size].digests
+        known = self.fused.get(plan.infos[engine.url].tensor_parallel_size)
+        return {} if known is None else known.digests  # only the factors of an adapter were sent
 
     # --- on the event loop -------------------------------------------------------------------
 
@@ -312,6 +321,30 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
     if dtype is not None:
         transforms.append(cast_floating(dtype))
     return transforms
+
+
+def _buckets(
+    settings: WeightSyncSettings, source: Iterable[NamedTensor], size: int, transforms: list[Transform]
+) -> Iterator[Bucket]:
+    """Divide the stream into buckets. The factors of an adapter that engines load by name are a bucket of their own,
+    the last one."""
+    if settings.adapter is None or settings.adapter_name is None:
+        yield from iter_buckets(source, size, transforms)
+        return
+    factors: list[NamedTensor] = []
+    count = -1
+
+    def base() -> Iterator[NamedTensor]:
+        for name, tensor in source:
+            if name.endswith(FACTORS):
+                factors.extend(transformed([(name, tensor)], transforms))
+            else:
+                yield name, tensor
+
+    for bucket in iter_buckets(base(), size, transforms):
+        count = bucket.index
+        yield bucket
+    yield Bucket(count + 1, factors, last=True, adapter=True)
 
 
 def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:

@@ -30,6 +30,8 @@ DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 _PATTERN = re.compile(r"(\d+)\.(\d+)")
 FULL_PRECISION = ("e_score_correction_bias", "expert_bias", "A_log")
 """Endings of the names of tensors that engines keep in a wider dtype, so that a cast would lose bits."""
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+"""Endings of the names of an adapter's factors."""
 
 
 class Version(NamedTuple):
@@ -123,7 +125,7 @@ def iter_buckets(
     pending: list[NamedTensor] = []
     size = 0
     index = 0
-    for name, tensor in _transformed(named_tensors, steps):
+    for name, tensor in transformed(named_tensors, steps):
         nbytes = tensor.numel() * tensor.element_size()
         if pending and size + nbytes > max_bytes:
             yield Bucket(index, pending)
@@ -134,7 +136,8 @@ def iter_buckets(
         yield Bucket(index, pending, last=True)
 
 
-def _transformed(named_tensors: Iterable[NamedTensor], steps: list[Transform]) -> Iterator[NamedTensor]:
+def transformed(named_tensors: Iterable[NamedTensor], steps: Sequence[Transform]) -> Iterator[NamedTensor]:
+    """Send each tensor through all ``steps``, in their order."""
     for name, tensor in named_tensors:
         stage: list[NamedTensor] = [(name, tensor)]
         for step in steps:

@@ -23,7 +23,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "recomputed": dict(gradient_checkpointing=True, share_prompt_in_pack=False),
     "bfloat16": dict(train_dtype="bfloat16", use_kl_loss=True, kl_loss_coef=0.1),
     "critic": dict(advantage_estimator="ppo"),
+    "experts": dict(lora_target_modules=["all-linear", "experts"], use_kl_loss=True, kl_loss_coef=0.1),
 }
+MODELS = {"experts": "qwen3_moe"}  # of other layouts: qwen3
 
 
 def random_factors(backend: FsdpBackend) -> None:
@@ -47,7 +49,7 @@ def scores(backend: FsdpBackend, tag: Any) -> list[torch.Tensor]:
 def run(rank: int, world_size: int, paths: dict[str, Path], port: int, layout: str) -> Result:
     def make(**flags: Any) -> FsdpBackend:
         size = {"megatron": {"context_parallel_size": world_size}} if layout == "context" else {}
-        args = make_args(paths["qwen3"], **({"lora_sync": "merged"} | flags | size))
+        args = make_args(paths[MODELS.get(layout, "qwen3")], **({"lora_sync": "merged"} | flags | size))
         role = "critic" if layout == "critic" else "actor"
         backend = create_backend(args, role, rank, world_size, "127.0.0.1", port)
         assert isinstance(backend, FsdpBackend)
@@ -56,7 +58,7 @@ def run(rank: int, world_size: int, paths: dict[str, Path], port: int, layout: s
     flags = FLAGS[layout]
     if "fsdp_shard_size" in flags and world_size == 1:
         flags = {name: value for name, value in flags.items() if name != "fsdp_shard_size"}
-    backend = make(**LORA, **flags)
+    backend = make(**(LORA | flags))
     random_factors(backend)
     result: Result = {}
     if layout in ("plain", "bfloat16"):

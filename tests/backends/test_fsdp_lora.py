@@ -20,6 +20,7 @@ from fsdp_helpers import (
     weights_of,
     whole_batch,
 )
+from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from slime.backends.fsdp.backend import FsdpBackend
@@ -275,11 +276,89 @@ def test_initial_values_follow_seed_and_flag(llama: Path) -> None:
     assert 48**-0.5 < kaiming.abs().max() <= 32**-0.5
 
 
-def test_experts_have_no_adapters(tmp_path: Path) -> None:
+EXPERTS: dict[str, Any] = dict(lora_target_modules=["all-linear", "experts"], lora_sync="merged")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen3_moe(tmp_path_factory.mktemp("lora") / "moe")
+
+
+def test_gradients_of_experts_are_those_of_merged_weights(moe: Path) -> None:
+    """As for linear layers, expert by expert, in the fused tensors."""
+    adapter = make_backend(lora_args(moe, **EXPERTS))
+    randomize(adapter)
+    whole = make_backend(make_args(moe))
+    experts = adapter.adapter.experts  # type: ignore[union-attr]
+    assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
+    with torch.no_grad():
+        layers = {f"{name}.weight": layer for name, layer in adapter.adapter.layers.items()} | experts  # type: ignore[union-attr]
+        for name, p in whole.scorer.hf.named_parameters():
+            if (layer := layers.get(name)) is not None:
+                base = adapter.scorer.hf.get_parameter(name)
+                p.copy_(merged(base, layer.lora_A, layer.lora_B, layer.lora_scale))
+    torch.testing.assert_close(log_probs(adapter), log_probs(whole), rtol=0, atol=1e-5)
+    mine, theirs = (gradients(backend, whole_batch(make_samples())) for backend in (adapter, whole))
+    for name, x in experts.items():
+        d_w = theirs[name]
+        assert d_w.abs().max() > 0
+        expected = x.lora_scale * x.lora_B.mT @ d_w, x.lora_scale * d_w @ x.lora_A.mT
+        for factor, values in zip("AB", expected, strict=True):
+            torch.testing.assert_close(mine[f"{name}_lora.lora_{factor}"], values, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_path: Path) -> None:
+    """The reference is the base bit for bit; exports name each expert; they are loaded again, and merged."""
+    flags = EXPERTS | dict(lr=3e-3, use_kl_loss=True, kl_loss_coef=0.1)
+    backend, base = make_backend(lora_args(moe, **flags)), log_probs(make_backend(make_args(moe)))
+    assert torch.equal(log_probs(backend), base)
+    train(backend)
+    assert not torch.equal(log_probs(backend), base)
+    assert torch.equal(log_probs(backend, "ref"), base)
+    backend.save(tmp_path / "snapshot")
+    backend.save_hf(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj")
+    }  # fmt: skip
+    again = make_backend(lora_args(moe, **flags, load=str(tmp_path / "adapter")))
+    assert torch.equal(log_probs(again), log_probs(backend))
+    merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
+    torch.testing.assert_close(
+        log_probs(make_backend(make_args(tmp_path / "merged"))), log_probs(backend), rtol=0, atol=1e-5
+    )
+    sent, stored = dict(backend.named_weights()), dict(make_backend(make_args(tmp_path / "merged")).named_weights())
+    assert backend.adapter_sync is not None and any(".experts.0.up_proj" in x for x in backend.adapter_sync.changing)
+    for name, weight in sent.items():
+        torch.testing.assert_close(weight, stored[name], rtol=0, atol=1e-6)
+    resumed = make_backend(lora_args(moe, **flags))
+    resumed.load(tmp_path / "snapshot")
+    train(resumed, seed=1)
+    train(backend, seed=1)
+    assert torch.equal(log_probs(resumed), log_probs(backend))
+
+
+def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no decoder layer has routed experts"):
+        make_backend(lora_args(llama, **EXPERTS))
+    backend = make_backend(lora_args(moe, **EXPERTS))
+    backend.save_hf(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("experts.1.up_proj.lora_A.weight"))
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file)
+    with pytest.raises(
+        ModelError, match=r"expert 1 of .*experts has different factors lora_A for gate_proj and up_proj"
+    ):
+        make_backend(lora_args(moe, **EXPERTS, load=str(tmp_path / "adapter")))
+
+
+def test_experts_have_no_adapters_unless_they_are_named(tmp_path: Path) -> None:
     backend = make_backend(lora_args(save_tiny_qwen3_moe(tmp_path / "moe")))
     assert {name.rpartition(".")[2] for name in backend.adapter.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[union-attr]
     assert all("self_attn" in name for name in backend.adapter_sync.changing)
-    with pytest.raises(ModelError, match="fused experts cannot have adapters"):
+    with pytest.raises(ModelError, match="Fused experts can have them only all together"):
         make_backend(lora_args(tmp_path / "moe", lora_target_modules=["up_proj"]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_ranks import FLAGS, worker
+from lora_ranks import FLAGS, MODELS, worker
 from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 
@@ -62,7 +62,7 @@ def test_bfloat16_keeps_its_base_in_bfloat16_and_trains_alike(results: Results) 
 
 
 def test_the_identity_of_the_base_does_not_depend_on_the_layout(results: Results) -> None:
-    found = [result["identity"] for (layout, _), result in results.items() if layout != "critic"]
+    found = [result["identity"] for (layout, _), result in results.items() if layout not in ("critic", *MODELS)]
     assert len({identity["bfloat16"] for identity in found}) == 1
     assert len({identity["float32"] for identity in found if "float32" in identity}) == 1
 
@@ -82,3 +82,17 @@ def test_exports_hold_the_whole_factors(results: Results, paths: dict[str, Path]
         assert len(stored) == len(trained)
         for name, tensor in trained.items():
             assert torch.equal(stored[f"base_model.model.{name}.weight"], tensor), name
+
+
+def test_exports_hold_the_factors_of_each_expert(results: Results, paths: dict[str, Path]) -> None:
+    stored = load_file(str(paths["output"] / "experts_2" / "adapter_model.safetensors"))
+    for name, tensor in results["experts", 2]["trained"].items():
+        module, _, fused = name.removesuffix("_lora.lora_B").rpartition(".")
+        if fused == "gate_up_proj":
+            parts = [
+                [stored[f"base_model.model.{module}.{e}.{x}_proj.lora_B.weight"] for x in ("gate", "up")]
+                for e in range(4)
+            ]
+            assert torch.equal(torch.stack([torch.cat(both) for both in parts]), tensor)
+            return
+    raise AssertionError("no factors of experts were trained")

@@ -150,3 +150,18 @@ def test_what_is_no_command_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_page_of_the_tables_is_current() -> None:
     assert PAGE.read_text() == page(), "run: python tools/translations_page.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16",
+        "python3 -m openrlhf.cli.train_ppo_ray --lora_rank 8 --lora_alpha 16",
+        "python3 trl/scripts/grpo.py --use_peft --lora_r 8 --lora_alpha 16",
+    ],
+)
+def test_adapters_of_other_frameworks_are_translated(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(line + "\n")
+    words, _ = said(str(script))
+    assert words[words.index("--lora-rank") + 1] == "8" and words[words.index("--lora-alpha") + 1] == "16"

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from config_parts import Workplace
+from make_args import make_args
 
-from slime.config.lora import megatron_problems
+from slime.config.lora import (
+    ADAPTER_NAME,
+    check_lora,
+    engine_adapter,
+    megatron_problems,
+    sglang_adapter,
+    sglang_problem,
+    sglang_targets,
+)
 from slime.config.parser import ConfigError
+from slime.rollout.settings import RequestSettings
+from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
 
@@ -45,11 +57,16 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
         (MEGATRON + "--lora-dropout 0.1", "adapters of --train-backend megatron have no dropout"),
+        (
+            MEGATRON + "--lora-target-modules all-linear experts",
+            "experts have no adapters with --train-backend megatron",
+        ),
+        ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "of routed experts have no dropout"),
+        ("--lora-rank 8 --lora-target-modules experts --lora-sync adapter", "need merged weights of routed experts"),
         (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),
         (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate changes the base"),
         ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list excludes --lora-rank"),
         ("--lora-rank 8 --freeze-params-name-list q_proj", "--freeze-params-name-list excludes --lora-rank"),
-        ("--lora-rank 8 --lora-sync adapter --rollout-backend sglang", "sglang needs merged weights so far"),
         (
             "--lora-rank 8 --lora-sync adapter --update-weight-transport disk --update-weight-disk-dir /tmp/x",
             "--update-weight-transport disk writes whole models",
@@ -100,3 +117,75 @@ def test_notices(workplace: Workplace, line: str, said: str) -> None:
 )
 def test_engines_without_adapters_get_merged_weights(workplace: Workplace, line: str) -> None:
     assert workplace.load_unchecked(["--lora-rank", "8", *line.split()]).lora_sync == "merged"
+
+
+SGLANG: dict[str, Any] = dict(
+    rollout_backend="sglang", lora_rank=8, lora_sync="adapter", lora_target_modules=["all-linear"]
+)
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
+    args = make_args(**SGLANG, offload_rollout=True, update_weight_pause_mode="drain")
+    settings = WeightSyncSettings.from_args(args)
+    assert settings.adapter_name == RequestSettings.from_args(args).adapter == ADAPTER_NAME
+    assert not settings.engines_lose_weights
+    args.lora_sync = "merged"
+    settings = WeightSyncSettings.from_args(args)
+    assert settings.adapter_name is None is RequestSettings.from_args(args).adapter and settings.engines_lose_weights
+    assert engine_adapter(8, "adapter", "embedded") is None  # the embedded engine needs no name
+
+
+@pytest.mark.parametrize(
+    ("targets", "room"),
+    [
+        (["all-linear"], ALL),
+        (["self_attn.q_proj"], ALL[:3]),  # in SGLang these three are one layer
+        (["down_proj", "up_proj"], ALL[4:]),
+    ],
+)
+def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[str]) -> None:
+    assert sglang_targets(targets) == room
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, None),
+        ({"update_weight_pause_mode": "abort"}, None),
+        ({"update_weight_pause_mode": "retract"}, "would wait forever: use abort"),
+        ({"update_weight_pause_mode": "in_place"}, "would wait forever: use abort"),
+        ({"update_weight_mode": "delta"}, "delta sends changes of weights"),
+        ({"sglang": {"dp_size": 2}}, "--sglang-dp-size above 1"),
+        ({"lora_target_modules": ["q_proj", "gate"]}, "only, not on gate"),
+    ],
+)
+def test_flags_with_which_sglang_loads_no_adapter(flags: dict[str, Any], said: str | None) -> None:
+    problems = check_lora(make_args(**(SGLANG | flags)))
+    assert said is None if not problems else said is not None and any(said in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "qwen3"}, None),
+        ({"num_experts": 8}, "adapters on routed experts"),
+        ({"n_routed_experts": 8}, "adapters on routed experts"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"layer_types": ["linear_attention"]}, "gated delta nets"),
+        ({"model_type": "phi3"}, "phi3"),
+    ],
+)
+def test_models_whose_adapters_sglang_does_not_load(config: dict[str, Any], said: str | None) -> None:
+    problem = sglang_problem(config, ["all-linear"])
+    assert problem is None if said is None else said in str(problem)
+
+
+def test_the_file_from_which_sglang_computes_the_same_factor() -> None:
+    layers = [f"model.layers.{i}.{name}" for i in range(2) for name in ("mlp.down_proj", "self_attn.o_proj")]
+    config = {"r": 16, "lora_alpha": 8.0, "use_rslora": True, "target_modules": layers}
+    made = sglang_adapter(config)
+    assert made["lora_alpha"] == 32.0 and not made["use_rslora"]  # 32 / 16 is 8 / sqrt(16)
+    assert sglang_adapter({**config, "use_rslora": False})["lora_alpha"] == 8.0
+    with pytest.raises(ValueError, match=r"layers.1.mlp has adapters on up_proj, but SGLang needs them on all of gate"):
+        sglang_adapter({**config, "target_modules": [*layers, "model.layers.1.mlp.up_proj"]})

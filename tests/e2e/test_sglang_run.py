@@ -55,10 +55,14 @@ def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]
     assert runner.wait_gone() == []
 
 
-def test_an_adapter_reaches_a_server_as_merged_weights(runner, sglang_flags: list[object]) -> None:
-    """SGLang has no adapter of this run, so its log-probs are those of the trainer only if every update merges it."""
-    result = runner.run(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", timeout=600)
+@pytest.mark.parametrize("how", ["merged", "adapter"])
+def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: str) -> None:
+    """The server's log-probs are those of the trainer only if every update merges the adapter, or if every version of
+    it is loaded and every request names it."""
+    result = runner.run(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", "--lora-sync", how, timeout=600)
     assert_trained(result, 3)
+    log = (result.folder / "logs" / "engine-0.log").read_text()
+    assert ("/load_lora_adapter_from_tensors" in log) == (how == "adapter")
     assert runner.wait_gone() == []
 
 

@@ -10,12 +10,12 @@ import torch
 from engine_drivers import finish, load, make, reference_logprobs, result
 from transformers import AutoModelForCausalLM
 
-from slime.engines.embedded.adapters import read_settings, set_layers
+from slime.engines.embedded.adapters import load_named, read_settings, set_layers
 from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.weights import WeightError
 from slime.models.lora import LoraLinear, LoraSettings, merged
-from slime.models.peft_files import factor_names, peft_config
+from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
 
 SETTINGS = LoraSettings(rank=3, alpha=6.0)
 NAMES = [
@@ -103,3 +103,93 @@ def test_settings_are_those_of_peft() -> None:
     for changes in ({"r": 0}, {"lora_alpha": 0}, {"lora_alpha": "x"}, {"target_modules": []}, {"target_modules": "q"}):
         with pytest.raises(BadRequest, match=next(iter(changes))):
             read_settings({**config, **changes})
+
+
+def stored(folder: Path, seed: int, layers: list[str], settings: LoraSettings, model: Any) -> Path:
+    """An adapter in PEFT's files."""
+    generator = torch.Generator().manual_seed(seed)
+    linears = {name: model.get_submodule(name) for name in layers}
+    shapes = {name: ((settings.rank, m.in_features), (m.out_features, settings.rank)) for name, m in linears.items()}
+    made = {
+        name: Factors(*(torch.randn(shape, generator=generator) * 0.2 for shape in both))
+        for name, both in shapes.items()
+    }
+    write_adapter(folder, peft_config(settings, layers, "base"), made)
+    return folder
+
+
+def with_adapter(model: Path, folder: Path | None) -> Any:
+    """The reference: transformers with the factors merged into its weights."""
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if folder is not None:
+        settings, _ = read_config(folder)
+        with torch.no_grad():
+            for layer, (a, b) in read_factors(folder, settings.rank).items():
+                weight = made.get_submodule(layer).weight
+                weight.copy_(merged(weight, a, b, settings.scale))
+    return made
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_requests_of_several_adapters_share_a_batch(tiny_llama: Path, tmp_path: Path, deterministic: bool) -> None:
+    """The engine's own, two named ones on other layers and with other ranks; equal prompts share no KV."""
+    loaded = load(tiny_llama, deterministic=deterministic)
+    named, model = loaded.engine.runner.adapters, loaded.engine.runner.model
+    set_layers(loaded, SETTINGS, NAMES)
+    own = factors(loaded, 1)
+    update(loaded, own, "0.1")
+    every = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in name]
+    folders = {
+        "wide": stored(tmp_path / "wide", 2, every, LoraSettings(5, 10.0, rslora=True), model),
+        "narrow": stored(tmp_path / "narrow", 3, NAMES[1:3], LoraSettings(2, 4.0), model),
+    }
+    for name, folder in folders.items():
+        settings = read_config(folder)[0]
+        load_named(loaded, name, settings, read_factors(folder, settings.rank))
+    references: dict[str | None, Any] = {name: with_adapter(tiny_llama, folder) for name, folder in folders.items()}
+    references[None] = merged_model(tiny_llama, own, SETTINGS)
+    prompt = [7, *range(20, 40)]
+    together = []
+    for turn in range(2):  # in the second turn, the prompts of the first are there to share
+        for i, name in enumerate((None, "wide", "narrow", "wide")):
+            sequence = make(prompt, f"{turn}-{i}", seed=i, max_new_tokens=6)
+            sequence.request.adapter, sequence.adapter_key = name, named.key(name)
+            together.append(sequence)
+        finish(loaded, together[4 * turn :])
+    for sequence in together:
+        expected = reference_logprobs(references[sequence.request.adapter], sequence.tokens)[sequence.prompt_len - 1 :]
+        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
+    assert all(s.cached_tokens > 0 for s in together[4:])
+    if deterministic:  # alone, each gives the same bits
+        alone = make(prompt, "alone", seed=1, max_new_tokens=6)
+        alone.request.adapter, alone.adapter_key = "wide", named.key("wide")
+        finish(loaded, [alone])
+        assert result(alone) == result(together[1])
+    named.unload("wide")
+    named.unload("narrow")
+    assert not named._hooks
+    finish(loaded, [last := make(prompt, "last", max_new_tokens=6)])
+    expected = reference_logprobs(references[None], last.tokens)[last.prompt_len - 1 :]
+    torch.testing.assert_close(torch.tensor(last.output_logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    loaded = load(tiny_llama)
+    named, model = loaded.engine.runner.adapters, loaded.engine.runner.model
+    folder = stored(tmp_path, 1, NAMES, SETTINGS, model)
+    made = read_factors(folder, SETTINGS.rank)
+    named.load("mine", SETTINGS, made)
+    first = named.key("mine")
+    with pytest.raises(WeightError, match="'mine' is loaded already"):
+        named.load("mine", SETTINGS, made)
+    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+        named.load("other", SETTINGS, {"model.norm": made[NAMES[0]]})
+    with pytest.raises(WeightError, match="in the adapter 'other' have the shapes"):
+        named.load("other", LoraSettings(4, 6.0), made)
+    with pytest.raises(BadRequest, match="'other' is not loaded; there are mine"):
+        named.key("other")
+    with pytest.raises(WeightError, match="'other' does not exist"):
+        named.unload("other")
+    named.unload("mine")
+    named.load("mine", SETTINGS, made)
+    assert named.key("mine") != first  # KV of the old one is not shared with the new one

@@ -44,6 +44,25 @@ def test_words_of_a_server_on_gpus() -> None:
     assert "--enable-weights-cpu-backup" not in words and "nnodes" not in words and "torch_native" not in words
 
 
+def test_a_server_that_loads_adapters_by_name() -> None:
+    """It has room for them, and keeps its base while its memory is released, because the base is sent only once."""
+    flags = dict(lora_rank=16, lora_sync="adapter", lora_target_modules=["q_proj"], offload_rollout=True)
+    settings = sglang_settings(sglang={"device": "cuda"}, **flags)
+    words = " ".join(server_words(settings, SPEC, PLACE))
+    for part in (
+        "--enable-lora", "--max-lora-rank 16", "--lora-target-modules q_proj k_proj v_proj", "--max-loras-per-batch 4",
+        "--enable-weights-cpu-backup",
+    ):  # fmt: skip
+        assert part in words, words
+    assert "--lora-backend" not in words
+    on_cpu = server_options(sglang_settings(sglang={"device": "cpu"}, **flags), SPEC, PLACE)
+    assert on_cpu["lora_backend"] == "torch_native"
+    judge = server_options(settings, EngineSpec(0, "/judge", updates=False), PLACE)
+    assert "enable_lora" not in judge
+    merged = sglang_settings(sglang={"device": "cuda"}, **(flags | {"lora_sync": "merged"}))
+    assert "enable_lora" not in server_options(merged, SPEC, PLACE)
+
+
 def test_a_model_that_nobody_updates_keeps_its_weights_and_dtype() -> None:
     settings = sglang_settings(sglang={"device": "cuda"}, offload_rollout=True)
     options = server_options(settings, EngineSpec(0, "/judge", updates=False), PLACE)

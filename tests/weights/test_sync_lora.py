@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,11 @@ from real_engines import VOCAB, Engines, save_tiny_model, sync_args
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import score_probe
+from slime.engines.adapter_payload import adapter_payload
+from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.engines.sglang_api import EngineError
+from slime.models.peft_files import named_factors
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
@@ -111,3 +116,43 @@ def test_merged_weights_of_its_layers_travel(model: Path, fleet: Engines) -> Non
     report = sync(backend, model, engine, "0.1")
     assert report.tensors == LAYERS < whole
     assert set(report.digests) == {f"{name}.weight" for name in backend.adapter.layers}  # type: ignore[union-attr]
+
+
+def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
+    model: Path, fleet: Engines, tmp_path: Path
+) -> None:
+    (engine,) = fleet.start(1)
+    mine, other = trainer(model, "adapter"), trainer(model, "adapter")
+    tokens = audit.probe_tokens(VOCAB)
+    train(mine, 1)
+    older = score_probe(mine, tokens)
+    assert mine.adapter is not None and mine.adapter_sync is not None and mine.adapter_sync.config is not None
+    factors = {name: p.detach().clone() for name, p in named_factors(mine.adapter.factors()).items()}
+    train(other, 2)
+    other.save_hf(str(tmp_path))
+    train(mine, 3)
+    sync(mine, model, engine, "0.1")
+    payload = adapter_payload(Bucket(0, list(factors.items())), shared=True, digests=False)
+    run(engine.load_adapter("older", mine.adapter_sync.config, payload))
+    run(engine.load_adapter("other", mine.adapter_sync.config, tmp_path))
+    expected = {None: score_probe(mine, tokens), "older": older, "other": score_probe(other, tokens)}
+    for name, ours in expected.items():
+        theirs = run(audit.score(engine, tokens, name))
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4, name
+    assert run(engine.info()).weight_version == "0.1"
+
+    async def while_a_request_uses_it() -> None:
+        params = {"max_new_tokens": 2000, "ignore_eos": True}
+        body = {"input_ids": tokens, "sampling_params": params, "lora_path": "older"}
+        request = asyncio.ensure_future(engine.generate(body))
+        while not (await engine.load())["running"]:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="1 requests with the adapter 'older' have not ended"):
+            await engine.unload_adapter("older")
+        await engine.abort()
+        await request
+
+    run(while_a_request_uses_it())
+    run(engine.unload_adapter("older"))
+    with pytest.raises(EngineError, match="'older' is not loaded; there are other"):
+        run(audit.score(engine, tokens, "older"))

@@ -84,7 +84,7 @@ def require_same_names(model: PreTrainedModel) -> None:
 
 def names_with_adapters(model: PreTrainedModel) -> frozenset[str]:
     """Return the names in the checkpoint of the weights that have adapters."""
-    trained = AdapterMerge(model).layers
+    trained = AdapterMerge(model).names
     return frozenset(
         disk
         for name, tensor in _empty_tensors(model)

@@ -16,7 +16,8 @@ from slime.backends.collectives import local
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.config.args import Args
 from slime.models.cpu_linear import CpuLinear
-from slime.models.lora import LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
+from slime.models.lora import EXPERTS, LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
+from slime.models.lora_experts import ExpertFactors, add_expert_lora, expert_factors, expert_names, fused, per_expert
 from slime.models.peft_files import Factors
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -30,10 +31,23 @@ def add_adapter(
     Raises:
         ModelError: The flags select no layer, or the adapter in ``load`` has other layers or shapes.
     """
-    added = add_lora(model, layers, settings, partial(seed_of, seed))
-    stored = stored_factors(load, {name: (x.lora_A.shape, x.lora_B.shape) for name, x in added.items()}) or {}
-    for name, (a, b) in stored.items():
-        for mine, theirs in ((added[name].lora_A, a), (added[name].lora_B, b)):
+    added: dict[str, LoraLinear | ExpertFactors] = {**add_lora(model, layers, settings, partial(seed_of, seed))}
+    shapes = {name: (tuple(x.lora_A.shape), tuple(x.lora_B.shape)) for name, x in added.items()}
+    if EXPERTS in settings.targets:
+        names = {id(module): name for name, module in model.named_modules()}
+        experts = add_expert_lora({names[id(layer)]: layer for layer in layers}, settings, partial(seed_of, seed))
+        added.update(experts)
+        shapes |= {
+            path: (tuple(a.shape), tuple(b.shape))
+            for name, x in experts.items()
+            for path, (a, b) in per_expert(name, x.lora_A, x.lora_B).items()
+        }
+    stored = stored_factors(load, shapes)
+    if stored is None:
+        return
+    for name, module in added.items():
+        a, b = fused(name, stored, len(module.lora_A)) if isinstance(module, ExpertFactors) else stored[name]
+        for mine, theirs in ((module.lora_A, a), (module.lora_B, b)):
             if not mine.is_meta:
                 mine.data.copy_(theirs)
 
@@ -41,23 +55,30 @@ def add_adapter(
 class AdapterMerge:
     """Adds the adapter to the weights of a model, shard by shard.
 
+    :attr:`names` are the names of the weights that have one.
+
     The factors ``A`` are gathered at the first use, in one collective operation for all layers. The rows of a weight
     and of its ``B`` are sharded alike, so that nothing else has to be gathered before the weights are.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
+        self.linears = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
+        self.experts = expert_factors(model)
+        self.names = self.linears.keys() | self.experts.keys()
         self._factors: dict[str, Tensor] | None = None
 
     @torch.no_grad()
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight with its adapter, in float32; the same tensor if it has none."""
-        layer = self.layers.get(name)
+        experts = self.experts.get(name)
+        layer = experts or self.linears.get(name)
         if layer is None:
             return weight
         if self._factors is None:
-            self._factors = dict(whole_tensors((key, x.lora_A.detach()) for key, x in self.layers.items()))
-        values = merged(local(weight), self._factors[name], local(layer.lora_B.detach()), layer.lora_scale)
+            self._factors = dict(whole_tensors((key, x.lora_A.detach()) for key, x in self.linears.items()))
+        # Experts are sharded, and so are both of their factors.
+        a = self._factors[name] if experts is None else local(experts.lora_A.detach())
+        values = merged(local(weight), a, local(layer.lora_B.detach()), layer.lora_scale)
         if not isinstance(weight, DTensor):
             return values
         return DTensor.from_local(
@@ -76,21 +97,27 @@ class FsdpAdapter(TrainedAdapter):
     def __init__(self, args: Args, settings: LoraSettings, model: nn.Module, named: Named, shard_size: int) -> None:
         super().__init__(args, settings, named)
         self.model, self.layers, self._shard_size = model, lora_layers(model), shard_size
+        self.experts = expert_factors(model)
 
-    def switches(self) -> list[LoraLinear]:
+    def switches(self) -> list[LoraLinear | ExpertFactors]:
         """See :meth:`TrainedAdapter.switches`."""
-        return list(self.layers.values())
+        return [*self.layers.values(), *self.experts.values()]
 
     def factors(self) -> dict[str, Factors]:
         """See :meth:`TrainedAdapter.factors`."""
-        parts = [(f"{name}.{x}", getattr(layer, x).detach()) for name, layer in self.layers.items() for x in _FACTORS]
+        layers = {**self.layers, **self.experts}
+        parts = [(f"{name}.{x}", getattr(layer, x).detach()) for name, layer in layers.items() for x in _FACTORS]
         whole = dict(whole_tensors(parts))
-        return {name: Factors(*(whole[f"{name}.{x}"] for x in _FACTORS)) for name in self.layers}
+        found = {name: Factors(*(whole[f"{name}.{x}"] for x in _FACTORS)) for name in layers}
+        for name in self.experts:
+            found |= per_expert(name, *found.pop(name))
+        return found
 
     def targets(self) -> list[str]:
         """See :meth:`TrainedAdapter.targets`."""
         linears = [name for name, module in self.model.named_modules() if isinstance(module, _LINEAR)]
-        return shortest_targets(list(self.layers), linears)
+        inside = [path for name, x in self.experts.items() for path in expert_names(name, x.lora_A.shape[0])]
+        return shortest_targets([*self.layers, *inside], [*linears, *inside])
 
     def digests(self) -> dict[str, str]:
         """See :meth:`TrainedAdapter.digests`."""

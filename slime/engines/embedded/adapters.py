@@ -13,6 +13,7 @@ from slime.engines.embedded.fields import BadRequest, list_of, need, number, tak
 from slime.engines.embedded.weights import WeightError
 from slime.models.cpu_linear import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, attach, lora_layers
+from slime.models.peft_files import Factors
 
 if TYPE_CHECKING:
     from slime.engines.embedded.loading import Loaded
@@ -65,6 +66,21 @@ def set_layers(loaded: Loaded, settings: LoraSettings, names: Sequence[str]) -> 
         make_reproducible(runner, loaded.vocab_size, loaded.options.random_seed)
     for layer in lora_layers(runner.model).values():
         layer.lora_B.data.zero_()
+
+
+def load_named(loaded: Loaded, name: str, settings: LoraSettings, factors: Mapping[str, Factors]) -> None:
+    """Load an adapter that requests choose by name. It runs on the model thread.
+
+    A deterministic engine measures again which row counts give the same bits, so running requests are computed again.
+
+    Raises:
+        WeightError: The name is taken, there are too many adapters, or the factors do not fit the model.
+    """
+    engine, runner = loaded.engine, loaded.engine.runner
+    runner.adapters.load(name, settings, factors)
+    if runner.deterministic:
+        engine.forget_computed()
+        make_reproducible(runner, loaded.vocab_size, loaded.options.random_seed)
 
 
 def _same(layer: LoraLinear, settings: LoraSettings) -> bool:

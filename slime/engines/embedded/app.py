@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from slime.engines.embedded import routes_control, routes_generate, routes_openai, routes_weights
+from slime.engines.embedded import routes_adapters, routes_control, routes_generate, routes_openai, routes_weights
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.web import LOADED, errors_as_json
 from slime.engines.keys import NO_KEYS, ServerKeys
@@ -30,7 +30,7 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS
     app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
-    for module in (routes_generate, routes_control, routes_weights, routes_openai):
+    for module in (routes_generate, routes_control, routes_weights, routes_adapters, routes_openai):
         app.add_routes(module.routes)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:

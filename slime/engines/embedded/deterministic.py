@@ -134,6 +134,7 @@ def _fill_cache(runner: Runner, trial: _Trial, generator: torch.Generator) -> No
 def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
     """Compute the probabilities ``[rows, vocab]`` of some rows of a trial in one forward."""
     picked = list(rows)
+    keys = runner.adapters.keys
     block = Rows(
         [trial.tokens[row] for row in picked],
         [trial.positions[row] for row in picked],
@@ -141,6 +142,7 @@ def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
         [trial.slots[row] for row in picked],
         list(range(len(picked))),
         list(range(len(picked))),
+        [keys[row % len(keys)] for row in picked],
     )
     step = row_context(runner.cache, block, True, runner.attend_alone)
     step.keep_states = False  # several rows of a trial may be in one slot, in any order

@@ -119,7 +119,7 @@ class Engine:
         """Queue a request. ``listener`` is called on the event loop when the request makes progress.
 
         Raises:
-            BadRequest: The prompt is too long for this engine.
+            BadRequest: The prompt is too long for this engine, or the adapter that it names is not loaded.
             TooManyRequests: The queue is full.
         """
         if len(self.scheduler.waiting) >= MAX_WAITING:
@@ -127,6 +127,7 @@ class Engine:
         sequence = Sequence(request, 0, self._seed(request))
 
         def add() -> None:
+            sequence.adapter_key = self.runner.adapters.key(request.adapter)
             self.scheduler.add(sequence)
             self._listeners[sequence] = listener
 

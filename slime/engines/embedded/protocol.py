@@ -99,6 +99,7 @@ class GenerateRequest:
     stream: bool = False
     images: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
     image_inputs: Mapping[str, object] | None = None  # the tensors that the processor made from the images
+    adapter: str | None = None  # the name of the adapter (lora_path); None for the engine's own
     version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version for it and the tokens after it)
 
 
@@ -198,6 +199,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
 _PER_PROMPT = (
     "rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
     "image_data", "return_text_in_logprobs", "return_top_p_token_ids", "stream", "weight_version_plan",
+    "lora_path",
 )  # fmt: skip
 
 
@@ -224,6 +226,7 @@ def _one_request(
         return_top_p_token_ids=fields.take(one, "return_top_p_token_ids", fields.truth, False) and params.filtered,
         stream=fields.take(one, "stream", fields.truth, False),
         images=[] if images is None else images if isinstance(images, list) else [images],
+        adapter=fields.take(one, "lora_path", fields.text(4096), None),
         version_plan=fields.take(one, "weight_version_plan", _version_plan, ()),
     )
 

@@ -19,11 +19,13 @@ FIXED_LENGTH_STEP = 64  # the same for deterministic mode, where shapes may depe
 
 @dataclass
 class Rows:
-    """The rows of one forward; each list except ``wanted`` and ``owners`` has one entry per row.
+    """The rows of one forward; each list except ``wanted``, ``owners`` and ``adapters`` has one entry per row.
 
     Attributes:
         positions: The position of each row in its sequence.
         shifts: What to add to the position for the rotary embedding of models with multimodal positions.
+        adapters: The key of the adapter of each row (:mod:`slime.engines.embedded.named_adapters`); empty if no row
+            has a named one.
         wanted: The rows whose logits are needed, in order.
         owners: For each of these rows, the index of the work that it belongs to.
     """
@@ -34,6 +36,7 @@ class Rows:
     slots: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,13 +48,16 @@ class Rows:
         self.positions += [0] * missing
         self.shifts += [0] * missing
         self.slots += [bin_slot] * missing
+        self.adapters += [0] * missing if self.adapters else []
 
 
 def rows_of(works: Sequence[Work]) -> Rows:
     """Return the rows of all tokens of a plan, in order. Wanted are rows for prompt log-probs and for sampling."""
     rows = Rows()
+    named = any(work.sequence.adapter_key for work in works)
     for owner, work in enumerate(works):
         seq = work.sequence
+        rows.adapters += [seq.adapter_key] * (work.end - work.start) if named else []
         first = len(rows)
         rows.tokens += seq.tokens[work.start : work.end]
         rows.positions += range(work.start, work.end)
@@ -80,6 +86,7 @@ def blocks_of(rows: Rows, size: int) -> list[Rows]:
                 rows.slots[start:end],
                 [rows.wanted[i] - start for i in picked],
                 [rows.owners[i] for i in picked],
+                rows.adapters[start:end],
             )
         )
     return blocks

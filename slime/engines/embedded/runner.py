@@ -12,6 +12,7 @@ import torch
 from slime.engines.embedded import attention
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.linear import PackedLinears
+from slime.engines.embedded.named_adapters import NamedAdapters
 from slime.engines.embedded.rows import Rows, blocks_of, row_context, rows_of, segment_context
 from slime.engines.embedded.scheduler import Plan, Work
 from slime.engines.embedded.slots import Copy
@@ -45,6 +46,7 @@ class Runner:
         self.device = device
         self.deterministic = deterministic
         self.cache = KVCache(dtype, device)
+        self.adapters = NamedAdapters(model)
         self.packed = PackedLinears(model) if PackedLinears.available(device, dtype) else None
         self.row_counts: tuple[int, ...] = (max(FIXED_ROWS),)
         self.attend_alone = False
@@ -113,6 +115,7 @@ class Runner:
 
     def forward(self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]) -> torch.Tensor | None:
         """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows are wanted."""
+        self.adapters.select(rows.adapters, self.device)
         attention.set_step(step)
         try:
             output = self.model(
@@ -145,6 +148,7 @@ class Runner:
             step.image_blocks = image_blocks_of(types[0] == 1)
         if hasattr(inner, "rope_deltas"):  # otherwise the model would use the deltas of the last prompt
             inner.rope_deltas = None
+        self.adapters.select(rows.adapters, self.device)
         attention.set_step(step)
         try:
             output = self.model(

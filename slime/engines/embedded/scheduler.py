@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.sequence import FinishReason, Sequence, VersionEvent, aborted
 from slime.engines.embedded.slots import Move, SlotTable
@@ -163,7 +161,7 @@ class Scheduler:
         # The same placeholder tokens may stand for different images, so KV of prompts with images is never shared.
         shared = sequence.computed if self.share_prefixes and not sequence.has_images else 0
         last = self.running[-1]
-        self.moves += self.table.free(sequence.slot, sequence.tokens, shared, last.computed)
+        self.moves += self.table.free(sequence.slot, sequence.contents, shared, last.computed)
         # As in the table, the last running sequence moves to the slot that becomes free.
         self.running[sequence.slot] = last
         self.running.pop()
@@ -259,7 +257,7 @@ class Scheduler:
                 return  # later requests must not overtake it; otherwise a long request might wait forever
             self.waiting.remove(sequence)
             self.table.make_room(reserve)
-            tokens = np.asarray(sequence.tokens, dtype=np.int64)
+            tokens = sequence.contents
             # A shared prefix must end before the first position whose logits are needed, because logits are not
             # cached. These are the logits of the last token and those for prompt log-probs.
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
@@ -276,7 +274,7 @@ class Scheduler:
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}
         for sequence in extending:
-            key = tuple(sequence.tokens)
+            key = (sequence.adapter_key, *sequence.tokens)
             plain = self.share_prefixes and not sequence.wants_input_logprobs and not sequence.has_images
             # The samples of a group have the same prompt. It is computed once. The followers copy its KV and sample
             # from the same logits, each with its own seed.

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Required, TypedDict
 
+import numpy as np
+
 from slime.engines.embedded.protocol import GenerateRequest
 
 
@@ -53,6 +55,8 @@ class Sequence:
             next token is sampled from the logits of the last one.
         cached_tokens: The most prompt tokens whose KV was copied instead of computed.
         retractions: How often a pause has put the sequence back into the queue.
+        adapter_key: The key of the adapter that the request has chosen; see
+            :mod:`slime.engines.embedded.named_adapters`.
         position_shift: The difference between rotary position and token position after a prompt with images.
     """
 
@@ -74,6 +78,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     retractions: int = 0
     position_shift: int = 0
+    adapter_key: int = 0
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -82,6 +87,12 @@ class Sequence:
     @property
     def has_images(self) -> bool:
         return self.request.image_inputs is not None
+
+    @property
+    def contents(self) -> np.ndarray:
+        """The tokens, int64, in a form that is equal only for sequences with the same adapter, so that they share KV
+        with no other."""
+        return np.asarray(self.tokens, dtype=np.int64) + (self.adapter_key << 32)
 
     @property
     def prompt_len(self) -> int:

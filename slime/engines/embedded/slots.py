@@ -144,7 +144,7 @@ class SlotTable:
         moves.append(Copy(target, victim, self.slots[target].valid))
         self.slots[victim] = self.slots[target]
 
-    def free(self, slot: int, tokens: list[int], computed: int, last_computed: int) -> list[Move]:
+    def free(self, slot: int, tokens: np.ndarray, computed: int, last_computed: int) -> list[Move]:
         """Free the slot of a running sequence, and move the last running sequence to it.
 
         Args:
@@ -155,7 +155,7 @@ class SlotTable:
         self.clock += 1
         kept = self.slots[slot]
         computed = 0 if kept.stale else computed  # a new sequence must not use KV of old weights
-        kept.tokens, kept.valid = np.asarray(tokens[:computed], dtype=np.int64), computed
+        kept.tokens, kept.valid = tokens[:computed], computed
         kept.stale = False
         kept.used = self.clock
         self.active -= 1

@@ -1,4 +1,4 @@
-"""Stand-ins for Triton, ``sgl_kernel`` and torchvision, with which unmodified SGLang runs on a CPU.
+"""Stand-ins for Triton, ``sgl_kernel``, torchvision and pinned memory, with which unmodified SGLang runs on a CPU.
 
 SGLang imports all three packages on every device, although text models on its torch-native path call none of them. The
 stand-ins exist only in the server's process; nothing is installed or edited. An installed package always takes
@@ -8,6 +8,7 @@ precedence, because the finder is the last one on ``sys.meta_path``. If all thre
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
+_PINNING = ("arange", "empty", "full", "ones", "tensor", "zeros")  # functions with an argument pin_memory
 
 
 def install() -> list[str]:
@@ -41,6 +43,27 @@ def _tell_transformers() -> None:
 
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
+
+
+def pin_nothing() -> None:
+    """Let requests for page-locked memory return plain memory in this process.
+
+    SGLang's LoRA layers pin the tensors that they copy to the device. Page-locked memory speeds up copies to an
+    accelerator, and torch refuses to allocate it on a machine without one.
+    """
+    import torch
+
+    def plain(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def call(*values: Any, **options: Any) -> torch.Tensor:
+            options.pop("pin_memory", None)
+            return function(*values, **options)
+
+        return call
+
+    for name in _PINNING:
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 class _StandIns:

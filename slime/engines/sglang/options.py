@@ -20,6 +20,8 @@ CPU_DEFAULTS: dict[str, object] = {
     "max_total_tokens": 32768,  # SGLang's default is a share of the whole memory
     "sleep_on_idle": True,  # otherwise an idle scheduler keeps a whole core busy
 }
+ADAPTER_SLOTS = 4
+"""The number of adapters in a batch, of which the base counts as one. Each slot takes GPU memory of one adapter."""
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the CPU cores of each rank, separated by |
 
 
@@ -63,6 +65,15 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["dtype"] = settings.dtype
         if settings.updates_by_delta:
             ours["custom_weight_loader"] = [DELTA_LOADER]
+    if settings.adapter_rank and spec.updates:
+        ours |= {
+            "enable_lora": True,
+            "max_lora_rank": settings.adapter_rank,
+            "lora_target_modules": list(settings.adapter_targets),
+            "max_loras_per_batch": ADAPTER_SLOTS,
+        }
+        if runs_on_cpu(settings, spec):
+            ours["lora_backend"] = "torch_native"
     # A server with several data-parallel groups needs a port for each of them, and chooses them itself.
     if place.nccl_port is not None and int(str(given.get("dp_size") or 1)) == 1:
         ours["nccl_port"] = place.nccl_port
@@ -76,7 +87,8 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         return {**ours, "device": "cpu", **CPU_DEFAULTS, **given}
     if settings.offload:
         ours["enable_memory_saver"] = True
-        ours["enable_weights_cpu_backup"] = not spec.updates  # without updates, nobody sends released weights again
+        # Without updates, nobody sends released weights again. With an adapter, nobody sends the base again.
+        ours["enable_weights_cpu_backup"] = not spec.updates or bool(settings.adapter_rank)
     if settings.deterministic:
         ours["enable_deterministic_inference"] = True
     return {**ours, **given}

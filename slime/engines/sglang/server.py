@@ -17,9 +17,10 @@ from typing import Any
 from slime.engines.keys import ServerKeys
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.cpu_kernels import install
+    from slime.engines.sglang.cpu_kernels import install, pin_nothing
 
     install()
+    pin_nothing()
 
 
 def add_keys(words: list[str]) -> None:

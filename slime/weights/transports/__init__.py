@@ -77,7 +77,36 @@ def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
 
 
 def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
-    """Choose a transport from the flags and the placement.
+    """Choose a transport from the flags and the placement, also for an adapter that engines load by name.
+
+    The factors of such an adapter go to engines on the host of rank 0 through shared memory, to others in the body of
+    the request, and with ``--update-weight-transport disk`` through files. See :func:`_weight_transport` for weights.
+
+    Args:
+        colocated_host: Whether all engines run on the host of rank 0.
+
+    Raises:
+        ValueError: A transport with files has no folder.
+    """
+    base = _weight_transport(settings, colocated_host)
+    if settings.adapter is None or settings.adapter_name is None:
+        return base
+    from slime.weights.transports.adapter import AdapterTransport
+
+    folder = Path(settings.disk_dir) if settings.transport == "disk" and settings.disk_dir else None
+    return AdapterTransport(
+        base,
+        settings.adapter_name,
+        settings.adapter,
+        folder=folder,
+        shared=colocated_host,
+        digests=settings.audit,
+        deadline=settings.step_seconds,
+    )
+
+
+def _weight_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
+    """Choose a transport for weights.
 
     With GPUs, IPC is used for engines on the *same* GPU as the trainer (``--colocate``, on any host), because NCCL
     refuses two ranks on one GPU. Between GPUs, NCCL is faster and needs no peer access by handle.

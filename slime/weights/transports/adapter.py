@@ -1,0 +1,132 @@
+"""Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by another transport.
+
+The last bucket of an update has all factors (:attr:`slime.engines.flat.Bucket.adapter`). The buckets before it, if
+there are any, are weights of the base. In most updates there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slime.engines.adapter_payload import AdapterPayload, adapter_payload
+from slime.engines.fan_out import Failures, on_each
+from slime.engines.flat import Bucket
+from slime.engines.handle import EngineHandle
+from slime.weights.published import publishing
+from slime.weights.transports.base import OpenWindow, SendResult, Transport
+from slime.weights.update import WeightUpdate
+
+
+class AdapterTransport:
+    """Loads each version of the factors under one name.
+
+    Args:
+        base: The transport for the weights of the base.
+        name: The name of the adapter.
+        config: The content of PEFT's ``adapter_config.json``.
+        folder: A folder with the same path on trainer and engines, to load PEFT's files from it; None to send the
+            factors in the request.
+        shared: Whether all engines are on this host and can open shared memory.
+        digests: Whether engines compare digests of the factors before they load them, if they can.
+        deadline: The time limit in seconds for an engine to load the factors.
+    """
+
+    def __init__(
+        self,
+        base: Transport,
+        name: str,
+        config: Mapping[str, object],
+        *,
+        folder: Path | None,
+        shared: bool,
+        digests: bool,
+        deadline: float,
+    ) -> None:
+        self.base, self.adapter, self.config = base, name, config
+        self.folder, self.shared, self.digests, self.deadline = folder, shared, digests, deadline
+        self.name, self.bracketed, self.bucket_bytes = base.name, base.bracketed, base.bucket_bytes
+        self._published: Path | None = None
+
+    async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        return await self.base.connect(engines)
+
+    async def send(
+        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+    ) -> SendResult:
+        buckets = _Split(iter(update.buckets))
+        result, ready = SendResult(), list(engines)
+        opened = open_window is None
+
+        async def open_once() -> Sequence[EngineHandle]:
+            nonlocal ready, opened
+            if not opened and open_window is not None:
+                ready, opened = list(await open_window()), True
+            return ready
+
+        if await asyncio.to_thread(buckets.has_base):
+            result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
+        if buckets.factors is None:
+            return result
+        source = await asyncio.to_thread(adapter_payload, buckets.factors, self.shared, self.digests)
+        place: AdapterPayload | Path = (
+            source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
+        )
+        lost = {*result.failed, *result.torn}
+        alive = [engine for engine in await open_once() if engine.url not in lost]
+
+        async def load(engine: EngineHandle) -> None:
+            await engine.load_adapter(self.adapter, self.config, place)
+            if not self.bracketed:  # otherwise the version is set when the update ends
+                await engine.name_version(update.version)
+
+        _, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)
+        result.failed.update(failed)
+        result.count(buckets.factors)
+        return result
+
+    async def _publish(self, folder: Path, version: str, bucket: Bucket) -> Path:
+        """Write PEFT's files of a version, and remove those of the version before."""
+        from slime.models.peft_files import write_factors
+
+        async with publishing(folder, f"adapter_v{version}") as aside:
+            await asyncio.to_thread(write_factors, aside, dict(self.config), dict(bucket.tensors))
+        path, before = folder / f"adapter_v{version}", self._published
+        if before not in (None, path):
+            await asyncio.to_thread(shutil.rmtree, before, True)
+        self._published = path
+        return path
+
+    async def close(self) -> None:
+        """Close the transport of the base, and remove the files of the last version."""
+        if self._published is not None:
+            await asyncio.to_thread(shutil.rmtree, self._published, True)
+            self._published = None
+        await self.base.close()
+
+
+class _Split(Iterator[Bucket]):
+    """Iterates over the buckets of the base, and keeps the bucket of the factors."""
+
+    def __init__(self, buckets: Iterator[Bucket]) -> None:
+        self.buckets = buckets
+        self.factors: Bucket | None = None
+        self._first: Bucket | None = None
+
+    def has_base(self) -> bool:
+        """Return whether there is a bucket of the base. This takes the first bucket."""
+        self._first = next(self, None)
+        return self._first is not None
+
+    def __next__(self) -> Bucket:
+        if self._first is not None:
+            bucket, self._first = self._first, None
+            return bucket
+        bucket = next(self.buckets)
+        if bucket.adapter:
+            self.factors = bucket
+            raise StopIteration
+        return bucket

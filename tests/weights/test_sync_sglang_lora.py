@@ -1,0 +1,222 @@
+"""Syncs of a trainer with an adapter to real SGLang on the CPU, which loads each version under one name.
+
+In the stage of scripts/test_sglang.sh. One server for the whole module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engines import VOCAB, save_tiny_model, sync_args
+
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.train_loop import score_probe
+from slime.config.lora import ADAPTER_NAME
+from slime.config.machine import installed
+from slime.engines.handle import EngineHandle
+from slime.engines.launch import start_engine
+from slime.engines.plan import EngineSpec
+from slime.engines.settings import EngineSettings
+from slime.engines.sglang_api import EngineError
+from slime.utils.async_utils import run
+from slime.weights import audit
+from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.settings import WeightSyncSettings
+from slime.weights.sync import sync_weights
+from slime.weights.transports import create_transport
+from slime.weights.update import UpdateReport, WeightSyncError
+
+sys.path.append(str(Path(__file__).parents[1] / "backends"))
+from fsdp_helpers import make_args as backend_args
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.real,
+    pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
+]
+START_SECONDS = 400.0
+RANK, FACTORS = 4, 28
+LORA: dict[str, Any] = dict(lora_rank=RANK, lora_alpha=8.0, lora_target_modules=["all-linear"], lora_sync="adapter")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
+    settings = EngineSettings.from_args(sglang_args(model))
+    log = tmp_path_factory.mktemp("logs") / "server.log"
+    server = start_engine(settings, EngineSpec(0, str(model)), log_path=log)
+    try:
+        server.wait_ready(START_SECONDS)
+        yield EngineHandle(server.url)
+    finally:
+        server.stop()
+
+
+def sglang_args(model: Path, **changes: Any) -> Any:
+    settings: dict[str, Any] = dict(
+        rollout_backend="sglang",
+        hf_checkpoint=str(model),
+        rollout_dtype="float32",
+        sglang={"device": "cpu", "max_total_tokens": 4096},
+        threads_per_process=1,
+    )
+    return sync_args(**(settings | LORA | changes))
+
+
+def trainer(model: Path, seed: int, **changes: Any) -> FsdpBackend:
+    """A trainer whose factors are random, so that the adapter changes what the model computes."""
+    args = backend_args(model, **({"use_rslora": False} | LORA | changes))
+    backend = FsdpBackend(args, "actor", 0, 1, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in backend.adapter.trained:  # type: ignore[union-attr]
+        p.data = torch.randn(p.shape, generator=generator) * 0.2
+    return backend
+
+
+def probe_of(backend: FsdpBackend) -> Probe:
+    tokens = audit.probe_tokens(VOCAB)
+    return Probe(tokens, score_probe(backend, tokens))
+
+
+def sync(
+    backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, same_host: bool = True, **changes: Any
+) -> UpdateReport:
+    settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(backend.adapter_sync)
+    transport = create_transport(settings, colocated_host=same_host)
+    try:
+        report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True)
+        assert report is not None
+        assert run(audit.probe_engines(settings, [engine], probe_of(backend))) < 1e-4
+    finally:
+        run(transport.close())
+    return report
+
+
+def gap(engine: EngineHandle, probe: Probe, adapter: str | None) -> float:
+    """The largest difference of a log-prob of the engine from the probe."""
+    return run(audit.check_probe([engine], probe, float("inf"), 60, adapter))[engine.url]
+
+
+def test_only_the_adapter_travels(model: Path, engine: EngineHandle, tmp_path: Path) -> None:
+    """From the second update on, through shared memory, in the request, and in files."""
+    backend = trainer(model, 0)
+    whole = len(list(backend.named_weights()))
+    base = run(engine.checksum())
+    assert sync(backend, model, engine, "0.0").tensors == whole
+    folder = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
+    for step, (same_host, flags) in enumerate(((True, {}), (False, {}), (True, folder)), start=1):
+        backend = trainer(model, step)
+        report = sync(backend, model, engine, f"0.{step}", same_host, **flags)
+        assert report.tensors == FACTORS
+        assert report.nbytes == 4 * sum(p.numel() for _, p in backend.adapter.trained)  # type: ignore[union-attr]
+        assert run(engine.info()).weight_version == f"0.{step}"
+    assert not list(tmp_path.iterdir())  # the files of the last version are removed with the transport
+    assert run(engine.checksum()) == base
+    # Without a name, the base answers, as with the adapter off.
+    with backend.adapter.using("ref", backend.bank):  # type: ignore[union-attr]
+        off = probe_of(backend)
+    assert gap(engine, off, None) < 1e-4 < 0.1 < gap(engine, off, ADAPTER_NAME)
+
+
+def test_the_factor_of_rslora_is_kept(model: Path, engine: EngineHandle) -> None:
+    sync(trainer(model, 4, use_rslora=True), model, engine, "1.0", use_rslora=True)
+
+
+def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: EngineHandle) -> None:
+    """A sync ends them with the tokens so far, which their clients send again; the log-probs of each part are those of
+    the version that it names."""
+    old, new = trainer(model, 5), trainer(model, 6)
+    sync(old, model, engine, "2.0")
+    prompt = audit.probe_tokens(VOCAB)[:8]
+
+    def body(tokens: list[int]) -> dict[str, Any]:
+        params = {"max_new_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+        return {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "lora_path": ADAPTER_NAME}
+
+    async def under_way() -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(engine.generate(body(prompt)))
+        while not (await engine.load())["running"]:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        return task
+
+    async def finished(task: asyncio.Task[Any]) -> Any:
+        return await task
+
+    request = run(under_way())
+    sync(new, model, engine, "2.1")
+    first = run(finished(request))
+    made = [entry[1] for entry in first["meta_info"]["output_token_logprobs"]]
+    assert 0 < len(made) < 200 and first["meta_info"]["finish_reason"]["type"] == "abort"
+    second = run(engine.generate(body([*prompt, *made])))
+    rest = [entry[1] for entry in second["meta_info"]["output_token_logprobs"]]
+    for backend, answer, before in ((old, first, prompt), (new, second, [*prompt, *made])):
+        part = made if answer is first else rest
+        ours = score_probe(backend, [*before, *part])[len(before) - 1 :]
+        theirs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+
+
+def test_several_adapters_are_chosen_by_name(model: Path, engine: EngineHandle, tmp_path: Path) -> None:
+    """The run's own and one of another run, from its files, in one batch."""
+    mine, other = trainer(model, 7), trainer(model, 8)
+    other.save_hf(str(tmp_path / "other"))
+    sync(mine, model, engine, "3.0")
+    assert mine.adapter is not None
+    run(engine.load_adapter("other", mine.adapter.config([]), tmp_path / "other"))
+    names = {ADAPTER_NAME: mine, "other": other}
+
+    async def both() -> list[list[float]]:
+        tokens = audit.probe_tokens(VOCAB)
+        return await asyncio.gather(*(audit.score(engine, tokens, name) for name in names))
+
+    for values, backend in zip(run(both()), names.values(), strict=True):
+        assert max(abs(a - b) for a, b in zip(values, probe_of(backend).log_probs, strict=True)) < 1e-4
+    run(engine.unload_adapter("other"))
+    run(engine.unload_adapter("other"))  # there is none any more
+    with pytest.raises(EngineError, match="nobody"):
+        gap(engine, probe_of(mine), "nobody")
+
+
+def test_the_audit_finds_another_adapter(model: Path, engine: EngineHandle) -> None:
+    backend = trainer(model, 9)
+    sync(backend, model, engine, "4.0")
+    with pytest.raises(WeightAuditError, match="disagree on the probe"):
+        run(audit.check_probe([engine], probe_of(trainer(model, 10)), 1e-3, 60, ADAPTER_NAME))
+
+
+def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(model: Path, engine: EngineHandle) -> None:
+    backend = trainer(model, 11, lora_rank=8)
+    with pytest.raises(WeightSyncError, match="rank 8 is incompatible"):
+        sync(backend, model, engine, "5.0", lora_rank=8)
+    sync(trainer(model, 12), model, engine, "5.1")  # the next one heals the engine
+
+
+def test_damaged_factors_are_found_before_they_are_loaded(
+    model: Path, engine: EngineHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is the last test of the module: SGLang's check of the digests ends its server."""
+    from slime.engines.adapter_payload import AdapterPayload
+
+    whole = AdapterPayload.body
+
+    def damaged(self: AdapterPayload, *more: Any, **options: Any) -> dict[str, object]:
+        self.bucket.tensors[3][1].view(-1)[0] += 0.5
+        return whole(self, *more, **options)
+
+    monkeypatch.setattr(AdapterPayload, "body", damaged)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError):
+        sync(trainer(model, 13), model, engine, "6.0")
+    assert time.monotonic() - started < 60  # the connection ends with the server; no deadline is waited for
