@@ -23,6 +23,7 @@ from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value
+from slime.config.precision import RolloutPrecisionConfig
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import ModelConfig, OptimizerConfig
@@ -67,6 +68,7 @@ class Args(
     RewardConfig,
     AgentConfig,
     EnvironmentConfig,
+    RolloutPrecisionConfig,
     EngineConfig,
     AsyncConfig,
     WeightSyncConfig,

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from slime.engines.settings import fp8_format
+from slime.models.fp8_format import Fp8Format
+
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
@@ -52,6 +55,7 @@ class WeightSyncSettings:
             must be sent each time. SGLang does; the embedded engine keeps them in host memory.
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
+        fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
         on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
     """
@@ -78,6 +82,7 @@ class WeightSyncSettings:
     phase_seconds: float
     on_written: Written | None = None
     adapter: Mapping[str, object] | None = None
+    fp8: Fp8Format | None = None
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
@@ -114,6 +119,7 @@ class WeightSyncSettings:
             step_seconds=min(args.distributed_timeout_minutes * 60.0, args.phase_timeout * _DRIVER_MARGIN),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
+            fp8=fp8_format(args),
         )
 
 

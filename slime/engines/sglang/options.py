@@ -63,6 +63,8 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["dtype"] = settings.dtype
         if settings.updates_by_delta:
             ours["custom_weight_loader"] = [DELTA_LOADER]
+        if settings.fp8 is not None:
+            ours["quantization"] = "fp8"  # as config.json says; named, so that /server_info reports it
     # A server with several data-parallel groups needs a port for each of them, and chooses them itself.
     if place.nccl_port is not None and int(str(given.get("dp_size") or 1)) == 1:
         ours["nccl_port"] = place.nccl_port
