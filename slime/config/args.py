@@ -23,7 +23,7 @@ from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value
-from slime.config.precision import RolloutPrecisionConfig
+from slime.config.precision import RolloutPrecisionConfig, TrainingPrecisionConfig
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import ModelConfig, OptimizerConfig
@@ -76,6 +76,7 @@ class Args(
     RolloutConfig,
     DataConfig,
     LoraConfig,
+    TrainingPrecisionConfig,
     ModelConfig,
     ClusterConfig,
     RunConfig,

@@ -9,6 +9,7 @@ from slime.config.hf_config import SHAPE
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_lm import shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
+from slime.config.precision import FSDP_PRECISION
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -186,7 +187,12 @@ MEGATRON_HOOKS = (
 )
 
 
-FSDP_ONLY = ("fsdp_shard_size", "fsdp_reshard_after_forward", "fsdp_accumulate_unsharded_gradients")
+FSDP_ONLY = (
+    "fsdp_shard_size",
+    "fsdp_reshard_after_forward",
+    "fsdp_accumulate_unsharded_gradients",
+    *FSDP_PRECISION,
+)
 
 
 UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}

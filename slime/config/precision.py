@@ -1,4 +1,4 @@
-"""Flags of low precision: quantized weights on the engines."""
+"""Flags of low precision and memory: quantized weights on the engines, and number formats of the trainer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import flag
 from slime.config.hf_config import read_config
+from slime.config.machine import Machine, installed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -92,3 +93,88 @@ def check_quantization_device(args: Args, on_cpu: bool) -> list[str]:
         f"--rollout-quantization {args.rollout_quantization}: SGLang's 8-bit layers need a GPU (on a CPU they need AMX "
         "and SGLang's CPU kernels); use --rollout-backend embedded"
     ]
+
+
+@dataclass
+class TrainingPrecisionConfig:
+    _title = "precision and memory of the trainer"
+
+    float8_training: str | None = flag(
+        None,
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        help="FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats, through torchao, with "
+        "one scale per tensor or per row (rowwise_with_gw_hp: gradients of weights in bfloat16). Parameters, gradients "
+        "and optimizer keep their data types",
+    )
+    optimizer_8bit: bool = flag(
+        False,
+        help="FSDP: keep Adam's moments in 8 bits with one scale per block of values, through torchao: 2 instead of 8 "
+        "bytes per parameter",
+    )
+    bf16_master_weights: bool = flag(
+        False,
+        help="FSDP: keep master weights and gradients in bfloat16 and round updates stochastically, through torchao: 4 "
+        "instead of 8 bytes per parameter. Needs --train-dtype bfloat16",
+    )
+
+
+FSDP_PRECISION = ("float8_training", "optimizer_8bit", "bf16_master_weights")
+"""Flags that only the FSDP backend has."""
+
+
+def check_training_precision(args: Args) -> list[str]:
+    if args.train_backend != "fsdp":
+        return []  # megatron_flags.check_fsdp refuses the flags
+    problems = []
+    small = [name for name in ("optimizer_8bit", "bf16_master_weights") if getattr(args, name)]
+    options = " and ".join("--" + name.replace("_", "-") for name in small)
+    if small and args.use_stateless_adam:
+        problems.append(
+            f"--use-stateless-adam keeps no moments, and {options} changes how they are kept: leave one out"
+        )
+    if args.bf16_master_weights and args.train_dtype != "bfloat16":
+        problems.append(
+            f"--bf16-master-weights with --train-dtype {args.train_dtype}: a pass would compute with more digits than "
+            "the weights have; use --train-dtype bfloat16"
+        )
+    if args.bf16_master_weights and args.fsdp_shard_size not in (None, args.world_size):
+        problems.append(
+            "--bf16-master-weights with --fsdp-shard-size: replicas would round differently and diverge; leave "
+            "--fsdp-shard-size out"
+        )
+    if args.bf16_master_weights and args.lora_rank:
+        problems.append(
+            "--bf16-master-weights has no effect on --lora-rank, whose base is in --train-dtype and whose factors are "
+            "float32: leave it out"
+        )
+    return problems + (_float8_problems(args) if args.float8_training else [])
+
+
+def _float8_problems(args: Args) -> list[str]:
+    problems = []
+    option = f"--float8-training {args.float8_training}"
+    if args.train_dtype != "bfloat16":
+        problems.append(f"{option} needs --train-dtype bfloat16")
+    if args.lora_rank:
+        problems.append(f"{option} excludes --lora-rank, whose layers are computed in --train-dtype: leave one out")
+    if args.data_pad_size_multiplier % 16:
+        problems.append(
+            f"{option} needs packs of a multiple of 16 tokens: --data-pad-size-multiplier "
+            f"{args.data_pad_size_multiplier} is none"
+        )
+    return problems
+
+
+def check_precision_packages(args: Args, machine: Machine) -> list[str]:
+    """Check what the flags of the trainer need from this machine."""
+    problems = []
+    if args.float8_training and not (machine.cuda or machine.in_cluster):
+        problems.append(
+            f"--float8-training {args.float8_training} needs a GPU with 8-bit floats (compute capability 8.9 or "
+            "later), which this machine does not have: leave it out"
+        )
+    given = [name for name in FSDP_PRECISION if getattr(args, name)]
+    if given and not installed("torchao"):
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        problems.append(f"{options}: torchao is not installed; run pip install 'slime[torchao]'")
+    return problems

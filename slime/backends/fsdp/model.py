@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from slime.backends.adapter import lora_settings
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
+from slime.backends.fsdp.float8 import use_float8
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.initial_weights import InitialWeights
@@ -40,7 +41,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
-    """Load the model of a role in float32, check it, freeze parameters, shard it, and return it with its input builder.
+    """Load the model of a role, in float32 unless ``--bf16-master-weights`` is given, check it, freeze parameters,
+    shard it, and return it with its input builder.
 
     Only rank 0 reads the checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
 
@@ -71,8 +73,10 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     held = [(parameter, [name]) for name, parameter in named]
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
-    if lora is not None:
-        _cast_frozen(scorer, DTYPES[args.train_dtype])
+    if lora is not None or args.bf16_master_weights:
+        _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
+    if args.float8_training:
+        use_float8(decoder_layers(model), args.float8_training)
     if args.gradient_checkpointing:
         block = args.megatron.get("recompute_method") == "block"
         _checkpoint_layers(model, args.megatron.get("recompute_num_layers") if block else None)
@@ -158,10 +162,11 @@ def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
 
 
-def _cast_frozen(scorer: Scorer, dtype: torch.dtype) -> None:
-    """Cast the base of an adapter to the dtype of forward passes. It never changes, so it needs no wider copy."""
+def _cast(scorer: Scorer, dtype: torch.dtype, trained: bool) -> None:
+    """Cast parameters to the dtype of forward passes: the base of an adapter, which never changes and so needs no wider
+    copy, or with ``trained`` all parameters."""
     for parameter in scorer.parameters():
-        if not parameter.requires_grad:
+        if trained or not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
