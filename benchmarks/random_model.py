@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
     ),
 }  # fmt: skip
 SHAPES["tiny-experts"] = {**SHAPES["tiny"], "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}  # float32 masters fit in 80 GB
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as one GPU trains
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
