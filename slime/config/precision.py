@@ -99,6 +99,14 @@ def check_quantization_device(args: Args, on_cpu: bool) -> list[str]:
 class TrainingPrecisionConfig:
     _title = "precision and memory of the trainer"
 
+    loss_scale: float | None = flag(
+        None, above=0, help="Constant scale of the loss in float16. Default: it follows the overflows of gradients"
+    )
+    initial_loss_scale: float = flag(65536.0, above=0, help="Scale of the loss in float16 at the start of a run")
+    min_loss_scale: float = flag(1.0, above=0, help="Smallest scale of the loss in float16")
+    loss_scale_window: int = flag(
+        1000, low=1, help="Optimizer steps without an overflow after which the scale of the loss in float16 is doubled"
+    )
     float8_training: str | None = flag(
         None,
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
@@ -116,16 +124,27 @@ class TrainingPrecisionConfig:
         help="FSDP: keep master weights and gradients in bfloat16 and round updates stochastically, through torchao: 4 "
         "instead of 8 bytes per parameter. Needs --train-dtype bfloat16",
     )
+    offload_activations: bool = flag(
+        False,
+        help="FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their activations; "
+        "implies --gradient-checkpointing",
+    )
+    fsdp_cpu_offload: bool = flag(
+        False,
+        help="FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there. "
+        "The GPU has the weights of one layer at a time, in --train-dtype",
+    )
 
 
-FSDP_PRECISION = ("float8_training", "optimizer_8bit", "bf16_master_weights")
+_TORCHAO = ("float8_training", "optimizer_8bit", "bf16_master_weights")
+FSDP_PRECISION = (*_TORCHAO, "offload_activations", "fsdp_cpu_offload")
 """Flags that only the FSDP backend has."""
 
 
 def check_training_precision(args: Args) -> list[str]:
     if args.train_backend != "fsdp":
         return []  # megatron_flags.check_fsdp refuses the flags
-    problems = []
+    problems = _float16_problems(args)
     small = [name for name in ("optimizer_8bit", "bf16_master_weights") if getattr(args, name)]
     options = " and ".join("--" + name.replace("_", "-") for name in small)
     if small and args.use_stateless_adam:
@@ -147,7 +166,45 @@ def check_training_precision(args: Args) -> list[str]:
             "--bf16-master-weights has no effect on --lora-rank, whose base is in --train-dtype and whose factors are "
             "float32: leave it out"
         )
+    if args.fsdp_cpu_offload:
+        problems += _offload_problems(args, small)
     return problems + (_float8_problems(args) if args.float8_training else [])
+
+
+def _float16_problems(args: Args) -> list[str]:
+    problems = []
+    if args.fp16 and args.train_dtype != "float16":
+        problems.append(f"--fp16 and --train-dtype {args.train_dtype} exclude each other: leave one of them out")
+    if args.fp16 and args.bf16:
+        problems.append("--fp16 and --bf16 exclude each other: leave one of them out")
+    scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+    if args.train_dtype != "float16":
+        given = [f"--{name.replace('_', '-')}" for name in scales if name in args.explicit]
+        problems += [f"{option} has no effect without --fp16: add it, or leave {option} out" for option in given]
+    elif args.initial_loss_scale < args.min_loss_scale:
+        problems.append(
+            f"--initial-loss-scale {args.initial_loss_scale:g} is below --min-loss-scale {args.min_loss_scale:g}"
+        )
+    return problems
+
+
+def _offload_problems(args: Args, small: list[str]) -> list[str]:
+    why = {
+        **{name: "torchao's optimizer needs a GPU to be fast" for name in small},
+        **(
+            {"lora_rank": "the base of an adapter has no gradients and no optimizer to offload"}
+            if args.lora_rank
+            else {}
+        ),
+        **(
+            {"fsdp_accumulate_unsharded_gradients": "whole gradients would stay on the GPU"}
+            if args.fsdp_accumulate_unsharded_gradients
+            else {}
+        ),
+    }
+    return [
+        f"--fsdp-cpu-offload excludes --{n.replace('_', '-')}: {reason}; leave one out" for n, reason in why.items()
+    ]
 
 
 def _float8_problems(args: Args) -> list[str]:
@@ -173,7 +230,9 @@ def check_precision_packages(args: Args, machine: Machine) -> list[str]:
             f"--float8-training {args.float8_training} needs a GPU with 8-bit floats (compute capability 8.9 or "
             "later), which this machine does not have: leave it out"
         )
-    given = [name for name in FSDP_PRECISION if getattr(args, name)]
+    if args.fsdp_cpu_offload and args.train_backend == "fsdp" and not (machine.cuda or machine.in_cluster):
+        problems.append("--fsdp-cpu-offload: without a GPU everything is in CPU memory already; leave it out")
+    given = [name for name in _TORCHAO if getattr(args, name)]
     if given and not installed("torchao"):
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         problems.append(f"{options}: torchao is not installed; run pip install 'slime[torchao]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 from slime.backends.fsdp import small_adam
 from slime.backends.fsdp.float8 import use_float8
+from slime.backends.fsdp.offload_activations import checkpoint_offloaded
+from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 
@@ -148,3 +151,128 @@ def test_layers_of_other_sizes_stay_as_they_are(torchao: None) -> None:
     assert type(layer[0]) is nn.Linear
     with pytest.raises(ModelError, match="multiples of 16"):
         use_float8([nn.Sequential(nn.Linear(20, 20))], "tensorwise", emulate=True)
+
+
+# --- activations in CPU memory ---------------------------------------------------------------------
+
+
+def test_offloaded_activations_change_nothing(llama: Path) -> None:
+    flags = dict(gradient_checkpointing=True, entropy_coef=0.01)
+    plain, moved = (
+        make_backend(make_args(llama, **flags)),
+        make_backend(make_args(llama, offload_activations=True, **flags)),
+    )
+    for seed in range(2):
+        assert train(moved, seed) == train(plain, seed)
+    assert all(torch.equal(t, weights_of(moved)[name]) for name, t in weights_of(plain).items())
+
+
+def test_the_input_of_a_layer_is_not_kept() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    runs = []
+
+    def layer(x: torch.Tensor, scale: float) -> torch.Tensor:
+        runs.append(weakref.ref(x))
+        return (x @ weight).sin() * scale
+
+    first = torch.randn(3, 4, requires_grad=True)
+    hidden = first * 2
+    out = checkpoint_offloaded(layer, hidden, 0.5)
+    del hidden
+    assert runs[0]() is None, "the graph, or the closure, holds the input"
+    out.sum().backward()
+    assert len(runs) == 2
+    want_first, want_weight = torch.autograd.grad((((first * 2) @ weight).sin() * 0.5).sum(), [first, weight])
+    assert torch.equal(first.grad, want_first) and torch.equal(weight.grad, want_weight)  # type: ignore[arg-type]
+    with torch.no_grad():
+        checkpoint_offloaded(layer, first, 0.5)
+    assert len(runs) == 3, "a log-prob pass runs each layer once"
+
+
+# --- master weights in CPU memory ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_offloaded_masters_train_as_those_on_the_device(dtype: str, keep: bool, llama: Path, tmp_path: Path) -> None:
+    """Here both are in CPU memory; what is tested is that passes compute with copies of the current weights, and that
+    all gradients reach the masters (test_fsdp_cuda.py: on a GPU)."""
+    flags = dict(train_dtype=dtype, fsdp_reshard_after_forward=not keep, use_kl_loss=True, kl_loss_coef=0.1)
+    plain = make_backend(make_args(llama, **flags))
+    moved = make_backend(make_args(llama, fsdp_cpu_offload=True, **flags))
+    assert moved.cast is not None
+    for seed in range(3):
+        assert train(moved, seed) == train(plain, seed)
+    assert all(torch.equal(t, weights_of(moved)[name]) for name, t in weights_of(plain).items())
+    for group in [*moved.cast.layers, moved.cast.rest]:
+        assert all(copy.untyped_storage().nbytes() == 0 for copy in group.copies), "a pass leaves nothing on the device"
+    moved.save(tmp_path / "state")
+    again = make_backend(make_args(llama, fsdp_cpu_offload=True, **flags))
+    again.load(tmp_path / "state")
+    assert train(again, 3) == train(moved, 3)
+
+
+# --- float16 ---------------------------------------------------------------------------------------
+
+
+def test_float16_follows_float32(llama: Path) -> None:
+    plain, half = make_backend(make_args(llama)), make_backend(make_args(llama, train_dtype="float16"))
+    assert {p.dtype for _, p in half.named_parameters} == {torch.float32}
+    for seed in range(2):
+        want, got = train(plain, seed), train(half, seed)
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.02)
+        assert got["train/loss"] == pytest.approx(want["train/loss"], rel=0.02, abs=1e-3)
+    assert got["train/loss_scale"] == 65536.0 and got["train/skipped_step"] == 0.0
+    assert {t.dtype for _, t in half.named_weights()} == {torch.float16}
+
+
+def test_without_a_scale_small_gradients_are_lost(llama: Path) -> None:
+    """A loss that is 1e-5 times as large has gradients that float16 cannot hold."""
+    norms = []
+    for flags in (
+        {"train_dtype": "float32"},
+        {"train_dtype": "float16"},
+        {"train_dtype": "float16", "loss_scale": 1.0},
+    ):
+        backend = make_backend(make_args(llama, **flags))
+        shrink(backend, 1e-5)
+        norms.append(train(backend, 0)["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    assert norms[2] != pytest.approx(norms[0], rel=0.05)
+
+
+def shrink(backend: Any, factor: float) -> None:
+    plain = backend.share_of_loss
+
+    def smaller(*given: Any) -> Any:
+        loss, metrics = plain(*given)
+        return loss * factor, metrics
+
+    backend.share_of_loss = smaller
+
+
+def test_a_step_that_overflows_is_left_out(llama: Path, tmp_path: Path) -> None:
+    flags = dict(train_dtype="float16", initial_loss_scale=2.0**30, loss_scale_window=2)
+    backend = make_backend(make_args(llama, **flags))
+    before = {name: p.detach().clone() for name, p in backend.named_parameters}
+    metrics = train(backend, 0)
+    assert metrics["train/skipped_step"] == 1.0 and metrics["train/loss_scale"] == 2.0**29
+    assert "train/grad_norm" not in metrics and backend.optimizer.steps == 0
+    assert all(torch.equal(p, before[name]) for name, p in backend.named_parameters)
+    count = 1
+    while train(backend, 0)["train/skipped_step"]:
+        count += 1
+        assert count < 25
+    assert backend.optimizer.steps == 1 and backend.optimizer.loss_scale.passed == 1
+    backend.save(tmp_path / "state")
+    again = make_backend(make_args(llama, **flags))
+    again.load(tmp_path / "state")
+    want = train(backend, 1)
+    assert train(again, 1) == want
+    assert want["train/loss_scale"] == 2.0 ** (30 - count + 1), "doubled after two good steps"
+
+
+def test_an_overflow_at_the_smallest_scale_is_an_error(llama: Path) -> None:
+    flags = dict(train_dtype="float16", initial_loss_scale=2.0**30, min_loss_scale=2.0**30)
+    with pytest.raises(NonFiniteError, match="gradient norm"):
+        train(make_backend(make_args(llama, **flags)), 0)

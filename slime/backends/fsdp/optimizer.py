@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slime.backends.collectives import local
 from slime.backends.fsdp import small_adam
+from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
 
@@ -36,6 +37,11 @@ class ScheduledAdamW:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule, self.clip_grad = schedule, args.clip_grad
         self.over_ranks = over_ranks
+        self.loss_scale = LossScale.from_args(args)
+        """The scale of the gradients until :meth:`unscale`; None for 1."""
+        self.keeps_gradients = args.fsdp_cpu_offload
+        """Whether their memory is kept from step to step. The kernel clears new CPU memory page by page, which takes
+        seconds for a large model."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
         decay = [p for _, p in self.named if p.ndim >= 2]
@@ -71,7 +77,14 @@ class ScheduledAdamW:
         return self.schedule.lr(self.steps)
 
     def zero_grad(self) -> None:
-        self.adam.zero_grad(set_to_none=True)
+        self.adam.zero_grad(set_to_none=not self.keeps_gradients)
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """Divide the gradients by the scale of the loss."""
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        if self.loss_scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.value)
 
     @torch.no_grad()
     def grad_norm(self) -> float:
