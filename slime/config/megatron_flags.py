@@ -139,8 +139,8 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
 
 
 _NO_FP16 = (
-    "--train-dtype float16 (--fp16): slime does not use the loss scaling of megatron-core; use --train-dtype bfloat16, or "
-    "--train-backend fsdp"
+    "--train-dtype float16 (--fp16): slime does not use the loss scaling of megatron-core; use --train-dtype bfloat16, "
+    "or --train-backend fsdp"
 )
 
 

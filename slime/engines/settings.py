@@ -79,10 +79,12 @@ def fp8_format(args: Args) -> Fp8Format | None:
     """Return how the weights of engines are quantized (``--rollout-quantization``); None if they are not."""
     if args.rollout_quantization is None:
         return None
+    granularity = cast("Granularity", args.rollout_quantization_scale)
+    if args.rollout_backend != "sglang":
+        return Fp8Format(granularity)
     config = read_config(str(args.hf_checkpoint)) or {}
     heads = int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
-    ranks = args.rollout_num_gpus_per_engine if args.rollout_backend == "sglang" else None
-    return Fp8Format(cast("Granularity", args.rollout_quantization_scale), ranks, heads)
+    return Fp8Format(granularity, args.rollout_num_gpus_per_engine, heads)
 
 
 @dataclass(frozen=True)
