@@ -12,14 +12,11 @@ from slime.config.machine import Machine, installed
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-SGLANG_FAMILIES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+SGLANG_FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures of which SGLang quantizes exactly the projections that slime sends as 8-bit floats."""
+_NO_SCALES = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures of which SGLang (0.5.15 and 0.5.23) loads no scales of blocks: it renames them to those of tensors, and
+ignores names that it does not know. The scales would keep the values of uninitialized memory."""
 
 
 @dataclass
@@ -76,6 +73,8 @@ def _sglang_problems(args: Args) -> list[str]:
     if args.rollout_dtype == "float32":
         problems.append("SGLang's 8-bit layers need --rollout-dtype bfloat16 or float16")
     config: dict[str, Any] = (read_config(str(args.hf_checkpoint)) if args.hf_checkpoint else None) or {}
+    if lost := sorted(set(config.get("architectures") or ()) & set(_NO_SCALES)):
+        return [*problems, f"SGLang does not load the scales of blocks of {', '.join(lost)}; use the embedded engine"]
     unknown = sorted(set(config.get("architectures") or ()) - set(SGLANG_FAMILIES))
     if unknown:
         problems.append(

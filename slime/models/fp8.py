@@ -149,7 +149,10 @@ def write_fp8(source: Path, folder: Path, how: Fp8Format, dtype: str | None = No
         pending.clear()
 
     for name in stored.shapes():
-        for key, tensor in quantized_parts(name, stored.get(name), layout):
+        weight = stored.get(name)
+        if name in layout.names and dtype is not None:
+            weight = weight.to(getattr(torch, dtype))  # as a weight sync, which casts before it quantizes
+        for key, tensor in quantized_parts(name, weight, layout):
             if pending and size + tensor.nbytes > _FILE_BYTES:
                 flush()
                 size = 0

@@ -91,6 +91,9 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     assert "which layers of DeepseekV3ForCausalLM SGLang quantizes is not known" in problem
     (problem,) = precision.check_quantization_device(args, on_cpu=True)
     assert "use --rollout-backend embedded" in problem and not precision.check_quantization_device(args, on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (problem,) = precision.check_rollout_quantization(args)
+    assert "does not load the scales of blocks of LlamaForCausalLM" in problem
     embedded = args.with_values(rollout_backend="embedded")
     assert not precision.check_rollout_quantization(embedded)
 
