@@ -1,4 +1,4 @@
-"""What the options for precision and memory do on CUDA only: copies between CPU and GPU, compiled steps, and products."""
+"""What the options for precision and memory do on CUDA only: copies between CPU and GPU, compiled steps, kernels."""
 
 from __future__ import annotations
 
