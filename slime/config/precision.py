@@ -141,9 +141,9 @@ FSDP_PRECISION = (*_TORCHAO, "offload_activations", "fsdp_cpu_offload")
 
 
 def check_training_precision(args: Args) -> list[str]:
-    if args.train_backend != "fsdp":
-        return []  # megatron_flags.check_fsdp refuses the flags
     problems = _float16_problems(args)
+    if args.train_backend != "fsdp":
+        return problems  # megatron_flags refuses float16 and all other flags of this page
     small = [name for name in ("optimizer_8bit", "bf16_master_weights") if getattr(args, name)]
     options = " and ".join("--" + name.replace("_", "-") for name in small)
     if small and args.use_stateless_adam:
@@ -155,7 +155,8 @@ def check_training_precision(args: Args) -> list[str]:
             f"--bf16-master-weights with --train-dtype {args.train_dtype}: a pass would compute with more digits than "
             "the weights have; use --train-dtype bfloat16"
         )
-    if args.bf16_master_weights and args.fsdp_shard_size not in (None, args.world_size):
+    ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+    if args.bf16_master_weights and args.fsdp_shard_size not in (None, ranks):
         problems.append(
             "--bf16-master-weights with --fsdp-shard-size: replicas would round differently and diverge; leave "
             "--fsdp-shard-size out"
@@ -188,22 +189,13 @@ def _float16_problems(args: Args) -> list[str]:
 
 
 def _offload_problems(args: Args, small: list[str]) -> list[str]:
-    why = {
-        **{name: "torchao's optimizer needs a GPU to be fast" for name in small},
-        **(
-            {"lora_rank": "the base of an adapter has no gradients and no optimizer to offload"}
-            if args.lora_rank
-            else {}
-        ),
-        **(
-            {"fsdp_accumulate_unsharded_gradients": "whole gradients would stay on the GPU"}
-            if args.fsdp_accumulate_unsharded_gradients
-            else {}
-        ),
-    }
-    return [
-        f"--fsdp-cpu-offload excludes --{n.replace('_', '-')}: {reason}; leave one out" for n, reason in why.items()
-    ]
+    why = dict.fromkeys(small, "torchao's optimizer needs a GPU to be fast")
+    if args.lora_rank:
+        why["lora_rank"] = "the base of an adapter has no gradients and no optimizer to offload"
+    if args.fsdp_accumulate_unsharded_gradients:
+        why["fsdp_accumulate_unsharded_gradients"] = "whole gradients would stay on the GPU"
+    start = "--fsdp-cpu-offload excludes --"
+    return [f"{start}{name.replace('_', '-')}: {reason}; leave one out" for name, reason in why.items()]
 
 
 def _float8_problems(args: Args) -> list[str]:

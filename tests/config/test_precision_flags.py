@@ -99,11 +99,17 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
 
 
 def test_combinations_that_would_be_wrong_are_refused() -> None:
+    megatron = make_args(machine=GPU, train_backend="megatron", loss_scale_window=10)
+
     def problems(**flags: object) -> str:
         return "\n".join(precision.check_training_precision(make_args(machine=GPU, train_backend="fsdp", **flags)))
 
     assert problems(bf16_master_weights=True, optimizer_8bit=True) == ""
-    assert "replicas would round differently" in problems(bf16_master_weights=True, fsdp_shard_size=1, world_size=2)
+    assert "replicas would round differently" in problems(
+        bf16_master_weights=True, fsdp_shard_size=1, actor_num_gpus_per_node=2
+    )
+    assert problems(bf16_master_weights=True, fsdp_shard_size=2, actor_num_gpus_per_node=2) == ""
+    assert "no effect without --fp16" in "\n".join(precision.check_training_precision(megatron))
     assert "excludes --lora-rank" in problems(float8_training="rowwise", lora_rank=4)
     assert "multiple of 16 tokens" in problems(float8_training="rowwise", data_pad_size_multiplier=8)
     assert "needs --train-dtype bfloat16" in problems(float8_training="rowwise", train_dtype="float32")
