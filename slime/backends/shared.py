@@ -40,6 +40,10 @@ class StepOptimizer(Protocol):
     steps: int
     """The number of steps so far."""
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+
     def grad_norm(self) -> float:
         """Return the norm of the gradients of all ranks, the same number on each. This is a collective operation."""
 

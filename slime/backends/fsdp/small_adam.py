@@ -100,7 +100,7 @@ def plain_tensors(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> dict[
     found: dict[str, Tensor] = {}
     for entry, value in state.items():
         part = local(value)
-        if hasattr(part, "codes"):
+        if hasattr(part, "codes") and hasattr(part, "scale"):
             rows = part.codes.shape[0]
             scale = part.scale.view(rows, -1)
             found[f"{entry}.codes"] = _like(parameter, part.codes)
