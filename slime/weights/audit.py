@@ -32,7 +32,7 @@ THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0, FP8: 4.0}
 """The largest difference of a log-prob that rounding can explain in any model, by the coarser dtype of trainer and
 engine. :class:`Calibration` learns a smaller limit for the model of the run. With SmolLM2 and a probe of 64 random
 tokens, bfloat16 differs from float32 by up to 0.4, and a zeroed matrix changes a log-prob by 3. Its weights in 8 bits
-change the log-probs of a text by up to 1.9. Smaller errors in the weights are found with checksums."""
+change the log-probs of the probe by up to 2.4. Smaller errors in the weights are found with checksums."""
 GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1, FP8: 0.3}
 """The mean difference of the log-probs of a step above which there is a warning, by the coarser dtype."""
 _SHOWN = 5
