@@ -44,6 +44,7 @@ SHAPES["small-experts-10-layers"] = {  # as many experts and as wide heads as qw
     **SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024,
     "moe_intermediate_size": 256, "num_attention_heads": 8, "vocab_size": 512, "max_position_embeddings": 2048,
 }  # fmt: skip
+SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}  # float32 masters fit in 80 GB
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as 141 GB train
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains

@@ -40,6 +40,10 @@ class StepOptimizer(Protocol):
     steps: int
     """The number of steps so far."""
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+
     def grad_norm(self) -> float:
         """Return the norm of the gradients of all ranks, the same number on each. This is a collective operation."""
 
@@ -188,12 +192,18 @@ class SharedBackend:
         """
         self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
         grad_norm = self.optimizer.grad_norm()
-        self._require_finite(grad_norm, "gradient norm", batch, step)
+        skipped = self._skips(grad_norm)
+        if not skipped:
+            self._require_finite(grad_norm, "gradient norm", batch, step)
         return self._step_metrics(shares, batch, scheduled, trained) | {
-            "grad_norm": grad_norm,
-            "lr-pg_0": self.optimizer.step(grad_norm),
+            **({} if skipped else {"grad_norm": grad_norm}),
+            "lr-pg_0": self.optimizer.lr if skipped else self.optimizer.step(grad_norm),
             "global_batch_size": float(batch["global_batch_sizes"][step]),
         }
+
+    def _skips(self, grad_norm: float) -> bool:
+        """Return whether the step is left out because of the norm, which is equal on all ranks."""
+        return False
 
     def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
         """Raise the same error on every rank, so that no rank waits for one that raised an error."""

@@ -96,7 +96,7 @@ class Run:
             return
         with self.log.phase("train"):
             self.trainer.train(rollout_id, batch.refs)
-            dtypes = (self.args.train_dtype, self.args.rollout_dtype)
+            dtypes = (self.args.train_dtype, self.args.rollout_quantization or self.args.rollout_dtype)
             if (alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)) is not None:
                 self.log.note(alarm)
             args = self.args

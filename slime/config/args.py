@@ -23,6 +23,7 @@ from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value
+from slime.config.precision import RolloutPrecisionConfig, TrainingPrecisionConfig
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import ModelConfig, OptimizerConfig
@@ -67,6 +68,7 @@ class Args(
     RewardConfig,
     AgentConfig,
     EnvironmentConfig,
+    RolloutPrecisionConfig,
     EngineConfig,
     AsyncConfig,
     WeightSyncConfig,
@@ -74,6 +76,7 @@ class Args(
     RolloutConfig,
     DataConfig,
     LoraConfig,
+    TrainingPrecisionConfig,
     ModelConfig,
     ClusterConfig,
     RunConfig,

@@ -17,6 +17,7 @@ from slime.config.engine import (
 )
 from slime.config.flag import DERIVED, flag
 from slime.config.machine import Machine, connection_limit, installed
+from slime.config.precision import check_precision_packages, check_quantization_device
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.weight_sync import checks_first_update
 
@@ -184,10 +185,11 @@ def check_routing_replay(args: Args, machine: Machine) -> list[str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
     to it."""
-    problems = _absent_packages(args)
+    problems = _absent_packages(args) + check_precision_packages(args, machine)
     if args.rollout_backend == "sglang":
         _embedded_flags(args)
         on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
+        problems += check_quantization_device(args, on_cpu)
         if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
             problems.append("--deterministic: SGLang is deterministic on CUDA only; use --rollout-backend embedded")
     engines = len(args.rollout_external_engine_addrs or []) or (

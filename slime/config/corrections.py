@@ -41,7 +41,8 @@ class OffPolicyConfig:
     use_tis: bool = flag(
         DERIVED,
         help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
-        "Default: on in train_async.py if tokens can be older than the weights that they train",
+        "Default: on with --rollout-quantization, and in train_async.py if tokens can be older than the weights that "
+        "they train",
     )
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
@@ -100,8 +101,16 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 
 
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Turn on TIS if samples can be older than the weights that they train, unless the user chose another way."""
+    """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
+    user chose another way."""
     chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
+    if args.loss_type == "policy_loss" and args.rollout_quantization and not chosen:
+        args.use_tis = True
+        args.notices.append(
+            f"--use-tis is on: the engines generate with weights that --rollout-quantization "
+            f"{args.rollout_quantization} has rounded (off: --no-use-tis)"
+        )
+        return
     bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
     args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
     if args.use_tis:

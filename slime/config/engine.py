@@ -40,7 +40,9 @@ class EngineConfig:
     _title = "engines and router"
 
     rollout_dtype: str = flag(
-        DERIVED, choices=("float32", "bfloat16"), help="Data type of the engines' weights. Default: --train-dtype"
+        DERIVED,
+        choices=("float32", "bfloat16", "float16"),
+        help="Data type of the engines' weights. Default: --train-dtype",
     )
     use_router: bool = flag(False, help="Use sglang-router even if there is only one engine")
     embedded_max_running_requests: int = flag(

@@ -39,12 +39,6 @@ class UnsupportedConfig:
     _title = "not supported"
 
     config: str | None = refused(None, "YAML file of default values", "use --override FILE", kind="path")
-    fp16: bool = refused(False, "Train in float16", "use --train-dtype bfloat16 or float32")
-    fsdp_cpu_offload: bool = refused(
-        False,
-        "Keep FSDP shards in CPU memory",
-        "shards stay on their device; use --offload-train to move them to CPU memory while the trainer is idle",
-    )
     custom_model_provider_path: str | None = refused(
         None,
         "Function that builds Megatron's model",

@@ -9,6 +9,7 @@ from slime.config.hf_config import SHAPE
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_lm import shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
+from slime.config.precision import FSDP_PRECISION
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -74,7 +75,6 @@ _NO_MAP = "no model family with a weight map has it"
 
 
 REFUSED: dict[str, str] = {
-    "fp16": "use --train-dtype bfloat16",
     **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size"), _NO_TE),
     **dict.fromkeys(("squared_relu", "experimental_attention_variant"), _NO_MAP),
     "use_kitchen": "it needs NVIDIA's kitchen package",
@@ -138,6 +138,12 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     return problems
 
 
+_NO_FP16 = (
+    "--train-dtype float16 (--fp16): slime does not use the loss scaling of megatron-core; use --train-dtype bfloat16, "
+    "or --train-backend fsdp"
+)
+
+
 def check_megatron(args: Args) -> list[str]:
     """Check the flags for the Megatron backend: parallel sizes that do not fit, and flags that it cannot support. A
     notice names a checkout of Megatron-LM whose ``megatron.core`` is not used."""
@@ -150,6 +156,7 @@ def check_megatron(args: Args) -> list[str]:
         *ParallelLayout.from_args(args).problems(),
         *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
+        *([_NO_FP16] if args.train_dtype == "float16" else []),
         *_offload_problems(args),
     ]
 
@@ -186,7 +193,12 @@ MEGATRON_HOOKS = (
 )
 
 
-FSDP_ONLY = ("fsdp_shard_size", "fsdp_reshard_after_forward", "fsdp_accumulate_unsharded_gradients")
+FSDP_ONLY = (
+    "fsdp_shard_size",
+    "fsdp_reshard_after_forward",
+    "fsdp_accumulate_unsharded_gradients",
+    *FSDP_PRECISION,
+)
 
 
 UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}

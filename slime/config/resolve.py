@@ -22,6 +22,7 @@ from slime.config import (
     named_data,
     observability,
     passthrough,
+    precision,
     rollout,
     run,
     settings,
@@ -88,6 +89,7 @@ ALGORITHM_RULES = (
 )  # fmt: skip
 MODEL_RULES = (
     trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron, lora.check_lora,
+    precision.check_rollout_quantization, precision.check_training_precision,
 )  # fmt: skip
 
 

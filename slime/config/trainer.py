@@ -43,10 +43,11 @@ class ModelConfig:
     trust_remote_code: bool = flag(False, help="Allow running Python code that is part of the checkpoint")
     train_dtype: str = flag(
         DERIVED,
-        choices=("float32", "bfloat16"),
+        choices=("float32", "bfloat16", "float16"),
         help="Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU",
     )
     bf16: bool = flag(False, help="Megatron's spelling of --train-dtype bfloat16")
+    fp16: bool = flag(False, help="Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only")
     attn_implementation: str | None = flag(
         None,
         help="Attention implementation of the trainer, by its name in transformers; other ones than varlen train "
@@ -125,6 +126,8 @@ def derive_model(args: Args, machine: Machine) -> None:
         args.deterministic = args.deterministic_mode or (on_cpu and not args.partial_rollout)
     if args.bf16 and args.train_dtype is None:
         args.train_dtype = "bfloat16"
+    if args.fp16 and args.train_dtype is None:
+        args.train_dtype = "float16"
     if args.train_dtype is None:
         args.train_dtype = "bfloat16" if machine.cuda else "float32"
     if args.compile_layers is None:
@@ -132,6 +135,8 @@ def derive_model(args: Args, machine: Machine) -> None:
     if args.rollout_dtype is None:
         args.rollout_dtype = args.train_dtype
     if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):
+        args.gradient_checkpointing = True
+    if args.offload_activations:
         args.gradient_checkpointing = True
     if args.lr_warmup_fraction is None:
         args.lr_warmup_fraction = args.warmup_ratio

@@ -96,7 +96,7 @@ def checks_first_update(args: Args) -> bool:
     where the engine stores them quantized."""
     if not args.audit_weights or args.rollout_backend != "sglang" or args.update_weight_transport != "nccl":
         return False
-    if args.rollout_external_engine_addrs or args.sglang.get("quantization"):
+    if args.rollout_external_engine_addrs or args.sglang.get("quantization") or args.rollout_quantization:
         return False
     config = read_config(str(args.hf_checkpoint)) or {}
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))

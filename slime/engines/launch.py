@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ def start_engine(
     Args:
         gpu_ids: The GPUs that the server may see. With None, ``CUDA_VISIBLE_DEVICES`` is not changed.
     """
+    if settings.fp8 is not None and spec.updates:
+        settings, spec = _quantized(settings, spec)
     if settings.backend != "sglang":
         return start_embedded_engine(settings, spec.index, host, log_path=log_path)
     from slime.engines.sglang.options import ServerPlace, server_environment, server_words, takes_keys
@@ -64,3 +67,15 @@ def start_engine(
     engine = EngineProcess(what, command, url, log_path, env, ports)
     engine.bootstrap_port = bootstrap
     return engine
+
+
+def _quantized(settings: EngineSettings, spec: EngineSpec) -> tuple[EngineSettings, EngineSpec]:
+    """Let a server load a quantized copy of its checkpoint, which is written on this node at the first start.
+
+    The parameters of the server then have the layout of the quantized weights that updates send.
+    """
+    from slime.models.fp8 import fp8_folder
+
+    assert settings.fp8 is not None
+    folder = str(fp8_folder(spec.model_path, settings.fp8, settings.dtype))
+    return replace(settings, model=folder), replace(spec, model_path=folder)

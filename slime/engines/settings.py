@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from slime.config.engine import EngineConfig
+from slime.config.hf_config import read_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
+from slime.models.fp8_format import Fp8Format
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.models.fp8_format import Granularity
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EngineSettings:
         offload: Whether the engine releases its GPU memory while the trainer works.
         return_routed_experts: Whether responses contain the experts to which each token was routed.
         updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
+        fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
         adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
@@ -48,6 +52,7 @@ class EngineSettings:
     offload: bool = False
     return_routed_experts: bool = False
     updates_by_delta: bool = False
+    fp8: Fp8Format | None = None
     sglang: Mapping[str, object] = field(default_factory=dict)
     keys: ServerKeys = NO_KEYS
     adapter_rank: int = 0
@@ -70,11 +75,24 @@ class EngineSettings:
             offload=bool(args.offload_rollout),
             return_routed_experts=bool(args.use_rollout_routing_replay),
             updates_by_delta=args.update_weight_mode == "delta",
+            fp8=fp8_format(args),
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules)),
         )
+
+
+def fp8_format(args: Args) -> Fp8Format | None:
+    """Return how the weights of engines are quantized (``--rollout-quantization``); None if they are not."""
+    if args.rollout_quantization is None:
+        return None
+    granularity = cast("Granularity", args.rollout_quantization_scale)
+    if args.rollout_backend != "sglang":
+        return Fp8Format(granularity)
+    config = read_config(str(args.hf_checkpoint)) or {}
+    heads = int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
+    return Fp8Format(granularity, args.rollout_num_gpus_per_engine, heads)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,14 @@ from slime.weights.changes import Fingerprint, Held, wrong_changes
 from slime.weights.settings import WeightSyncSettings
 
 PROBE_LENGTH = 64
-THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
+FP8 = "fp8"
+"""Stands for the dtype of engines whose weights are quantized."""
+THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0, FP8: 4.0}
 """The largest difference of a log-prob that rounding can explain in any model, by the coarser dtype of trainer and
 engine. :class:`Calibration` learns a smaller limit for the model of the run. With SmolLM2 and a probe of 64 random
-tokens, bfloat16 differs from float32 by up to 0.4, and a zeroed matrix changes a log-prob by 3. Smaller errors in the
-weights are found with checksums."""
-GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}
+tokens, bfloat16 differs from float32 by up to 0.4, and a zeroed matrix changes a log-prob by 3. Its weights in 8 bits
+change the log-probs of the probe by up to 2.4. Smaller errors in the weights are found with checksums."""
+GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1, FP8: 0.3}
 """The mean difference of the log-probs of a step above which there is a warning, by the coarser dtype."""
 _SHOWN = 5
 
@@ -91,11 +93,17 @@ class Calibration:
             self.largest = max(*finite, self.largest or 0.0)
 
 
-def threshold(asked: float | None, train_dtype: str | None, infos: Iterable[EngineInfo]) -> float:
-    """Return ``--audit-threshold`` if it is given, else the limit for the coarsest dtype of trainer and engines."""
+def threshold(
+    asked: float | None, train_dtype: str | None, infos: Iterable[EngineInfo], quantized: bool = False
+) -> float:
+    """Return ``--audit-threshold`` if it is given, else the limit for the coarsest dtype of trainer and engines.
+
+    Args:
+        quantized: Whether the engines have quantized weights (``--rollout-quantization``).
+    """
     if asked is not None:
         return asked
-    dtypes = [info.dtype.removeprefix("torch.") for info in infos]
+    dtypes = [FP8 if quantized else info.dtype.removeprefix("torch.") for info in infos]
     if train_dtype:
         dtypes.append(train_dtype)
     return max((THRESHOLDS.get(dtype, THRESHOLDS["bfloat16"]) for dtype in dtypes), default=THRESHOLDS["bfloat16"])
@@ -230,7 +238,8 @@ async def probe_engines(
     for error in failed.values():
         raise error
     whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]
-    limit = threshold(settings.audit_threshold, settings.train_dtype, infos.values())
+    quantized = settings.fp8 is not None
+    limit = threshold(settings.audit_threshold, settings.train_dtype, infos.values(), quantized)
     if calibration is not None and settings.audit_threshold is None:
         limit = calibration.limit(limit)
     gaps = await check_probe(whole, probe, limit, deadline, settings.adapter_name)

@@ -32,15 +32,21 @@ _VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
 _CPU_MULTIPLE = 32  # on the CPU, SGLang pads the width of an MLP to a multiple of this
 
 
-def has_predictable_checksums(model: str, info: EngineInfo) -> bool:
+def has_predictable_checksums(model: str, info: EngineInfo, fp8: bool = False) -> bool:
     """Return whether the checksums of this engine can be predicted.
 
-    The family must be known, the engine must not be quantized, and tensor parallelism must be its only parallelism. On
-    CUDA the same version of SGLang must be installed here, because its hash function is used.
+    The family must be known, and tensor parallelism must be its only parallelism. On CUDA the same version of SGLang
+    must be installed here, because its hash function is used.
+
+    Args:
+        fp8: Whether this run quantizes the weights in blocks. SGLang then computes checksums of dequantized weights;
+            on Blackwell GPUs it rounds the scales first, so there they are not known.
     """
     import torch
 
-    if info.kind != "sglang" or info.extra.get("quantization"):
+    if info.kind != "sglang" or (info.extra.get("quantization") and not fp8):
+        return False
+    if fp8 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0):
         return False
     if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
         return False

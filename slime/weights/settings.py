@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slime.config.lora import engine_adapter, sglang_adapter
+from slime.engines.settings import fp8_format
+from slime.models.fp8_format import Fp8Format
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -55,6 +57,7 @@ class WeightSyncSettings:
             must be sent each time. SGLang does; the embedded engine keeps them in host memory.
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
+        fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
         adapter_name: The name under which engines load the adapter and requests ask for it (SGLang). None for engines
             that apply the adapter of the last update to every request.
@@ -84,6 +87,7 @@ class WeightSyncSettings:
     on_written: Written | None = None
     adapter: Mapping[str, object] | None = None
     adapter_name: str | None = None
+    fp8: Fp8Format | None = None
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
@@ -133,6 +137,7 @@ class WeightSyncSettings:
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
             adapter_name=named,
+            fp8=fp8_format(args),
         )
 
 

@@ -36,6 +36,7 @@ from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket, NamedTensor
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineInfo
+from slime.models.fp8_format import layout_of
 from slime.weights import audit, fused
 from slime.weights.changes import AuditMemory, Held, fingerprints
 from slime.weights.handoff import Handoff
@@ -55,6 +56,7 @@ from slime.weights.update import (
     iter_buckets,
     leave_out,
     parse_version,
+    quantize_fp8,
     transformed,
 )  # fmt: skip
 from slime.weights.window import TORN, UpdateWindow
@@ -158,6 +160,7 @@ class _Sender:
         self.report = UpdateReport(version, transport.name)
         self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
         self.memory, self.fingerprints = memory, dict(memory.sent)
+        self._scales: dict[str, torch.Tensor] = {}
 
     def run(self, named_weights: Iterable[NamedTensor]) -> UpdateReport:
         start = time.perf_counter()
@@ -199,13 +202,35 @@ class _Sender:
             size = self.settings.bucket_bytes(self.transport.bucket_bytes)
             for bucket in _finished(_buckets(self.settings, source, size, transforms)):
                 if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
-                    self._digest([(name, t) for name, t in bucket.tensors if _has_dtype(t, dtype)], plan)
+                    held = self._dequantized(bucket.tensors, dtype)
+                    self._digest([(name, t) for name, t in held if _has_dtype(t, dtype)], plan)
                 if not handoff.put(bucket):
                     return
         except BaseException as error:
             handoff.close(error)
             raise
         handoff.close()
+
+    def _dequantized(self, tensors: Sequence[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
+        """Replace quantized tensors by the weights that engines compute their checksums of: dequantized, in ``dtype``.
+
+        The scales of a weight come before its values, but may be in an earlier bucket.
+        """
+        how = self.settings.fp8
+        if how is None or not self.settings.audit:
+            yield from tensors
+            return
+        from slime.models.fp8 import DTYPE, dequantize
+
+        names = layout_of(self.settings.model, how).names
+        for name, tensor in tensors:
+            if name.removesuffix(how.scale_ending) in names and name not in names:
+                self._scales[name.removesuffix(how.scale_ending)] = tensor
+            elif name in names and tensor.dtype == DTYPE:
+                wide = dequantize(tensor, self._scales.pop(name))
+                yield name, wide if dtype is None else wide.to(dtype)
+            else:
+                yield name, tensor
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
         """Return whether every engine still holds a version that this run has sent, with the frozen tensors.
@@ -264,7 +289,9 @@ class _Sender:
             raise WeightSyncError(self.version, failed, [], [])
         known: set[str] = set()
         if self.settings.audit:
-            known = {e.url for e in reached if fused.has_predictable_checksums(self.settings.model, infos[e.url])}
+            fp8 = self.settings.fp8 is not None
+            model = self.settings.model
+            known = {e.url for e in reached if fused.has_predictable_checksums(model, infos[e.url], fp8)}
         return _Plan(reached, infos, failed, known)
 
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
@@ -320,6 +347,8 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
         transforms.append(leave_out(frozen))
     if dtype is not None:
         transforms.append(cast_floating(dtype))
+    if settings.fp8 is not None:
+        transforms.append(quantize_fp8(layout_of(settings.model, settings.fp8)))
     return transforms
 
 

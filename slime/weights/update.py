@@ -20,6 +20,7 @@ from slime.engines.flat import Bucket, NamedTensor
 if TYPE_CHECKING:
     import torch
 
+    from slime.models.fp8_format import Fp8Layout
     from slime.weights.transports.peers import PeerLink
 
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
@@ -154,6 +155,17 @@ def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) ->
     def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
         casts = tensor.is_floating_point() and not name.endswith(keep)
         return [(name, tensor.to(dtype) if casts else tensor)]
+
+    return step
+
+
+def quantize_fp8(layout: Fp8Layout) -> Transform:
+    """Return a transform that replaces each weight of ``layout`` by its scales and its 8-bit values, in this order."""
+
+    def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
+        from slime.models.fp8 import quantized_parts
+
+        return quantized_parts(name, tensor, layout)
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import weakref
 from collections.abc import Callable
@@ -117,6 +118,31 @@ def bfloat16(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_siz
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
     masters = {str(p.dtype) for _, p in backend.named_parameters}
     return dict(metrics=metrics, weights=weights_of(backend), masters=masters)
+
+
+def cpu_offload(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """FSDP's offload of shards, on one rank slime's own; here everything is in CPU memory anyway."""
+    backend = make("llama", train_dtype="bfloat16", fsdp_cpu_offload=True)
+    metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
+    return dict(metrics=metrics, weights=weights_of(backend), named=dict(backend.named_weights()))
+
+
+def small_states(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Moments of 8 bits: two steps, a snapshot, a third step, and the same step after the snapshot was loaded."""
+    if importlib.util.find_spec("torchao") is None:
+        return {}
+    folder = paths["output"] / f"small_{world_size}"
+    flags = dict(optimizer_8bit=True)
+    backend = make("wide", **flags)
+    metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
+    backend.save(folder)
+    saved = optimizer_state(backend)
+    straight = train(backend, make_samples(seed=2))
+    again = make("wide", **flags)
+    again.load(folder)
+    loaded = optimizer_state(again)
+    resumed = train(again, make_samples(seed=2))
+    return dict(metrics=metrics, saved=saved, loaded=loaded, straight=straight, resumed=resumed)
 
 
 def resume(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
@@ -241,6 +267,8 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, qwen3),
     (2, critic),
     (2, bfloat16),
+    (2, cpu_offload),
+    (2, small_states),
     (2, names),
     (2, reference_in_shards),
     (2, resume),
@@ -252,6 +280,8 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (1, critic),
     (1, reference_in_shards),
     (1, bfloat16),
+    (1, cpu_offload),
+    (1, small_states),
     (1, load_of_two_ranks),
     (1, hf_export),
     (2, collectives),

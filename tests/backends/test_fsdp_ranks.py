@@ -75,6 +75,28 @@ def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) 
     assert_close(many["weights"], one["weights"], rtol=1e-4)
 
 
+def test_offloaded_shards_train_as_others(results: Results) -> None:
+    for size in (1, 2):
+        got, want = results["cpu_offload", size], results["bfloat16", size]
+        for mine, theirs in zip(got["metrics"], want["metrics"], strict=True):
+            assert_same_metrics(mine, theirs)
+        assert_equal(got["weights"], want["weights"])
+        assert_equal(got["named"], {name: t.bfloat16() for name, t in want["weights"].items()})
+
+
+def test_moments_of_8_bits_on_ranks(results: Results) -> None:
+    pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+    two, one = results["small_states", 2], results["small_states", 1]
+    for got, want in zip(two["metrics"], one["metrics"], strict=True):
+        assert_same_metrics(got, want, rel=1e-3)
+    for result in (two, one):
+        assert_equal(result["loaded"], result["saved"])
+        assert_same_metrics(result["resumed"], result["straight"], rel=0.0)
+    in_layers = [{name for name in result["saved"] if "layers." in name} for result in (two, one)]
+    assert in_layers[0] == in_layers[1] and any(".codes/" in name for name in in_layers[0])
+    assert "exp_avg/model.embed_tokens.weight" in two["saved"], "two ranks cannot divide its 61 rows"
+
+
 def test_all_ranks_keep_copies_of_the_weights_in_one_place(ranks: list[Results]) -> None:
     """A snapshot of copies is a collective that depends on the place."""
     for rank in range(2):

@@ -82,6 +82,7 @@ def engine_args(model: Path, **changes: Any) -> Any:
         "offload_rollout": False,
         "use_rollout_routing_replay": False,
         "update_weight_mode": "full",
+        "rollout_quantization": None,
         "hf_checkpoint": str(model),
         "lora_rank": 0,
         "lora_sync": "merged",

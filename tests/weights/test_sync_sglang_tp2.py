@@ -191,7 +191,7 @@ def test_a_tensor_that_one_rank_of_a_server_did_not_get_ends_the_run(
     Where the engine's checksums cannot be predicted (other families), its changes are compared with what was sent.
     """
     if not predicted:
-        monkeypatch.setattr(fused, "has_predictable_checksums", lambda model, info: False)
+        monkeypatch.setattr(fused, "has_predictable_checksums", lambda model, info, fp8: False)
     attempt = 3 + len(forgotten) + 100 * predicted
     old, new = (dict(named_weights(new_model(attempt + i))) for i in range(2))
     for name in new:

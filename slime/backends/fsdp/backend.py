@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -72,12 +73,13 @@ class FsdpBackend(SharedBackend):
         self.builder = replace(builder, context_group=self.context_group)
         self.cast: CastParameters | None = None
         """What replaces FSDP's mixed precision on one rank."""
-        if world_size == 1 and args.train_dtype != "float32":
+        if world_size == 1 and (args.train_dtype != "float32" or args.fsdp_cpu_offload):
             model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
             assert isinstance(model, PreTrainedModel)
             layers = decoder_layers(model)
             keep = not args.fsdp_reshard_after_forward
-            self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep)
+            away = device if args.fsdp_cpu_offload else None
+            self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
@@ -198,7 +200,20 @@ class FsdpBackend(SharedBackend):
                 parts.append(self._backward(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
-        return self.finish_step(shares, batch, step, scheduled, trained)
+        scale = self.optimizer.loss_scale
+        self.optimizer.unscale()
+        metrics = self.finish_step(shares, batch, step, scheduled, trained)
+        if scale is None:
+            return metrics
+        if "grad_norm" in metrics:
+            scale.note_step()
+        else:
+            scale.note_overflow()
+        return metrics | {"loss_scale": scale.value, "skipped_step": float("grad_norm" not in metrics)}
+
+    def _skips(self, grad_norm: float) -> bool:
+        scale = self.optimizer.loss_scale
+        return scale is not None and scale.can_be_lowered and not math.isfinite(grad_norm)
 
     def _communicate_for(self, last: bool) -> None:
         """Set the communication of FSDP for the next backward pass.
@@ -220,7 +235,8 @@ class FsdpBackend(SharedBackend):
         loss, metrics = self.share_of_loss(
             batch, indices, step, self._scores(inputs), inputs.targets, inputs.response_index
         )
-        loss.backward()
+        scale = self.optimizer.loss_scale
+        (loss if scale is None else loss * scale.value).backward()
         if self.cast is not None:
             self.cast.end_backward()
         return metrics
@@ -272,7 +288,7 @@ class FsdpBackend(SharedBackend):
         """
         assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
         dtype, separate = DTYPES[self.args.train_dtype], self.args.lora_sync == "adapter"
-        yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate)
+        yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate, device=self.device)
         if self.adapter is not None and separate:
             yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
 

@@ -3,6 +3,9 @@
 FSDP does the same, but gathers, casts and reduces for each micro-batch, through buffers that on one rank are only
 copied to another place. Here each gradient is added to that of its master weight as soon as a layer is done, and with
 ``--no-fsdp-reshard-after-forward`` weights are cast once for all micro-batches of a step.
+
+With ``--fsdp-cpu-offload`` the masters, their gradients and the optimizer are in CPU memory. At the start of a pass the
+weights are cast there, into pinned memory, from which each layer is copied to the GPU when it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from torch import Tensor, nn
 class _Group:
     """Parameters whose copies are made, and whose gradients are collected, together."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """
+        Args:
+            device: The device of the copies, if it is another one than that of the masters, which are in CPU memory.
+        """
+        self.device = device
+        self.host: list[Tensor] = []
+        """With ``device``, the values of the copies in CPU memory."""
         self.masters: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []
         self.filled = self.in_backward = False
@@ -27,7 +37,10 @@ class _Group:
         """Whether the copies are freed when all gradients are there."""
 
     def add(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        empty = torch.empty_like(master, dtype=dtype, requires_grad=False)
+        empty = torch.empty_like(master, dtype=dtype, device=self.device, requires_grad=False)
+        if self.device is not None:
+            pinned = self.device.type == "cuda"
+            self.host.append(torch.empty(master.shape, dtype=dtype, device=master.device, pin_memory=pinned))
         copy = nn.Parameter(empty, requires_grad=master.requires_grad)
         copy.untyped_storage().resize_(0)
         if master.requires_grad:
@@ -37,6 +50,12 @@ class _Group:
         self.masters.append(master)
         self.copies.append(copy)
         return copy
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast masters in CPU memory there. They do not change while a pass runs."""
+        if self.host:
+            torch._foreach_copy_(self.host, [x.detach() for x in self.masters])
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -49,7 +68,10 @@ class _Group:
         # Autograd has saved the copies for the backward pass, and must not take the same values, written once more, for
         # a change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.copies)):
-            torch._foreach_copy_([copy.detach() for copy in self.copies], [x.detach() for x in self.masters])
+            if self.device is None:
+                torch._foreach_copy_([copy.detach() for copy in self.copies], [x.detach() for x in self.masters])
+            for copy, values in zip(self.copies, self.host, strict=True) if self.host else ():
+                copy.detach().copy_(values, non_blocking=True)
 
     def free(self) -> None:
         self.filled = False
@@ -72,6 +94,8 @@ class _Group:
     def collect(self) -> None:
         """Add the gradients of the copies to those of the masters, in the dtype of the masters."""
         done = [(x, copy.grad) for x, copy in zip(self.masters, self.copies, strict=True) if copy.grad is not None]
+        if self.device is not None:
+            done = self._on_cpu(done)
         first = [(x, grad) for x, grad in done if x.grad is None]
         if first:
             wide = [torch.empty_like(x) for x, _ in first]
@@ -82,6 +106,17 @@ class _Group:
         for i, (master, _) in enumerate(first):
             master.grad = wide[i]
         self.end_backward()
+
+    def _on_cpu(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        assert self.device is not None
+        on_cuda = self.device.type == "cuda"
+        found = []
+        for master, grad in gradients:
+            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=on_cuda)
+            found.append((master, host.copy_(grad, non_blocking=True)))
+        if on_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        return found
 
     def end_backward(self) -> None:
         for copy in self.copies:
@@ -97,7 +132,14 @@ class CastParameters:
     of the copies, and the copies take no memory.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, layers: Sequence[nn.Module], keep: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        layers: Sequence[nn.Module],
+        keep: bool,
+        device: torch.device | None = None,
+    ) -> None:
         """
         Args:
             module: The module, on its final device. Its parameters must remain the same objects; their values may
@@ -107,10 +149,12 @@ class CastParameters:
             layers: Modules within ``module``, each with a group of its own.
             keep: Keep the copies of the layers for the whole pass. Otherwise they have memory only during the forward
                 and the backward of their layer.
+            device: The device of the passes if all parameters are in CPU memory; None if they are on that device.
         """
         self._keep, self._active = keep, False
-        self.layers = [_Group() for _ in layers]
-        self.rest = _Group()
+        self._offloaded_on_cuda = device is not None and device.type == "cuda"
+        self.layers = [_Group(device) for _ in layers]
+        self.rest = _Group(device)
         """What belongs to no layer, or to several: it has copies for the whole pass."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each module and name that has a parameter, tied ones several times, with the parameter and its copy."""
@@ -119,7 +163,7 @@ class CastParameters:
         names: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in module.modules():
             for name, master in owner.named_parameters(recurse=False):
-                if master.dtype != dtype and master.is_floating_point():
+                if (master.dtype != dtype or device is not None) and master.is_floating_point():
                     groups.setdefault(master, set()).add(inside.get(owner, self.rest))
                     names.append((owner, name, master))
         copies = {x: (next(iter(found)) if len(found) == 1 else self.rest).add(x, dtype) for x, found in groups.items()}
@@ -150,6 +194,8 @@ class CastParameters:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the module compute with its parameters in the dtype of the passes within the context."""
+        for group in [*self.layers, self.rest]:
+            group.refresh()
         for group in [*self.layers, self.rest] if self._keep else [self.rest]:
             group.fill()
         for owner, name, _, copy in self._places:
@@ -164,6 +210,8 @@ class CastParameters:
             for group in [*self.layers, self.rest]:
                 group.end_backward()
                 group.free()
+            if self._offloaded_on_cuda:
+                torch.cuda.synchronize()  # the next pass writes the memory from which copies may still be under way
 
     def end_backward(self) -> None:
         """Collect the gradients of groups of which not every parameter got one."""

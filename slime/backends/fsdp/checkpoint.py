@@ -103,6 +103,8 @@ class FsdpState:
         StoredTensors(path / TENSORS).read(_shards(tensors))
         if not args.no_load_optim:
             self.optimizer.steps = meta["steps"]
+            if self.optimizer.loss_scale is not None and meta.get("loss_scale"):
+                self.optimizer.loss_scale.load(meta["loss_scale"])
         rng = path / f"rng_{self.rank}.pt"
         if rng.is_file() and not args.no_load_rng:
             set_rng_state(torch.load(rng, weights_only=True))
@@ -148,6 +150,7 @@ class FsdpState:
             "copies": sorted(self.bank.moving),
             "optimizer": not self.args.no_save_optim,
             "role": self.role,
+            "loss_scale": None if self.optimizer.loss_scale is None else self.optimizer.loss_scale.state(),
         } | ({} if self.adapter is None else {"lora": self.adapter.describe()})
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
@@ -28,7 +29,9 @@ logger = logging.getLogger(__name__)
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
 
 
-def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+def iter_hf_weights(
+    model: PreTrainedModel, dtype: torch.dtype, merge: bool = True, device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors once.
 
     transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by layer if a
@@ -38,17 +41,31 @@ def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype, merge: bool = Tr
     Args:
         dtype: The dtype of floating-point parameters. Buffers keep their dtype.
         merge: Whether to add adapters (LoRA) to the weights of their layers. Otherwise they are left out.
+        device: The device of the tensors, if the model's may be in CPU memory (``--fsdp-cpu-offload``); None for that
+            of the model.
     """
     adapters = AdapterMerge(model) if merge else None
 
     def value_of(name: str, value: Tensor, is_parameter: bool) -> Tensor:
         if adapters is not None:
             value = adapters(name, value)
-        return value.to(dtype) if is_parameter else value
+        value = value.to(dtype) if is_parameter else value
+        return value if device is None else moved(value, device)
 
     # The cast comes before the gather, which then transfers half the bytes.
     cast = ((name, value_of(name, value, is_parameter)) for name, value, is_parameter in _tensors(model))
     yield from _named_as_on_disk(model, whole_tensors(cast))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``, with the same sharding. It is the same tensor if it is there already."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    part = tensor.to_local()
+    if part.device.type == device.type:
+        return tensor
+    mesh, places, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return DTensor.from_local(part.to(device), mesh, places, run_check=False, shape=shape, stride=stride)
 
 
 def share_weight_conversions(model: PreTrainedModel) -> None:

@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.adapter import lora_settings
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
+from slime.backends.fsdp.float8 import use_float8
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter
+from slime.backends.fsdp.offload_activations import checkpoint_offloaded
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
@@ -37,11 +39,12 @@ from slime.weights.megatron_lm import open_megatron_lm
 Scorer = PolicyScorer | ValueScorer
 VARLEN = "varlen"
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
-    """Load the model of a role in float32, check it, freeze parameters, shard it, and return it with its input builder.
+    """Load the model of a role, in float32 unless ``--bf16-master-weights`` is given, check it, freeze parameters,
+    shard it, and return it with its input builder.
 
     Only rank 0 reads the checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
 
@@ -76,16 +79,19 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
     freeze_untrained(model)
-    if lora is not None:
-        _cast_frozen(scorer, DTYPES[args.train_dtype])
+    if lora is not None or args.bf16_master_weights:
+        _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
+    if args.float8_training:
+        use_float8(decoder_layers(model), args.float8_training)
     if args.gradient_checkpointing:
         block = args.megatron.get("recompute_method") == "block"
-        _checkpoint_layers(model, args.megatron.get("recompute_num_layers") if block else None)
+        count = args.megatron.get("recompute_num_layers") if block else None
+        _checkpoint_layers(model, count, args.offload_activations)
     if args.compile_layers:
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
-    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], args.fsdp_reshard_after_forward)
+    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], args.fsdp_reshard_after_forward, args.fsdp_cpu_offload)
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
@@ -174,23 +180,29 @@ def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
 
 
-def _cast_frozen(scorer: Scorer, dtype: torch.dtype) -> None:
-    """Cast the base of an adapter to the dtype of forward passes. It never changes, so it needs no wider copy."""
+def _cast(scorer: Scorer, dtype: torch.dtype, trained: bool) -> None:
+    """Cast parameters to the dtype of forward passes: the base of an adapter, which never changes and so needs no wider
+    copy, or with ``trained`` all parameters."""
     for parameter in scorer.parameters():
-        if not parameter.requires_grad:
+        if trained or not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def _checkpoint_layers(model: PreTrainedModel, count: int | None = None) -> None:
+def _checkpoint_layers(model: PreTrainedModel, count: int | None = None, offload: bool = False) -> None:
     """Let backward recompute the activations of each layer, or of the first ``count`` decoder layers.
 
     This needs layers in training mode, but all modules in them stay in eval mode: dropout in the update of a policy
     would make its importance ratios wrong.
+
+    Args:
+        offload: Keep the inputs of decoder layers in CPU memory until they are recomputed.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules() if count is None else decoder_layers(model)[:count]:
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # not .train(), which would also change the dropout modules of the layer
+    for layer in decoder_layers(model)[:count] if offload else ():
+        layer._gradient_checkpointing_func = checkpoint_offloaded  # type: ignore[assignment]  # of transformers
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -228,17 +240,21 @@ def shard(
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
+    offload: bool = False,
 ) -> None:
     """Apply FSDP2 with one group per decoder layer and one for the rest.
 
     It is not applied to one rank (``mesh`` is None): there is nothing to shard, and the hooks and copies of FSDP cost
     7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples, float32) and 6% of one of Qwen3-4B's shape on an H200.
     In bfloat16, :mod:`slime.backends.fsdp.cast_parameters` keeps the float32 master weights instead.
+    With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them.
     Vision towers belong to the root group. Ranks whose samples have no image do not run them, and would otherwise miss
     their collectives.
     """
+    home = torch.device("cpu") if offload else device
     if mesh is None:
-        scorer.to(device)
+        scorer.to(home)
+        _move_buffers(scorer, device)
         return
     world_size = mesh.size()
     policy = MixedPrecisionPolicy()
@@ -246,13 +262,15 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
+    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+        )
+    fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=where)
     if any(p.is_meta for p in scorer.parameters()):
-        scorer.to_empty(device=device)
-    else:
-        scorer.to(device)  # moves the buffers; the parameters are on the device already
+        scorer.to_empty(device=home)
+    _move_buffers(scorer, device)  # the parameters are where they belong already
     if world_size > 1:
         distribute(scorer, whole, device)
     # A micro-batch without images does not run the vision tower, so its parameters have no gradient on that rank. FSDP
@@ -268,6 +286,13 @@ def shard(
             # Losses are shares of one global mean, so gradients are summed over ranks and not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
 
 
 @torch.no_grad()

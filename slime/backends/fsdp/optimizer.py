@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slime.backends.collectives import local
+from slime.backends.fsdp import small_adam
+from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
 
@@ -34,19 +37,29 @@ class ScheduledAdamW:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule, self.clip_grad = schedule, args.clip_grad
         self.over_ranks = over_ranks
+        self.loss_scale = LossScale.from_args(args)
+        """The scale of the gradients until :meth:`unscale`; None for 1."""
+        self.keeps_gradients = args.fsdp_cpu_offload
+        """Whether their memory is kept from step to step. The kernel clears new CPU memory page by page, which takes
+        seconds for a large model."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": decay, "weight_decay": args.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_eps
+        self.small = args.optimizer_8bit or args.bf16_master_weights
+        self.adam: torch.optim.Optimizer
+        if self.small:
+            self.adam = small_adam.small_adam(groups, betas, eps)
+            self.adam.state.update((p, small_adam.first_state(p, args.optimizer_8bit)) for _, p in self.named)
+            return
         # Fused AdamW reads and writes everything once. For SmolLM2 on two cores it takes 0.06 s, and foreach 0.23 s.
-        self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=schedule.lr(0),
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_eps,
-            fused=True,
-        )
+        self.adam = torch.optim.AdamW(groups, lr=schedule.lr(0), betas=betas, eps=eps, fused=True)
         for _, p in [] if self.stateless else self.named:
             self.adam.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local(p).device),
@@ -64,7 +77,14 @@ class ScheduledAdamW:
         return self.schedule.lr(self.steps)
 
     def zero_grad(self) -> None:
-        self.adam.zero_grad(set_to_none=True)
+        self.adam.zero_grad(set_to_none=not self.keeps_gradients)
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """Divide the gradients by the scale of the loss."""
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        if self.loss_scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.value)
 
     @torch.no_grad()
     def grad_norm(self) -> float:
@@ -95,9 +115,11 @@ class ScheduledAdamW:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, self.clip_grad / (norm + 1e-6))
         lr = self.lr
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
+        small_adam.set_lr(self.adam, lr)
+        if self.small:
+            small_adam.take_step(self.adam)
+        else:
+            self.adam.step()
         if self.stateless:
             self.adam.state.clear()
         self.steps += 1
@@ -105,11 +127,11 @@ class ScheduledAdamW:
 
     def reset(self) -> None:
         """Zero the moments (``--reset-optimizer-states``)."""
-        for state in self.adam.state.values():
-            for value in state.values():
-                local(value).zero_()
+        for value in self.tensors().values():
+            local(value).zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint, by ``<entry>/<parameter name>``."""
         state = self.adam.state
-        return {f"{entry}/{name}": x for name, p in self.named if p in state for entry, x in state[p].items()}
+        known = [(name, p) for name, p in self.named if p in state]
+        return {f"{entry}/{name}": x for name, p in known for entry, x in small_adam.plain_tensors(p, state[p]).items()}

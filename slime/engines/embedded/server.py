@@ -22,7 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", required=True, help="Hugging Face folder or hub id")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on CPU, else bfloat16"
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default: by free memory")

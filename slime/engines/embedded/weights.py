@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import torch
 
 from slime.engines.flat import NamedTensor
 from slime.models.digest import tensor_digest
+from slime.models.fp8 import DTYPE as FP8
+from slime.models.fp8 import block_sizes, dequantize
 from slime.models.lora import lora_layers
 from slime.models.peft_files import factor_names
 from slime.models.shards import ModelError
@@ -19,6 +21,9 @@ from slime.models.stored import StoredWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale")
 
 
 class WeightError(ValueError):
@@ -38,6 +43,8 @@ class Weights:
         self.aliases: dict[str, str] = {}
         self.views: dict[str, torch.Tensor] = {}
         self.find_views()
+        self.scales: dict[str, torch.Tensor] = {}
+        """The scales of quantized weights whose values have not arrived yet, by the name of the weight."""
         self.stale: set[str] = set()
         """The tensors not yet written again after an update failed halfway. While there are any, the weights of the
         model belong to no version."""
@@ -82,18 +89,40 @@ class Weights:
     def load(self, tensors: Iterable[NamedTensor]) -> int:
         """Copy tensors into the model, and return their number.
 
+        Weights that arrive as 8-bit floats are dequantized. Their scales must come first, in the same call or an
+        earlier one.
+
         Raises:
             WeightError: A name or shape is wrong. In this case nothing is written.
         """
-        pairs = [(name, self.resolve(name), tensor) for name, tensor in tensors]
+        pairs = [(name, self.resolve(name), tensor, scales) for name, tensor, scales in self._with_scales(tensors)]
         # All shapes are checked before the first copy, so that an invalid request does not mix two versions.
-        for name, view, tensor in pairs:
+        for name, view, tensor, _ in pairs:
             if view.shape != tensor.shape:
                 raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, but the model has {tuple(view.shape)}")
-        for name, view, tensor in pairs:
-            view.copy_(tensor)
+        for name, view, tensor, scales in pairs:
+            view.copy_(tensor if scales is None else dequantize(tensor, scales))
             self.stale.discard(self.aliases.get(name, name))
         return len(pairs)
+
+    def _with_scales(self, tensors: Iterable[NamedTensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Yield the weights, those that are quantized with their scales, and keep scales for the values that follow."""
+        for name, tensor in tensors:
+            if tensor.dtype == FP8:
+                scales = self.scales.pop(name, None)
+                if scales is None:
+                    raise WeightError(f"{name!r} is quantized, but its scales did not arrive before it")
+                try:
+                    block_sizes(tensor.shape, scales.shape)
+                except ValueError as error:
+                    raise WeightError(f"{name!r}: {error}") from error
+                yield name, tensor, scales
+            elif name not in self.views and name.endswith(SCALE_ENDINGS):
+                weight = name.removesuffix("_inv").removesuffix("_scale")
+                self.resolve(weight)
+                self.scales[weight] = tensor.clone()  # the memory of the request is given back before the values come
+            else:
+                yield name, tensor, None
 
     load_weights = load  # the name that custom weight loaders use
 

@@ -65,6 +65,8 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["dtype"] = settings.dtype
         if settings.updates_by_delta:
             ours["custom_weight_loader"] = [DELTA_LOADER]
+        if settings.fp8 is not None:
+            ours["quantization"] = "fp8"  # as config.json says; named, so that /server_info reports it
     if settings.adapter_rank and spec.updates:
         ours |= {
             "enable_lora": True,

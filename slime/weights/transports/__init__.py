@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime.models.fp8_format import layout_of
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import SendResult, Transport
 
@@ -158,4 +159,5 @@ def _through_folder(settings: WeightSyncSettings) -> Transport:
         return DeltaTransport(folder, model, deadline, encoding, checksum, keep, written)
     from slime.weights.transports.disk import DiskTransport
 
-    return DiskTransport(folder, model, deadline, keep, written)
+    layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
+    return DiskTransport(folder, model, deadline, keep, written, layout, settings.rollout_dtype)

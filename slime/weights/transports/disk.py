@@ -11,6 +11,8 @@ from pathlib import Path
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.models.fp8 import name_quantization
+from slime.models.fp8_format import Fp8Layout
 from slime.models.shards import ModelError, read_headers, shorten
 from slime.weights.published import publishing
 from slime.weights.settings import Written
@@ -30,6 +32,8 @@ class DiskTransport:
         model: The Hugging Face folder whose configuration and tokenizer files are copied to each version.
         deadline: The time limit in seconds for loading a version.
         keep_files: Whether to keep every version. Otherwise a version is removed after the next one was loaded.
+        layout: The weights that are sent as 8-bit floats; None if none are.
+        dtype: With ``layout``, the dtype to which engines that dequantize do so.
         written: Called with the folder of each version and the engines, before the engines load it
             (``--custom-update-weight-post-write-path``).
     """
@@ -39,10 +43,17 @@ class DiskTransport:
     bucket_bytes = DEFAULT_BUCKET_BYTES
 
     def __init__(
-        self, folder: Path, model: Path, deadline: float, keep_files: bool = False, written: Written | None = None
+        self,
+        folder: Path,
+        model: Path,
+        deadline: float,
+        keep_files: bool = False,
+        written: Written | None = None,
+        layout: Fp8Layout | None = None,
+        dtype: str | None = None,
     ) -> None:
         self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
-        self.written = written
+        self.written, self.layout, self.dtype = written, layout, dtype
         self._published: Path | None = None
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -77,6 +88,8 @@ class DiskTransport:
         name = f"weight_v{update.version}"
         async with publishing(self.folder, name) as aside:
             await asyncio.to_thread(copy_model_files, self.model, aside)
+            if self.layout is not None:
+                name_quantization(self.model / "config.json", aside / "config.json", self.layout, self.dtype)
             files: dict[str, str] = {}
             async for bucket in stream(update.buckets):
                 result.count(bucket)

@@ -1,0 +1,136 @@
+"""The flags of low precision and memory: defaults, and what is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_parts import Workplace
+from make_args import make_args
+
+from slime.config import precision
+from slime.config.machine import Machine
+from slime.config.parser import ConfigError
+from slime.engines.plan import EngineSpec
+from slime.engines.settings import EngineSettings, fp8_format
+from slime.engines.sglang.options import ServerPlace, server_options
+from slime.models.fp8_format import Fp8Format
+from slime.weights.settings import WeightSyncSettings
+
+GPU = Machine(gpus=1, cores=8, in_cluster=False)
+CPU = Machine(gpus=0, cores=2, in_cluster=False)
+FP8 = "--rollout-quantization fp8 "
+
+
+def test_defaults(workplace: Workplace) -> None:
+    args = workplace.load()
+    assert args.rollout_quantization is None and not args.use_tis and args.train_dtype == "float32"
+    assert fp8_format(args) is None and WeightSyncSettings.from_args(args).fp8 is None
+
+
+def test_quantized_engines_correct_their_samples(workplace: Workplace) -> None:
+    args = workplace.load(FP8)
+    assert args.use_tis and any("--use-tis is on" in notice for notice in args.notices)
+    assert EngineSettings.from_args(args).fp8 == WeightSyncSettings.from_args(args).fp8 == Fp8Format("block")
+    assert not workplace.load(FP8 + "--no-use-tis").use_tis
+    assert not workplace.load(FP8 + "--use-rollout-logprobs").use_tis
+    assert workplace.load(FP8 + "--rollout-quantization-scale tensor").rollout_quantization_scale == "tensor"
+
+
+def test_float16(workplace: Workplace) -> None:
+    args = workplace.load("--fp16")
+    assert args.train_dtype == args.rollout_dtype == "float16"
+    assert workplace.load("--offload-activations").gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--rollout-quantization-scale tensor", "has no effect without --rollout-quantization"),
+        (FP8 + "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /tmp/x", "excludes"),
+        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "cannot be used with --rollout-external-engine-addrs"),
+        ("--fp16 --train-dtype bfloat16", "--fp16 and --train-dtype bfloat16 exclude each other"),
+        ("--fp16 --bf16", "--fp16 and"),
+        ("--fp16 --train-backend megatron", "slime does not use the loss scaling of megatron-core"),
+        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--initial-loss-scale 1 is below --min-loss-scale 2"),
+        ("--loss-scale 8", "--loss-scale has no effect without --fp16"),
+        ("--bf16-master-weights", "--bf16-master-weights with --train-dtype float32"),
+        ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam keeps no moments"),
+        ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "has no effect on --lora-rank"),
+        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit: only --train-backend fsdp supports it"),
+        ("--fsdp-cpu-offload", "without a GPU everything is in CPU memory already"),
+        ("--float8-training rowwise --train-dtype bfloat16", "needs a GPU with 8-bit floats"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(workplace: Workplace, line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        workplace.load(line)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (dict(rollout_quantization_scale="channel"), "SGLang cannot update weights with --rollout-quantization-scale"),
+        (dict(sglang={"quantization": "fp8"}), "slime sets --sglang-quantization itself"),
+        (dict(rollout_dtype="float32"), "need --rollout-dtype bfloat16 or float16"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(flags: dict[str, object], said: str) -> None:
+    given = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16") | flags
+    (problem,) = precision.check_rollout_quantization(make_args(machine=GPU, **given))
+    assert said in problem
+
+
+def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
+    flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
+    args = make_args(machine=GPU, hf_checkpoint=str(tmp_path), **flags)
+    (problem,) = precision.check_rollout_quantization(args)
+    assert "which layers of DeepseekV3ForCausalLM SGLang quantizes is not known" in problem
+    (problem,) = precision.check_quantization_device(args, on_cpu=True)
+    assert "use --rollout-backend embedded" in problem and not precision.check_quantization_device(args, on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (problem,) = precision.check_rollout_quantization(args)
+    assert "does not load the scales of blocks of LlamaForCausalLM" in problem
+    embedded = args.with_values(rollout_backend="embedded")
+    assert not precision.check_rollout_quantization(embedded)
+
+
+def test_combinations_that_would_be_wrong_are_refused() -> None:
+    megatron = make_args(machine=GPU, train_backend="megatron", loss_scale_window=10)
+
+    def problems(**flags: object) -> str:
+        return "\n".join(precision.check_training_precision(make_args(machine=GPU, train_backend="fsdp", **flags)))
+
+    assert problems(bf16_master_weights=True, optimizer_8bit=True) == ""
+    assert "replicas would round differently" in problems(
+        bf16_master_weights=True, fsdp_shard_size=1, actor_num_gpus_per_node=2
+    )
+    assert problems(bf16_master_weights=True, fsdp_shard_size=2, actor_num_gpus_per_node=2) == ""
+    assert "no effect without --fp16" in "\n".join(precision.check_training_precision(megatron))
+    assert "excludes --lora-rank" in problems(float8_training="rowwise", lora_rank=4)
+    assert "multiple of 16 tokens" in problems(float8_training="rowwise", data_pad_size_multiplier=8)
+    assert "needs --train-dtype bfloat16" in problems(float8_training="rowwise", train_dtype="float32")
+    assert "--fsdp-cpu-offload excludes --optimizer-8bit" in problems(fsdp_cpu_offload=True, optimizer_8bit=True)
+    assert "whole gradients would stay" in problems(fsdp_cpu_offload=True, fsdp_accumulate_unsharded_gradients=True)
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_args(machine=GPU, train_backend="fsdp", optimizer_8bit=True)
+    monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
+    (problem,) = precision.check_precision_packages(args, GPU)
+    assert "--optimizer-8bit: torchao is not installed; run pip install 'slime[torchao]'" in problem
+    monkeypatch.setattr(precision, "installed", lambda name: True)
+    assert not precision.check_precision_packages(args, CPU), "it runs on a CPU, only not compiled"
+
+
+def test_sglang_is_told_of_the_quantization() -> None:
+    flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
+    settings = EngineSettings.from_args(make_args(machine=GPU, rollout_num_gpus_per_engine=2, **flags))
+    assert settings.fp8 == Fp8Format("block", ranks=2, key_value_heads=1)
+    options = server_options(settings, EngineSpec(0, "/m"), ServerPlace("127.0.0.1", 1))
+    assert options["quantization"] == "fp8" and options["dtype"] == "bfloat16"
+    other = server_options(settings, EngineSpec(0, "/m", updates=False), ServerPlace("127.0.0.1", 1))
+    assert "quantization" not in other, "another model that is served beside it"
