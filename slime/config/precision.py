@@ -54,6 +54,11 @@ def check_rollout_quantization(args: Args) -> list[str]:
             f"{option}: slime starts engines from a quantized copy of the checkpoint, so it cannot be used with "
             "--rollout-external-engine-addrs"
         )
+    if args.lora_rank:
+        problems.append(
+            f"{option} excludes --lora-rank: the base that the engine computes with would differ from the base that "
+            "the adapter is trained on by its quantization, and no update corrects it; leave one of them out"
+        )
     if args.rollout_backend == "sglang":
         problems += [f"{option}: {problem}" for problem in _sglang_problems(args)]
     return problems

@@ -83,6 +83,14 @@ def test_what_sglang_cannot_do_is_refused(flags: dict[str, object], said: str) -
     assert said in problem
 
 
+@pytest.mark.parametrize("backend", ["embedded", "sglang"])
+def test_an_adapter_is_refused_with_quantized_engines(backend: str) -> None:
+    args = make_args(machine=GPU, rollout_quantization="fp8", rollout_backend=backend, rollout_dtype="bfloat16")
+    assert not precision.check_rollout_quantization(args)
+    (problem,) = precision.check_rollout_quantization(args.with_values(lora_rank=8))
+    assert "--rollout-quantization fp8 excludes --lora-rank" in problem
+
+
 def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
