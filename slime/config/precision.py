@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import flag
@@ -184,7 +184,8 @@ def _float16_problems(args: Args) -> list[str]:
         problems.append("--fp16 and --bf16 exclude each other: leave one of them out")
     scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
     if args.train_dtype != "float16":
-        given = [f"--{name.replace('_', '-')}" for name in scales if name in args.explicit]
+        defaults = {one.name: one.default for one in fields(TrainingPrecisionConfig)}
+        given = [f"--{name.replace('_', '-')}" for name in scales if getattr(args, name) != defaults[name]]
         problems += [f"{option} has no effect without --fp16: add it, or leave {option} out" for option in given]
     elif args.initial_loss_scale < args.min_loss_scale:
         problems.append(
