@@ -12,7 +12,6 @@ from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
-    from slime.models.lora_experts import is_expert_module, per_expert
     from slime.models.peft_files import Factors
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
@@ -96,6 +95,7 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Fou
 
     from slime.backends.tensor_shards import StoredTensors, TensorShard
     from slime.models.lora import LoraSettings
+    from slime.models.lora_experts import is_expert_module, per_expert
     from slime.models.peft_files import Factors
 
     tensors = StoredTensors(folder)

@@ -79,7 +79,7 @@ class EngineSettings:
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
             adapter_rank=args.lora_rank if named is not None else 0,
-            adapter_targets=tuple(sglang_targets(args.lora_target_modules)),
+            adapter_targets=tuple(sglang_targets(args.lora_target_modules)) if named is not None else (),
         )
 
 

@@ -36,7 +36,8 @@ def test_layers_that_share_the_selection_of_an_indexer(tmp_path: Path) -> None:
 def test_a_tensor_that_cannot_be_divided_among_sequences_is_refused(tmp_path: Path) -> None:
     model = load_hf_model(save_tiny("Llama 4", tmp_path), torch.float32, "cpu", NAME)
     builder = InputBuilder(backbone_of(model), CPU, stateful=prepare_packing(model))
-    inputs = builder.build(*samples(), [None] * 7)
+    tokens, responses, groups = samples()
+    inputs = builder.build(tokens, responses, groups, [None] * len(tokens))
     model.model.layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {"per_row": torch.zeros(1)}), with_kwargs=True
     )

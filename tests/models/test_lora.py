@@ -123,9 +123,9 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
     [
         (torch.full((2, 3), float("nan")), torch.zeros(5, 2), "must be finite"),
         (torch.zeros(2, 3, dtype=torch.int8), torch.zeros(5, 2), "must be finite"),
-        (torch.zeros(4, 3), torch.zeros(5, 4), "has rank 2"),
-        (torch.zeros(2, 3), torch.zeros(5, 3), "has rank 2"),
-        (torch.zeros(2, 3), torch.zeros(0, 2), "has rank 2"),
+        (torch.zeros(4, 3), torch.zeros(5, 4), "have rank 2"),
+        (torch.zeros(2, 3), torch.zeros(5, 3), "have rank 2"),
+        (torch.zeros(2, 3), torch.zeros(0, 2), "have rank 2"),
     ],
 )
 def test_factors_that_cannot_be_right_are_refused(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, said: str) -> None:
