@@ -12,6 +12,7 @@ from torch import Tensor
 from slime.models.folder import quantization_of
 from slime.models.shards import ModelError, shorten
 from slime.models.stored import StoredWeights
+from slime.weights.update import FULL_PRECISION
 
 SOURCE = "source"
 
@@ -57,7 +58,8 @@ class ExportForm:
         """
         if not self._as_source:
             for name, tensor in named:
-                yield name, tensor.to(self._cast) if self._cast and tensor.is_floating_point() else tensor
+                casts = tensor.is_floating_point() and not name.endswith(FULL_PRECISION)
+                yield name, tensor.to(self._cast) if self._cast and casts else tensor
             return
         seen = set[str]()
         for name, tensor in named:
