@@ -133,6 +133,11 @@ def _add_of_runs(commands: Subparsers) -> None:
         help="folder of a run (default: outputs/latest)",
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
+    doctor.add_argument(
+        "--outside",
+        action="store_true",
+        help="also read the logs that NCCL_DEBUG_FILE of the run names outside of its folder",
+    )
     doctor.set_defaults(run=_doctor)
 
     _add_ui(commands)
@@ -295,7 +300,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from slime.cli.doctor import doctor
 
-    return doctor(args.run_dir, args.json)
+    return doctor(args.run_dir, args.json, args.outside)
 
 
 def _train(args: argparse.Namespace) -> int:
