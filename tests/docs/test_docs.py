@@ -21,7 +21,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--rooms", "--task", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from",
-    "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
+    "--layouts", "--async", "--json", "--outside", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
 
