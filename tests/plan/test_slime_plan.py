@@ -190,6 +190,15 @@ def test_the_page_names_what_to_leave_out(tmp_path: Path, capsys: pytest.Capture
     assert "for train_async.py, without your --colocate\n" in capsys.readouterr().out
 
 
+def test_a_file_that_would_undo_the_flags_to_copy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    (tmp_path / "mine.yaml").write_text("colocate: true\n")
+    main([*WORDS, "--hf-checkpoint", str(tmp_path)])
+    assert "takes precedence" not in capsys.readouterr().out
+    main([*WORDS, "--hf-checkpoint", str(tmp_path), f"--override={tmp_path}/mine.yaml"])
+    assert "the file of --override takes precedence over these flags" in capsys.readouterr().out
+
+
 def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--hf-checkpoint", str(tmp_path / "none")]) == 1
     assert "config.json" in capsys.readouterr().err
