@@ -120,6 +120,28 @@ def _add_of_runs(commands: Subparsers) -> None:
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
 
+    _add_doctor(commands)
+    _add_ui(commands)
+
+    merge = commands.add_parser(
+        "merge-lora",
+        help="write the model that a LoRA adapter and its base are together",
+        description="Prints the folder of the merged model as the last line of stdout.",
+    )
+    merge.add_argument("adapter", type=Path, help="folder with adapter_config.json (--save-hf), or a snapshot iter_*")
+    merge.add_argument("--base", help="folder or hub id of the base (default: the one that the adapter names)")
+    merge.add_argument("--output-dir", type=Path, required=True, help="folder to write, which must not exist")
+    merge.set_defaults(run=_merge_lora)
+
+    ledger = commands.add_parser(
+        "ledger", help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent"
+    )
+    ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
+    ledger.set_defaults(run=_ledger)
+
+
+def _add_doctor(commands: Subparsers) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something is wrong",
@@ -139,25 +161,6 @@ def _add_of_runs(commands: Subparsers) -> None:
         help="also read the logs that NCCL_DEBUG_FILE of the run names outside of its folder",
     )
     doctor.set_defaults(run=_doctor)
-
-    _add_ui(commands)
-
-    merge = commands.add_parser(
-        "merge-lora",
-        help="write the model that a LoRA adapter and its base are together",
-        description="Prints the folder of the merged model as the last line of stdout.",
-    )
-    merge.add_argument("adapter", type=Path, help="folder with adapter_config.json (--save-hf), or a snapshot iter_*")
-    merge.add_argument("--base", help="folder or hub id of the base (default: the one that the adapter names)")
-    merge.add_argument("--output-dir", type=Path, required=True, help="folder to write, which must not exist")
-    merge.set_defaults(run=_merge_lora)
-
-    ledger = commands.add_parser(
-        "ledger", help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent"
-    )
-    ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
-    ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
-    ledger.set_defaults(run=_ledger)
 
 
 def _add_ui(commands: Subparsers) -> None:
