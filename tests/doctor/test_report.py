@@ -319,6 +319,7 @@ def test_advice_names_flags_that_exist() -> None:
         "--pid",
         "--n",
         "--nonblocking",
+        "--outside",
     }
     for file in (CHECKOUT / "slime" / "doctor").glob("*.py"):
         named = set(re.findall(r"--[a-z][\w-]+", file.read_text()))
