@@ -170,6 +170,17 @@ async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResp
     return await handler(request)
 
 
+async def answer_expect(request: web.Request) -> None:
+    """aiohttp's own answer to ``Expect`` repeats the header, and fails with 500 if that is not UTF-8."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="of Expect, this server knows 100-continue only\n")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def no_route(request: web.Request) -> web.Response:
+    raise web.HTTPNotFound
+
+
 def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Application:
     """The HTTP server; ``url`` is where generators reach it, with ``key``."""
     buffers = {name: TaskBuffer(module) for name, module in generators.items()}
@@ -200,14 +211,16 @@ def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Appli
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 return web.json_response({"error": f"{path}: {type(error).__name__}: {error}"}, status=400)
 
-        return web.post(path, handler)
+        return web.post(path, handler, expect_handler=answer_expect)
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"task_types": list(buffers)})
 
     app = web.Application(middlewares=[refuse_web_pages, require_key(key)], client_max_size=MAX_BODY_BYTES)
     app.add_routes([post("/start_rollout", start_rollout), post("/buffer/write", write)])
-    app.add_routes([post("/get_rollout_data", get_rollout_data), web.get("/health", health)])
+    app.add_routes([post("/get_rollout_data", get_rollout_data)])
+    app.add_routes([web.get("/health", health, expect_handler=answer_expect)])
+    app.add_routes([web.route("*", "/{path:.*}", no_route, expect_handler=answer_expect)])
     return app
 
 

@@ -24,7 +24,7 @@ from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
 from slime.data.json_text import too_deep
 from slime.data.sample import Sample
-from slime.engines.request_guard import request_guard
+from slime.engines.request_guard import add_last_route, add_routes, request_guard
 from slime.types import JsonObject, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,18 +50,21 @@ class AgentServer:
         self.host, self.port = host, 0
         self.sessions: dict[str, Session] = {}
         self.app = app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
+        routes: list[web.RouteDef] = []
         for prefix in ("", "/s/{session}"):
             for path, dialect in dialects.items():
-                app.router.add_post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer))
+                routes.append(web.post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer)))
             if Messages in dialects.values():
-                app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count))
-            app.router.add_get(f"{prefix}/v1/models", self._handler(Chat, self._models))
+                routes.append(web.post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count)))
+            routes.append(web.get(f"{prefix}/v1/models", self._handler(Chat, self._models)))
+        add_routes(app, routes)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
 
     async def start(self) -> AgentServer:
         """Listen on a free port of the host."""
+        add_last_route(self.app)  # not before: whoever serves ``app`` without this method may add routes
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, 0).start()
         self.port = self._runner.addresses[0][1]

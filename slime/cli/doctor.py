@@ -9,8 +9,11 @@ from pathlib import Path
 from slime.cli.errors import CommandError
 
 
-def doctor(folder: Path, as_json: bool = False) -> int:
+def doctor(folder: Path, as_json: bool = False, outside: bool = False) -> int:
     """Print the diagnosis of a run.
+
+    Args:
+        outside: Whether logs of NCCL outside of the folder are read.
 
     Returns:
         1 if something is wrong, otherwise 0; hints do not count.
@@ -22,7 +25,7 @@ def doctor(folder: Path, as_json: bool = False) -> int:
     from slime.doctor.report import diagnose, page
 
     try:
-        facts = read_facts(folder.resolve(), with_stacks=True)
+        facts = read_facts(folder.resolve(), with_stacks=True, outside=outside)
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)

@@ -120,21 +120,7 @@ def _add_of_runs(commands: Subparsers) -> None:
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
 
-    doctor = commands.add_parser(
-        "doctor",
-        help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something is wrong",
-        description="Reads the folder that a run leaves, also while it goes on or after it was killed.",
-    )
-    doctor.add_argument(
-        "run_dir",
-        type=Path,
-        nargs="?",
-        default=Path("outputs/latest"),
-        help="folder of a run (default: outputs/latest)",
-    )
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
-    doctor.set_defaults(run=_doctor)
-
+    _add_doctor(commands)
     _add_ui(commands)
 
     merge = commands.add_parser(
@@ -153,6 +139,28 @@ def _add_of_runs(commands: Subparsers) -> None:
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
     ledger.set_defaults(run=_ledger)
+
+
+def _add_doctor(commands: Subparsers) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something is wrong",
+        description="Reads the folder that a run leaves, also while it goes on or after it was killed.",
+    )
+    doctor.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        default=Path("outputs/latest"),
+        help="folder of a run (default: outputs/latest)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
+    doctor.add_argument(
+        "--outside",
+        action="store_true",
+        help="also read the logs that NCCL_DEBUG_FILE of the run names outside of its folder",
+    )
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_ui(commands: Subparsers) -> None:
@@ -295,7 +303,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from slime.cli.doctor import doctor
 
-    return doctor(args.run_dir, args.json)
+    return doctor(args.run_dir, args.json, args.outside)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -78,7 +78,10 @@ def _read(folder: Path) -> Found:
     if not isinstance(stored, dict):
         raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
     tensors, prefix = ("torch_dist", "") if meta.get("format") == "megatron" else ("dcp", "model/")
-    return _of_snapshot(file.parent / tensors, prefix, stored)
+    try:
+        return _of_snapshot(file.parent / tensors, prefix, stored)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise CommandError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _meta(file: Path) -> JsonObject:

@@ -277,7 +277,10 @@ def _own_function(error: str) -> Finding | None:
 def _root_of_slime(file: str) -> str | None:
     """Return the folder of the package slime in which a file lies; None if slime has no such file."""
     folder, found, inside = file.rpartition("/slime/")
-    return folder + found if found and (Path(PACKAGE) / inside).is_file() else None
+    try:
+        return folder + found if found and (Path(PACKAGE) / inside).is_file() else None
+    except OSError:  # too long for the name of a file
+        return None
 
 
 def _line_at(text: str, position: int) -> str:

@@ -59,6 +59,7 @@ class Facts:
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
         stacks: Returns the stacks of processes, given by id and name; None if they are not wanted.
+        outside: Number of logs of NCCL that were not read because they are outside of the folder.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Facts:
     now: float = 0.0
     free_bytes: int | None = None
     stacks: Callable[[Sequence[tuple[int, str]]], list[str]] | None = None
+    outside: int = 0
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric in the steps that have it."""
@@ -125,11 +127,13 @@ class Facts:
         return self.state is not None and self.state.status in ("failed", "restarting")
 
 
-def read_facts(folder: Path, with_stacks: bool = False) -> Facts:
+def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -> Facts:
     """Read the folder of a run.
 
     Args:
         with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
+        outside: Whether logs of NCCL outside of the folder are read. A folder that somebody else made can name any file
+            of this machine, and the report would show lines of it.
 
     Raises:
         NoRun: The folder has no ``config.yaml``, or it or ``metrics.jsonl`` is damaged.
@@ -147,17 +151,22 @@ def read_facts(folder: Path, with_stacks: bool = False) -> Facts:
     except (UnreadableRun, MetricsError) as error:
         raise NoRun(str(error)) from error
     state = read_state(folder)
+    logs, left = _logs_of_nccl(settings), 0
+    if not outside:
+        inside = [path for path in logs if path.resolve().is_relative_to(folder.resolve())]
+        logs, left = inside, len(logs) - len(inside)
     return Facts(
         folder,
         settings,
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
-        {path.name: _end_of(path) for path in (*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings))},
+        {path.name: _end_of(path) for path in (*sorted(run.logs.glob("*.log")), *logs)},
         state,
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
         stacks if with_stacks else None,
+        left,
     )
 
 
@@ -173,8 +182,11 @@ def _logs_of_nccl(settings: object) -> list[Path]:
         return []
     path = Path(name)
     pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
-    files = [file for file in path.parent.glob(pattern) if file.is_file()]
-    return sorted(files, key=lambda file: file.stat().st_mtime)[-MOST_NCCL_LOGS:]
+    try:
+        files = [file for file in path.parent.glob(pattern) if file.is_file()]
+        return sorted(files, key=lambda file: file.stat().st_mtime)[-MOST_NCCL_LOGS:]
+    except (OSError, ValueError):  # no name of a file, or a folder that must not be read
+        return []
 
 
 def _end_of(path: Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from slime.doctor import ends, flight, learning, speed
 from slime.doctor.facts import Facts
 from slime.doctor.findings import Finding, Rule
+from slime.observability.run_state import FILE as STATE
 
 RULES: tuple[Rule, ...] = (
     flight.collectives,
@@ -52,12 +53,18 @@ def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:
         for line in finding.evidence:
             yield f"   | {line}"
         yield f"   -> {finding.advice}"
+    if facts.outside:
+        yield (
+            f"\n{facts.outside} log(s) of NCCL (NCCL_DEBUG_FILE) outside of the run's folder were not read. If the run "
+            "is yours: slime doctor --outside"
+        )
 
 
 def _status(facts: Facts) -> str:
     steps, state = f"{len(facts.steps)} steps", facts.state
     if state is None:
-        return f"{steps}; how the run ended is not known (it was made before state.json was written)"
+        why = "damaged" if (facts.folder / STATE).is_file() else "missing, as in runs of older releases"
+        return f"{steps}; how the run ended is not known ({STATE} is {why})"
     if facts.died:
         return f"{steps}; its driver is gone"
     if state.status != "running":

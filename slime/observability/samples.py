@@ -26,6 +26,9 @@ Reward = float | dict[str, object] | None
 Nested: TypeAlias = "Sample | Iterable[Nested]"
 COMPRESSED = ".zst"
 _ZSTD_LEVEL = 3
+MOST_BYTES = 2 * 2**30
+"""Largest size of a compressed file of texts after decompression: a megabyte of zeros needs 100 bytes."""
+_PIECE = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,33 @@ def _writer(path: Path, compressed: bool) -> Iterator[Callable[[bytes], int]]:
             yield stream.write
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file that :func:`write_samples` wrote, compressed or not."""
-    if path.suffix != COMPRESSED:
-        text = path.read_text(encoding="utf-8")
-    else:
-        import zstandard
+def unpacked(path: Path) -> bytes:
+    """Return the content of a compressed file.
 
+    Raises:
+        ValueError: The file is damaged, or its content is larger than :data:`MOST_BYTES`.
+    """
+    import zstandard
+
+    content = bytearray()
+    try:
         with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
-            text = packed.read().decode("utf-8")
+            while piece := packed.read(_PIECE):
+                content += piece
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"{path} has more than {MOST_BYTES / 2**30:g} GiB of text: it is not read")
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return bytes(content)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a file that :func:`write_samples` wrote, compressed or not.
+
+    Raises:
+        ValueError: The file is damaged or too large.
+    """
+    text = path.read_text(encoding="utf-8") if path.suffix != COMPRESSED else unpacked(path).decode("utf-8")
     # Not splitlines(): it also splits at separators such as U+2028, which texts can contain.
     return [json.loads(line) for line in text.split("\n") if line]
 

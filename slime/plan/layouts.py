@@ -54,12 +54,12 @@ def candidates(run: Run, gpus: int) -> Iterator[Run]:
     ]
     for trained, generating in shares:
         shared = trained == generating == gpus
-        for backend, layout in layouts(run, trained):
+        for backend, layout in layouts(run, trained, ("fsdp",) if run.train.fsdp_only else ("fsdp", "megatron")):
             for size in (1, 2, 4, 8):
                 if generating % size or size > run.place.gpus_per_node or run.model.shape.heads % size:
                     continue
                 engine = replace(run.engine, engines=generating // size, gpus=size)
-                for recomputed in (0, -1):
+                for recomputed in (-1,) if run.train.inputs_on_cpu else (0, -1):
                     train = replace(run.train, backend=backend, layout=layout, recomputed=recomputed, shards=0)
                     place = replace(run.place, colocate=shared)
                     yield replace(run, train=train, engine=engine, place=place, asynchronous=not shared)

@@ -17,11 +17,15 @@ def measured_lengths(run: Path) -> tuple[int, ...]:
         Up to :data:`MOST` lengths in tokens, in ascending order.
 
     Raises:
-        ValueError: The folder has no samples.
+        ValueError: The folder has no samples, or a file of them is damaged.
     """
-    found = sorted(
-        int(row["response_length"]) for file in sample_files(run, "rollout").values() for row in read_samples(file)
-    )
+    found: list[int] = []
+    for file in sample_files(run, "rollout").values():
+        try:
+            found += [int(row["response_length"]) for row in read_samples(file)]
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+    found.sort()
     if not found:
         raise ValueError(f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a rollout")
     count = min(len(found), MOST)

@@ -88,15 +88,22 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     if train.backend == "fsdp":
         shards = train.shards or layout.world_size
         whole = model.parameters
-        weights = (train.dtype_bytes if train.lora_rank else 4.0) * whole / shards
-        gradients, optimizer = 4.0 * trained / shards, (8.0 if train.moments else 0.0) * trained / shards
+        weights = (train.dtype_bytes if train.lora_rank else train.master_bytes) * whole / shards
+        gradients = train.master_bytes * trained / shards
+        optimizer = (train.moment_bytes if train.moments else 0.0) * trained / shards
         if train.lora_rank:
             weights += 4.0 * trained / shards
+        if train.state_on_cpu:
+            weights = gradients = optimizer = 0.0
         held = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp
         experts = model.experts / (layout.ep * layout.etp * layout.pp)
-        weights, gradients = 2.0 * (own + experts), float(train.gradient_bytes) * (own + experts)
+        weights = 2.0 * (own + experts)
+        if train.lora_rank:  # the base has neither gradients nor optimizer
+            own, experts = trained / layout.pp / layout.tp, 0.0
+            weights += 2.0 * own
+        gradients = float(train.gradient_bytes) * (own + experts)
         replicas = layout.dp * layout.cp
         expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
         if not train.distributed_optimizer:
@@ -108,7 +115,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     tokens = batch.tokens / layout.cp
     again = train.recomputed_share(model.shape.layers)
     per_layer = train.dtype_bytes * model.kept_width * tokens / layout.tp
-    inputs = train.dtype_bytes * model.shape.hidden * tokens / layout.tp
+    inputs = 0.0 if train.inputs_on_cpu else train.dtype_bytes * model.shape.hidden * tokens / layout.tp
     kept = layers * under_way * ((1 - again) * per_layer + again * inputs)
     return TrainMemory(
         weights, gradients, optimizer, kept, _head(model, train, batch), _working(model, train, per_layer), held
@@ -122,7 +129,11 @@ def _trained(model: PlannedModel, train: TrainSetup) -> float:
     s = model.shape
     q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
     widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
-    return float(train.lora_rank * widths * s.layers)
+    count = train.lora_rank * widths * s.layers
+    if train.lora_experts:  # gate and up share the factor of their input
+        each = model.matrices * s.expert_width + 2 * s.hidden
+        count += train.lora_rank * s.sparse_layers * s.experts * each
+    return float(count)
 
 
 def _head(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
@@ -141,8 +152,10 @@ def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
         ranks = train.shards or train.layout.world_size
         if not train.reshard:
             gathered = 2.0 * (model.parameters - model.embedding)
-        elif ranks > 1:
+        elif ranks > 1 or train.state_on_cpu:
             gathered = 2.0 * 2.0 * layer
+        if train.lora_experts:  # W + B A of a layer, its gradient, and B A in float32
+            gathered += (2 * train.dtype_bytes + 4) * model.experts / max(model.shape.sparse_layers, 1)
     return gathered + (per_layer if train.recomputed else 0.0)
 
 
@@ -201,7 +214,8 @@ def phases(
 
 def engine_weights(model: PlannedModel, engine: EngineSetup) -> float:
     """Bytes of the weights on each GPU of an engine."""
-    return float(engine.dtype_bytes * model.parameters / engine.gpus)
+    kept = model.head_and_embedding if engine.quantized else model.parameters
+    return (engine.dtype_bytes * kept + (model.parameters - kept)) / engine.gpus
 
 
 def cache_tokens(model: PlannedModel, kind: GpuKind, engine: EngineSetup) -> float:

@@ -57,6 +57,8 @@ def _to_copy(what: str, program: str, printed: Sequence[str], given: Sequence[st
     unwanted = left_out(printed, given)
     yield f"\nflags of the {what}, for {program}" + (f", without your {', '.join(unwanted)}" if unwanted else "")
     yield "  " + " \\\n  ".join(printed)
+    if files := sorted({word.partition("=")[0] for word in given} & {"--override", "--custom-config-path"}):
+        yield f"the file of {' and of '.join(files)} takes precedence over these flags: remove from it what they set"
 
 
 def _modes(ways: Sequence[Way]) -> Iterator[str]:

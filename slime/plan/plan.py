@@ -165,6 +165,7 @@ def _extrapolated(run: Run) -> list[str]:
             found.append("LoRA: one step was measured")
         if not run.train.compiled:
             found.append("layers that are not compiled: the factor is assumed")
+        found += _untimed(run.train)
     if run.model.shape.kv_rank is not None:
         found.append("multi-latent attention: no measurement")
     if run.model.others:
@@ -174,10 +175,37 @@ def _extrapolated(run: Run) -> list[str]:
             found.append(f"engines of {run.engine.gpus} GPUs: at most 2 were measured")
         if run.model.shape.experts:
             found.append("generation with experts: no measurement")
+        if run.engine.quantized:
+            found.append(
+                "--rollout-quantization: the memory counts 8-bit matrices; the seconds are those of unquantized weights"
+            )
     if run.asynchronous:
         found.append(
             "asynchronous step: the longer of both sides, without what waits for weights and for old samples; with a "
             "distribution of lengths, the modes below are simulated"
+        )
+    return found
+
+
+def _untimed(train: TrainSetup) -> list[str]:
+    """Name the options whose memory is counted by arithmetic alone, and what their seconds leave out."""
+    options = {
+        "--optimizer-8bit": train.moment_bytes < 8,
+        "--bf16-master-weights": train.master_bytes < 4,
+        "--offload-activations": train.inputs_on_cpu,
+    }
+    found = [f"{name}: the memory is computed, the seconds are those without it" for name, on in options.items() if on]
+    if train.float8:
+        found.append("--float8-training: memory and seconds are those without it")
+    if train.state_on_cpu:
+        found.append(
+            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on the CPU, and the copies of "
+            "weights and gradients take no time here"
+        )
+    if train.lora_experts:
+        found.append(
+            "--lora-target-modules experts: factors and the sums of one layer are counted, their seconds are not; "
+            "without recomputation, each layer may keep its sum besides"
         )
     return found
 

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
+from slime.config.lora import EXPERTS
 
 from .gpus import GpuKind
 from .plan import Run
@@ -78,6 +79,12 @@ def _train(args: Args, model: PlannedModel) -> TrainSetup:
         compiled=bool(args.compile_layers),
         reshard=bool(args.fsdp_reshard_after_forward),
         dtype_bytes=4 if args.train_dtype == "float32" else 2,
+        lora_experts=bool(args.lora_rank) and EXPERTS in args.lora_target_modules,
+        master_bytes=2.0 if args.bf16_master_weights else 4.0,
+        moment_bytes=2.0 if args.optimizer_8bit else 8.0,
+        state_on_cpu=args.fsdp_cpu_offload,
+        inputs_on_cpu=args.offload_activations,
+        float8=args.float8_training is not None,
     )
 
 
@@ -90,4 +97,5 @@ def _engine(args: Args) -> EngineSetup:
         slots=args.sglang_server_concurrency,
         cuda_graphs=not args.sglang.get("disable_cuda_graph"),
         dtype_bytes=4 if args.rollout_dtype == "float32" else 2,
+        quantized=args.rollout_quantization is not None,
     )

@@ -172,6 +172,8 @@ def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
     layout = train.layout
     if train.lora_rank:
         return 0.0
+    if train.backend == "fsdp" and train.state_on_cpu:
+        return 28.0 * model.parameters / (train.shards or layout.world_size) / CPU_ADAM
     if train.backend == "fsdp":
         return FSDP_STEP_BYTES * model.parameters / (train.shards or layout.world_size) / (MEMORY * kind.bandwidth)
     own = (model.dense_layers / layout.pp + model.head_and_embedding) / layout.tp

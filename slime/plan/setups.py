@@ -65,6 +65,12 @@ class TrainSetup:
         moments: Whether the optimizer keeps Adam's moments.
         optimizer_on_cpu: ``--optimizer-cpu-offload``.
         lora_rank: 0 without an adapter.
+        lora_experts: Whether the adapter has factors for each routed expert.
+        master_bytes, moment_bytes: FSDP's bytes per parameter of master weights (gradients have the same) and of both
+            moments together (``--bf16-master-weights``, ``--optimizer-8bit``).
+        state_on_cpu: ``--fsdp-cpu-offload``.
+        inputs_on_cpu: ``--offload-activations``.
+        float8: ``--float8-training``.
         compiled: Whether layers are compiled.
         reshard: FSDP frees gathered weights after the forward pass.
     """
@@ -82,6 +88,18 @@ class TrainSetup:
     compiled: bool = True
     reshard: bool = True
     dtype_bytes: int = 2
+    lora_experts: bool = False
+    master_bytes: float = 4.0
+    moment_bytes: float = 8.0
+    state_on_cpu: bool = False
+    inputs_on_cpu: bool = False
+    float8: bool = False
+
+    @property
+    def fsdp_only(self) -> bool:
+        """Whether an option is on that Megatron refuses."""
+        small = self.master_bytes < 4 or self.moment_bytes < 8
+        return small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.lora_experts
 
     def recomputed_share(self, layers: int) -> float:
         return 1.0 if self.recomputed < 0 else min(self.recomputed / layers, 1.0)
@@ -98,6 +116,7 @@ class EngineSetup:
         slots: Largest number of requests that an engine runs at once.
         cuda_graphs: Whether decode steps are CUDA graphs.
         dtype_bytes: Bytes of a weight.
+        quantized: Whether the matrices of the layers have 1 byte per weight (``--rollout-quantization fp8``).
     """
 
     engines: int = 1
@@ -106,6 +125,7 @@ class EngineSetup:
     slots: int = 256
     cuda_graphs: bool = True
     dtype_bytes: int = 2
+    quantized: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import orjson
 import xxhash
 
 from slime.data.staleness import step_of
-from slime.observability.samples import COMPRESSED, last_user_text, sample_files
+from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 
 SCHEMA = 1
@@ -144,10 +144,14 @@ class SampleIndex:
         return None
 
     def _read(self, kind: str, step: int, path: Path) -> None:
+        stamp = _stamp(path)
         try:
-            stamp, lines = _stamp(path), _lines(path)
+            lines = _lines(path)
         except OSError:
             return
+        except ValueError as error:  # remembered as one bad line, so that it is not read for every request
+            logger.warning("not indexed: %s", error)
+            lines = [b"-"]
         rows: list[tuple[object, ...]] = []
         prompts: dict[str, tuple[str, str, str]] = {}
         bad = offset = 0
@@ -241,10 +245,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _lines(path: Path) -> list[bytes]:
     if path.suffix != COMPRESSED:
         return path.read_bytes().split(b"\n")
-    import zstandard
-
-    with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
-        return bytes(packed.read()).split(b"\n")
+    return unpacked(path).split(b"\n")
 
 
 def _record(line: bytes) -> JsonObject | None:

@@ -18,7 +18,7 @@ import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from slime.engines.request_guard import names_this_server
+from slime.engines.request_guard import add_last_route, add_routes, names_this_server
 from slime.ui import page
 from slime.ui.runs import Runs
 from slime.ui.site import NotFound, answer, as_json
@@ -117,20 +117,9 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             value, status = {"error": f"{type(error).__name__}: {error}"}, 500
         return _json(request, value, status)
 
-    async def nothing(request: web.Request) -> web.Response:
-        raise web.HTTPNotFound
-
-    app.router.add_get("/", index, expect_handler=_expect)
-    app.router.add_get("/static/{name}", static, expect_handler=_expect)
-    app.router.add_get("/api/{path:.*}", api, expect_handler=_expect)
-    app.router.add_route("*", "/{path:.*}", nothing, expect_handler=_expect)
+    add_routes(app, [web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)])
+    add_last_route(app)
     return app
-
-
-async def _expect(request: web.Request) -> None:
-    """Refuse every ``Expect``, since no request has a body. aiohttp repeats the header in its answer before the guard
-    is asked, and fails if the header is not UTF-8."""
-    raise web.HTTPExpectationFailed(text="this server knows no Expect\n", headers=_HEADERS)
 
 
 def _json(request: web.Request, value: object, status: int) -> web.Response:

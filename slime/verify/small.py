@@ -47,7 +47,7 @@ class VerifyError(ValueError):
     """A model or a layout cannot be verified. The message says why."""
 
 
-UNKNOWN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+UNKNOWN = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What transformers raises for a small config whose sizes do not fit together."""
 
 
@@ -176,13 +176,16 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
     Raises:
         VerifyError: The config cannot be read or cut down.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+        text, kind = config.get_text_config(), config.model_type
+    except (OSError, StrictDataclassError, *UNKNOWN) as error:
         raise VerifyError(f"{model}: its config.json cannot be read: {error}") from error
-    text, kind = config.get_text_config(), config.model_type
+    if text.to_dict().get("num_hidden_layers", 1) < 1:
+        raise VerifyError(f"{model}: its config.json has {text.num_hidden_layers} layers")
     try:
         small = cut_down(text, layers, heads)
         save_small(small, folder)

@@ -17,6 +17,7 @@ from slime.cli.errors import CommandError
 from slime.cli.fetch_model import CHECK_NATS, SOURCES, _check_weights, fetch_model
 from slime.cli.main import main
 from slime.cli.make_data import make_products
+from slime.cli.merge_lora import merge_lora
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir
 
@@ -102,6 +103,14 @@ def test_a_local_folder_is_checked_and_used_where_it_is(tmp_path: Path, capsys: 
     (folder / "model.safetensors").unlink()
     with pytest.raises(CommandError, match="lacks weights"):
         fetch_model(name, folder)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": "x", "alpha": 1, "rslora": False, "base": "b"}])
+def test_a_damaged_snapshot_is_not_merged(lora: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "trainer.json").write_text(json.dumps({"lora": lora}))
+    with pytest.raises(CommandError, match=f"{tmp_path} is damaged"):
+        merge_lora(tmp_path, None, tmp_path / "out")
 
 
 def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

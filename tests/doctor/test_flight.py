@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.cli.main import main
 from slime.doctor.facts import Facts, read_facts
 from slime.doctor.findings import Finding
 from slime.doctor.flight import collectives, read_recordings
@@ -120,6 +121,31 @@ def test_what_nccl_wrote_to_its_own_file_is_read_like_a_log(tmp_path: Path) -> N
     assert list(found.logs) == ["node1.77.txt"]
     (first, *_) = diagnose(replace(found, processes=[]))
     assert first.kind == "collective_timeout" and "ncclSystemError" in first.evidence[0]
+
+
+@pytest.mark.parametrize("how", ["named", "linked"])
+def test_a_run_of_somebody_else_cannot_have_any_file_shown(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret.txt").write_text("token-of-mine\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    if how == "linked":
+        (run / "nccl.txt").symlink_to(tmp_path / "secret.txt")
+    name = run / "nccl.txt" if how == "linked" else tmp_path / "secret.txt"
+    (run / "config.yaml").write_text(f"train_env_vars: {{NCCL_DEBUG_FILE: '{name}'}}\n")
+    assert read_facts(run).logs == {} and list(read_facts(run, outside=True).logs) == [name.name]
+    main(["doctor", str(run)])
+    page = capsys.readouterr().out
+    assert "1 log(s) of NCCL" in page and "--outside" in page and "token-of-mine" not in page
+    main(["doctor", str(run), "--outside"])
+    assert "were not read" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["/", "a\\0b", "n" * 300])
+def test_a_name_that_is_none_of_a_file_names_no_log(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f'train_env_vars: {{NCCL_DEBUG_FILE: "{name}"}}\n')
+    assert read_facts(tmp_path, outside=True).logs == {}
 
 
 class Payload:

@@ -223,6 +223,9 @@ def test_slime_in_another_folder_is_not_the_users_function() -> None:
     mine = '  File "/opt/slime/examples/reward.py", line 3, in score\nKeyError: 1'
     own = diagnose(facts(quickstart(), state=state("failed", error=error + mine), processes=[]))[0]
     assert own.kind == "own_function" and own.evidence[0] == "/opt/slime/examples/reward.py:3"
+    long = f'  File "/opt/slime/{"x" * 300}.py", line 3, in score\nKeyError: 1'
+    named = diagnose(facts(quickstart(), state=state("failed", error=error + long), processes=[]))[0]
+    assert named.kind == "own_function"
 
 
 def test_a_driver_that_was_killed() -> None:
@@ -316,6 +319,7 @@ def test_advice_names_flags_that_exist() -> None:
         "--pid",
         "--n",
         "--nonblocking",
+        "--outside",
     }
     for file in (CHECKOUT / "slime" / "doctor").glob("*.py"):
         named = set(re.findall(r"--[a-z][\w-]+", file.read_text()))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -104,3 +106,34 @@ def test_own_names_and_addresses_are_served(engine: Served, host: str) -> None:
 def test_the_scheduler_was_not_paused(engine: Served) -> None:
     answer: Any = engine.ask("/server_info", method="GET")[1]
     assert answer["internal_states"][0]["paused"] is False
+
+
+def statuses(url: str, line: str, headers: str = "", body: bytes = b"") -> list[int]:
+    """The status lines of the answers to a request; its body is sent after the first of them."""
+    address = urlsplit(url)
+    head = f"{line} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{headers}"
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        connection.sendall(head.encode("utf-8", "surrogateescape") + b"\r\n")
+        answer = connection.recv(1 << 16)
+        connection.sendall(body)
+        while more := connection.recv(1 << 16):
+            answer += more
+    return [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+
+
+@pytest.mark.parametrize("value", ["\udcff\udcfe", "200-ok"])
+def test_an_odd_expectation_is_refused(server: tuple[str, str, str], value: str) -> None:
+    url, get, post = server
+    for line in (f"GET {get}", f"POST {post}", "GET /nowhere", f"DELETE {post}"):
+        assert statuses(url, line, f"Expect: {value}\r\n") == [417], line
+
+
+def test_a_client_may_ask_before_it_sends_a_body(server: tuple[str, str, str]) -> None:
+    url, _, post = server
+    headers = "Expect: 100-continue\r\nContent-Type: application/json\r\n"
+    first, then = statuses(url, f"POST {post}", headers, b"[]")
+    assert first == 100 and then in (400, 401)
+
+
+def test_a_known_path_with_another_method_is_not_called_unknown(engine: Served) -> None:
+    assert statuses(engine.url, "DELETE /generate") == [405] and statuses(engine.url, "GET /nowhere") == [404]

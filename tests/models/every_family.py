@@ -48,7 +48,7 @@ ROUTED: dict[str, Any] = dict(
     n_group=1,
     topk_group=1,
 )
-INDEXER: dict[str, Any] = dict(index_n_heads=8, index_head_dim=8, index_topk=4)  # with few heads, scores tie at 0
+INDEXER: dict[str, Any] = dict(index_n_heads=32, index_head_dim=8, index_topk=4)  # with few heads, scores tie at 0
 MAMBA: dict[str, Any] = dict(
     mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8, mamba_d_ssm=64
 )

@@ -99,6 +99,11 @@ def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsy
     assert main([*words, "--lengths-from", str(tmp_path / "none")]) == 1
     assert "--lengths-from" in capsys.readouterr().err
     (tmp_path / "run" / "samples").mkdir(parents=True)
+    for name, content in (("0.jsonl", b"{}\n"), ("0.jsonl", b'{"response_length": null}\n'), ("1.jsonl.zst", b"x")):
+        (damaged := tmp_path / "run" / "samples" / f"rollout_00000{name}").write_bytes(content)
+        assert main([*words, "--lengths-from", str(tmp_path / "run")]) == 1
+        assert f"{damaged} " in capsys.readouterr().err
+        damaged.unlink()
     (tmp_path / "run" / "samples" / "rollout_000000.jsonl").write_text('{"response_length": 640}\n')
     main([*words, "--lengths-from", str(tmp_path / "run"), "--json"])
     assert json.loads(capsys.readouterr().out)["modes"]

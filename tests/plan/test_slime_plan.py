@@ -17,7 +17,7 @@ from slime.config.layout import ParallelLayout
 from slime.plan.generation import response_lengths, rollout_seconds
 from slime.plan.gpus import GIB, KINDS
 from slime.plan.layouts import best, candidates, flags, layouts
-from slime.plan.memory import train_memory
+from slime.plan.memory import engine_weights, train_memory
 from slime.plan.plan import Run, make_plan
 from slime.plan.seconds import train_seconds
 from slime.plan.setups import EngineSetup, Placement, TrainSetup, Workload, packs
@@ -190,6 +190,15 @@ def test_the_page_names_what_to_leave_out(tmp_path: Path, capsys: pytest.Capture
     assert "for train_async.py, without your --colocate\n" in capsys.readouterr().out
 
 
+def test_a_file_that_would_undo_the_flags_to_copy_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    (tmp_path / "mine.yaml").write_text("colocate: true\n")
+    main([*WORDS, "--hf-checkpoint", str(tmp_path)])
+    assert "takes precedence" not in capsys.readouterr().out
+    main([*WORDS, "--hf-checkpoint", str(tmp_path), f"--override={tmp_path}/mine.yaml"])
+    assert "the file of --override takes precedence over these flags" in capsys.readouterr().out
+
+
 def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--hf-checkpoint", str(tmp_path / "none")]) == 1
     assert "config.json" in capsys.readouterr().err
@@ -217,3 +226,52 @@ def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str])
         main(["plan", "--kind", "none"])
     named = capsys.readouterr().err.split("choose from")[1]
     assert all(f"'{kind}'" in named or kind in named for kind in KINDS)
+
+
+def test_options_of_precision_and_memory_change_what_is_counted(dense: PlannedModel, sparse: PlannedModel) -> None:
+    """The sums of docs/en/precision.md: 16, 10, 12 and 6 bytes per parameter; none on the GPU with the offload."""
+
+    def state(train: TrainSetup) -> float:
+        memory = train_memory(dense, train, packs(Workload(), train))
+        return (memory.state + memory.gradients) / dense.parameters
+
+    small, moments = replace(ONE, master_bytes=2.0), replace(ONE, moment_bytes=2.0)
+    both = replace(small, moment_bytes=2.0)
+    assert [state(one) for one in (ONE, moments, small, both)] == pytest.approx([16, 10, 12, 6])
+    assert state(replace(ONE, state_on_cpu=True)) == 0
+    again = replace(ONE, recomputed=-1)
+    assert train_memory(dense, replace(again, inputs_on_cpu=True), packs(Workload(), again)).activations == 0
+    engine = EngineSetup(quantized=True)
+    assert engine_weights(dense, engine) == dense.parameters + dense.embedding  # the embedding keeps two bytes
+    lora = replace(ONE, lora_rank=4)
+    plain, experts = (
+        train_memory(sparse, one, packs(Workload(), one)).optimizer for one in (lora, replace(lora, lora_experts=True))
+    )
+    assert experts - plain == 8 * 4 * 48 * 128 * (2 * 2048 + 3 * 768)
+
+
+def test_an_adapter_on_megatron_leaves_the_base_without_gradients_and_optimizer(dense: PlannedModel) -> None:
+    train = TrainSetup("megatron", ParallelLayout(), lora_rank=16)
+    memory = train_memory(dense, train, packs(Workload(), train))
+    assert memory.gradients + memory.optimizer < 0.2 * memory.weights < 0.25 * 2 * dense.parameters
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--optimizer-8bit", "--bf16-master-weights", "--fsdp-cpu-offload", "--offload-activations",
+     "--float8-training rowwise", "--rollout-quantization fp8", "--lora-rank 8 --lora-target-modules experts"],
+)  # fmt: skip
+def test_the_command_knows_the_options_of_precision_and_memory(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan says what it does not count, and offers no layout that these options exclude."""
+    experts = "experts" in option
+    kind = EXPERTS | {"model_type": "qwen3_moe"} if experts else DENSE | {"model_type": "qwen3"}
+    read(tmp_path, kind)
+    main([*WORDS, "--hf-checkpoint", str(tmp_path), "--json", "--gpus", "8", *option.split()])
+    made = json.loads(capsys.readouterr().out)
+    first = option.split()[2 if experts else 0]
+    assert any(what.startswith(first) for what in made["extrapolated"])
+    flags = [words for plan in made["best"] for words in plan["flags"]]
+    assert flags and ("--train-backend megatron" in flags) == (first == "--rollout-quantization")
+    assert ("--gradient-checkpointing" in made["best"][0]["flags"]) or first != "--offload-activations"

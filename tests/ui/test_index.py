@@ -8,8 +8,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from slime.data.sample import Sample
+from slime.observability import samples
 from slime.observability.samples import KeptTexts, write_samples
 from slime.ui.index import SampleIndex, reward_number
 from slime.ui.runs import Runs
@@ -130,6 +132,23 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_from_the_index(tmp_path
     damaged.write_bytes(b"no zstandard")
     index = SampleIndex(tmp_path, None)
     assert index.refresh() == 0 and count(index) == 2
+
+
+def test_a_small_file_that_becomes_huge_is_not_read_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(samples, "MOST_BYTES", 2**20)
+    for step in range(2):
+        write_samples(tmp_path, step, [sample(0)], kept=KeptTexts(compressed=True))
+    (huge,) = (tmp_path / "samples").glob("rollout_000001*")
+    huge.write_bytes(zstandard.ZstdCompressor().compress(b" " * 2**24))
+    index = SampleIndex(tmp_path, None)
+    assert index.refresh() == 0 and count(index) == 1
+    assert "GiB of text" in caplog.text
+    caplog.clear()
+    assert index.ensure("rollout", 1) == huge and index.sample("rollout", 1, 0) is None and not caplog.text
+    with pytest.raises(ValueError, match="is not read"):
+        samples.read_samples(huge)
 
 
 def test_an_index_of_more_than_64_bits_is_unknown(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ from slime.verify.engine import engine_log_probs
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores
 from slime.verify.run import Target, verify
-from slime.verify.small import VerifyError
+from slime.verify.small import VerifyError, make_small
 
 BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
 
@@ -106,6 +108,18 @@ def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, t
     with pytest.raises(VerifyError, match="cannot make a small model of this family") as error:
         verify(target(str(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_attention_heads": 0, "num_key_value_heads": 0}, {"num_attention_heads": 1, "num_key_value_heads": 4},
+     {"hidden_size": "wide"}, {"num_hidden_layers": 0}, {"num_hidden_layers": -1}],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_no_model_has_is_an_error_that_names_it(damage: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **damage}))
+    with pytest.raises(VerifyError, match=re.escape(str(tmp_path))):
+        make_small(str(tmp_path), tmp_path / "small", 2, 2)
 
 
 def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> None:

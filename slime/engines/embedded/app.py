@@ -11,7 +11,7 @@ from slime.engines.embedded import routes_adapters, routes_control, routes_gener
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.web import LOADED, errors_as_json
 from slime.engines.keys import NO_KEYS, ServerKeys
-from slime.engines.request_guard import request_guard
+from slime.engines.request_guard import add_last_route, add_routes, request_guard
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
@@ -30,8 +30,9 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS
     app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
-    for module in (routes_generate, routes_control, routes_weights, routes_adapters, routes_openai):
-        app.add_routes(module.routes)
+    modules = (routes_generate, routes_control, routes_weights, routes_adapters, routes_openai)
+    add_routes(app, [route for module in modules for route in module.routes if isinstance(route, web.RouteDef)])
+    add_last_route(app)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:
         loaded.engine.start(asyncio.get_running_loop())
