@@ -12,6 +12,7 @@ from torch import Tensor
 from slime.models.folder import quantization_of
 from slime.models.shards import ModelError, shorten
 from slime.models.stored import StoredWeights
+from slime.weights.update import FULL_PRECISION
 
 SOURCE = "source"
 
@@ -57,7 +58,7 @@ class ExportForm:
         """
         if not self._as_source:
             for name, tensor in named:
-                yield name, tensor.to(self._cast) if self._cast and tensor.is_floating_point() else tensor
+                yield name, self._as_named(name, tensor)
             return
         seen = set[str]()
         for name, tensor in named:
@@ -70,6 +71,14 @@ class ExportForm:
             raise ModelError(f"the model does not write {shorten(lost)}, which {self._stored.folder} has quantized")
         for name in sorted(self._stored.plan.left_out):
             yield name, self._stored.header_tensor(name)
+
+    def _as_named(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor in the dtype that the flag names. Biases of routers, for example, are not narrowed, as in
+        an export without the flag."""
+        if self._cast is None or not tensor.is_floating_point():
+            return tensor
+        narrower = self._cast.itemsize < tensor.element_size()
+        return tensor if narrower and name.endswith(FULL_PRECISION) else tensor.to(self._cast)
 
     def _as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._stored is None or self._failure is not None:

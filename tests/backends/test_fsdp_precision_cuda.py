@@ -52,9 +52,9 @@ def require_same_training(plain: FsdpBackend, other: FsdpBackend, steps: int, la
     """Compare the first step, from equal weights, within 1e-3, and later norms of gradients within ``later``.
 
     On CUDA, sums of a backward pass have no fixed order. Adam's first updates depend on the signs of gradients only, so
-    that such a difference moves some weights by two steps, and a forward in bfloat16 rounds them differently: on the CPU,
-    noise of 1e-6 of the gradients changes the second norm of this model by 2e-3, and noise of 4e-3 the third by 1e-2.
-    The change of the weights then has a cosine of 0.996.
+    that such a difference moves some weights by two steps, and a forward in bfloat16 rounds them differently. On the
+    CPU, noise of 1e-6 of the gradients changes the second norm of this model by 2e-3, and noise of 1e-3 the third one
+    by 1e-2. With noise of 4e-3, the changes of the weights have a cosine of 0.996.
     """
     start = weights_of(plain)
     for seed in range(steps):

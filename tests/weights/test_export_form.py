@@ -106,6 +106,14 @@ def test_dtypes_by_name(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_biases_of_routers_are_not_narrowed() -> None:
+    """They choose experts by small differences, and engines keep them in float32."""
+    given = {name: torch.rand(4) for name in ("mlp.gate.e_score_correction_bias", "norm.weight")}
+    found = dict(ExportForm("bfloat16", None, True).tensors(iter(given.items())))
+    assert torch.equal(found["mlp.gate.e_score_correction_bias"], given["mlp.gate.e_score_correction_bias"])
+    assert found["norm.weight"].dtype == torch.bfloat16
+
+
 def test_an_error_comes_when_every_tensor_was_read(tmp_path: Path) -> None:
     """Other ranks read the stream too, and would wait for this one."""
     source = source_of("DeepSeek's block FP8", tmp_path)
