@@ -243,10 +243,20 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
     assert isinstance(data, Tensor), "the planner has tensors only"
-    tensor = data.detach().cpu()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone()  # without it, torch.save would write the whole storage of a view
-    torch.save(tensor, cast("IO[bytes]", file))
+    torch.save(_own_storage(data.detach().cpu()), cast("IO[bytes]", file))
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory whose storage is only this tensor: torch.save writes whole storages.
+
+    A clone of each view would do as well, but the thread of ``--async-save`` would keep the memory of several.
+    """
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.clone()
+    memory = tensor.view(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ def shared_prompts(
     """
     if not settings.shares_prompts or context_size > 1:
         return None
-    arrays = [np.asarray(tokens, np.int64) for tokens in data["tokens"]]
+    # Without a copy of a whole rollout: token ids are stored in 32 bits.
+    arrays = [np.asarray(tokens, np.int32) for tokens in data["tokens"]]
     lengths = [len(t) - int(r) for t, r in zip(arrays, data["response_lengths"], strict=True)]
     media = data.get("multimodal_train_inputs") or [None] * len(lengths)
     # Tokens with media are not shared: equal token ids do not mean that the images are equal.

@@ -131,13 +131,17 @@ class _Samples:
         if not self.shares:
             # A sample longer than the cap is alone in a micro-batch, so it uses up exactly one.
             return np.minimum(sizes, cap).sum() if sizes is self.tokens else sizes.sum()
+        # A sample longer than the cap is alone, also if it shares a prompt. It may even share more than the cap.
+        alone = self.tokens > cap
+        whole = cap * alone.sum() if sizes is self.tokens else sizes[alone].sum()
+        keys, saved, saved_tokens = self.keys[~alone], saved[~alone], self.saved_tokens[~alone]
         # For each prompt: its responses, plus the prompt once for each micro-batch that they need at least. Beside the
         # prompt, a micro-batch has room for ``cap - prompt`` response tokens.
         prompts, once = np.zeros(self.keys.max() + 1), np.zeros(self.keys.max() + 1)
-        prompts[self.keys], once[self.keys] = self.saved_tokens, saved
-        tokens = np.bincount(self.keys, np.minimum(self.tokens, cap) - self.saved_tokens)
-        own = tokens if sizes is self.tokens else np.bincount(self.keys, sizes - saved)
-        return (own + np.maximum(np.ceil(tokens / np.maximum(cap - prompts, 1)), 1) * once).sum()
+        prompts[keys], once[keys] = saved_tokens, saved
+        tokens = np.bincount(keys, self.tokens[~alone] - saved_tokens, len(once))
+        own = tokens if sizes is self.tokens else np.bincount(keys, sizes[~alone] - saved, len(once))
+        return whole + (own + np.maximum(np.ceil(tokens / np.maximum(cap - prompts, 1)), 1) * once).sum()
 
 
 def _pack(samples: _Samples, ranks: int, cap: int, smallest: int, multiple: int) -> list[list[int]] | None:

@@ -128,7 +128,7 @@ def shared_beginnings(
     prompt of different prompts, and equal beginnings of responses.
 
     Args:
-        arrays: The tokens of each sample, int64 ``[total_length]``.
+        arrays: The tokens of each sample, ``[total_length]``, all of one integer dtype.
         prompt_lens: Number of tokens of each sample before its response.
         group_keys: As in :func:`build_pack`.
 

@@ -160,11 +160,16 @@ def write_fp8(source: Path, folder: Path, how: Fp8Format, dtype: str | None = No
             size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=1))
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHT_FILES) and path.name != "config.json":
-            shutil.copy2(path, folder / path.name)
+    for path in _companions(source):
+        shutil.copy2(path, folder / path.name)
     name_quantization(source / "config.json", folder / "config.json", layout, dtype)
     return layout
+
+
+def _companions(source: Path) -> list[Path]:
+    """The files that are copied: tokenizer, generation settings and so on."""
+    files = (path for path in source.iterdir() if path.is_file() and path.name != "config.json")
+    return sorted(path for path in files if not path.name.endswith(_WEIGHT_FILES))
 
 
 def name_quantization(source: Path, target: Path, layout: Fp8Layout, dtype: str | None = None) -> None:
@@ -195,7 +200,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _digest(source: Path, how: Fp8Format, dtype: str | None) -> str:
-    files = sorted({header.file for header in read_headers(source).values()} | {"config.json"})
+    copied = {path.name for path in _companions(source)}
+    files = sorted({header.file for header in read_headers(source).values()} | {"config.json"} | copied)
     stats = [(file, (source / file).stat()) for file in files]
     told = [str(source.resolve()), repr(how), dtype, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]]
     digest = hashlib.sha256(json.dumps(told).encode())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.models.lora import EXPERTS, LoraSettings, initial_factor
+from slime.models.lora import EXPERTS, LoraSettings, initial_factor, selects
 from slime.models.peft_files import Factors
 from slime.models.shards import ModelError
 
@@ -57,10 +57,16 @@ def add_expert_lora(
         The factors by the names of the fused tensors.
 
     Raises:
-        ModelError: No layer has experts, or they are stored in another form than described in this module.
+        ModelError: No layer has experts, they are stored in another form than described in this module, or
+            ``settings.exclude`` selects some of them.
     """
     added: dict[str, ExpertFactors] = {}
     for name, module in _experts(layers):
+        if unwanted := [pattern for pattern in settings.exclude if selects(pattern, name)]:
+            raise ModelError(
+                f"--lora-exclude-modules {unwanted[0]!r} selects {name}, but --lora-target-modules {EXPERTS} adds "
+                "adapters to the routed experts of all layers: change one of them"
+            )
         for weight in _WEIGHTS:
             parameter = getattr(module, weight)
             count, outputs, inputs = parameter.shape

@@ -2,7 +2,8 @@
 
 Each scale is the one of two with the smaller squared error over its block: the scale that the checkpoint stores there,
 or a new one for the largest value of the block. So a weight that has not changed gets the bytes of the checkpoint back,
-one that has changed little stays on its grid, and no value is clipped that a new scale would hold.
+one that has changed little stays on its grid, and no value is clipped that a new scale would hold. Trainers may have
+rounded the weight to bfloat16: an error that this explains does not count against the stored scale.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_BFLOAT16 = 2.0**-16
+"""The largest squared relative error of a value in bfloat16, which has 8 significant bits."""
 
 
 def to_scaled(
@@ -37,7 +40,7 @@ def to_scaled(
     new = _as_stored(blocks.abs().amax(-1) / largest, stored.dtype)
     choices = [(_round(blocks, factors, dtype), factors) for factors in (old, _factors(new))]
     errors = [((q.float() * f.unsqueeze(-1)) - blocks).square().sum(-1) for q, f in choices]
-    keep = _usable(old) & (errors[0] <= errors[1])
+    keep = _usable(old) & _keeps(blocks, errors[0], errors[1])
     values = torch.where(keep.unsqueeze(-1), choices[0][0].float(), choices[1][0].float()).to(dtype)
     scales = torch.where(keep.reshape(stored.shape), _bits(stored), _bits(new.reshape(stored.shape)))
     return _unblocked(values, weight.shape, sizes), scales.view(stored.dtype)
@@ -55,7 +58,7 @@ def to_packed(weight: Tensor, stored: Tensor, bits: int) -> tuple[Tensor, Tensor
     for factors in (stored.float(), new.float()):
         q = (groups / _divisor(factors).unsqueeze(-1)).round().clamp(-half, half - 1)
         best += [q, (q * factors.unsqueeze(-1) - groups).square().sum(-1)]
-    keep = _usable(stored.float()) & (best[1] <= best[3])
+    keep = _usable(stored.float()) & _keeps(groups, best[1], best[3])
     values = torch.where(keep.unsqueeze(-1), best[0], best[2]).flatten(1).to(torch.int64) + half
     per_word = 32 // bits
     words = F.pad(values, (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
@@ -109,6 +112,11 @@ def _round(blocks: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         values = values.round().clamp(-128, 127)
     return values.clamp(-128.0 if dtype == torch.int8 else -bound, bound).to(dtype)
+
+
+def _keeps(blocks: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Return whether blocks ``[..., elements]`` keep the stored scale, given the squared errors of it and a new one."""
+    return old <= torch.maximum(new, blocks.square().sum(-1) * _BFLOAT16)
 
 
 def _usable(factors: Tensor) -> Tensor:

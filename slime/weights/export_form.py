@@ -58,7 +58,8 @@ class ExportForm:
         """
         if not self._as_source:
             for name, tensor in named:
-                yield name, self._as_named(name, tensor)
+                casts = tensor.is_floating_point() and not name.endswith(FULL_PRECISION)
+                yield name, tensor.to(self._cast) if self._cast and casts else tensor
             return
         seen = set[str]()
         for name, tensor in named:
@@ -71,14 +72,6 @@ class ExportForm:
             raise ModelError(f"the model does not write {shorten(lost)}, which {self._stored.folder} has quantized")
         for name in sorted(self._stored.plan.left_out):
             yield name, self._stored.header_tensor(name)
-
-    def _as_named(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor in the dtype that the flag names. Biases of routers, for example, are not narrowed, as in
-        an export without the flag."""
-        if self._cast is None or not tensor.is_floating_point():
-            return tensor
-        narrower = self._cast.itemsize < tensor.element_size()
-        return tensor if narrower and name.endswith(FULL_PRECISION) else tensor.to(self._cast)
 
     def _as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._stored is None or self._failure is not None:

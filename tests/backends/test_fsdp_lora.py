@@ -341,6 +341,9 @@ def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_pa
 def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no decoder layer has routed experts"):
         make_backend(lora_args(llama, **EXPERTS))
+    for pattern in ("experts", r"model\.layers\.0\..*"):
+        with pytest.raises(ModelError, match=r"selects model\.layers\.0\.mlp\.experts, but .* of all layers"):
+            make_backend(lora_args(moe, **EXPERTS, lora_exclude_modules=[pattern]))
     backend = make_backend(lora_args(moe, **EXPERTS))
     backend.save_hf(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"

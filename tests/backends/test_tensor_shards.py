@@ -12,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, boxes, share, write_shards
+from slime.backends.tensor_shards import (
+    ShardMemory,
+    StoredTensors,
+    TensorShard,
+    _own_storage,
+    boxes,
+    share,
+    write_shards,
+)
 from slime.checkpoint.files import file_digest
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
@@ -146,3 +154,19 @@ def test_one_stored_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch, "load", watched)
     stored.read([shard._replace(data=torch.zeros(5)) for shard in shards])
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3)])
+def test_a_view_is_written_alone_and_without_a_copy(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    view = torch.arange(3, 12).to(dtype)[2 : 2 + numel].view(shape)
+    own = _own_storage(view)
+    assert own.untyped_storage().nbytes() == numel * dtype.itemsize and own.dtype == dtype and own.shape == view.shape
+    assert torch.equal(own.double(), view.double()) and (not numel or own.data_ptr() == view.data_ptr())
+
+
+def test_a_view_with_gaps_is_written_alone() -> None:
+    view = torch.arange(12.0).view(3, 4)[:, 1:3]
+    own = _own_storage(view)
+    assert torch.equal(own, view) and own.untyped_storage().nbytes() == 24

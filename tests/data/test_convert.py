@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import tracemalloc
 from typing import Any
 
 import make_args as args_for_tests
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import Args
-from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.convert import samples_to_train_data, shared_prompts, split_train_data
 from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.schedule import PackingSettings
 from slime.data.staleness import add_staleness, staleness_metrics
 from slime.data.token_fields import TokenField, UnsetMask
 from slime.data.wire import to_rank_batch
@@ -286,3 +288,15 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
     add_staleness(from_lists, flatten(plain), 3)
     assert pickle.dumps(parts) == pickle.dumps(split_train_data(args, from_lists, 2))
     assert metrics == [rollout_metrics(args, flatten(plain), 1.0), staleness_metrics(flatten(plain), 3)]
+
+
+def test_what_samples_share_is_found_without_a_copy_of_a_rollout() -> None:
+    """A rollout of 100,000 samples of 32k tokens has 13 GB of token ids."""
+    tokens = [np.full(4000, group, np.int32) for group in range(100) for _ in range(2)]
+    data: Any = {"tokens": tokens, "response_lengths": [10] * 200, "group_indices": [i // 2 for i in range(200)]}
+    tracemalloc.start()
+    found = shared_prompts(PackingSettings(shares_prompts=True), data, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found is not None and {length for _, length in found} == {3990}, "the prompts are equal"
+    assert peak < 0.2 * sum(x.nbytes for x in tokens)

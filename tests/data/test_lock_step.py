@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
+from slime.data import lock_step
 from slime.data.balance import forward_flops
 from slime.data.convert import split_train_data
 from slime.data.lock_step import Items, pack_in_lock_step
@@ -66,6 +68,16 @@ def test_shared_prompts_count_once(count: int, ranks: int, mean: int, cap: int, 
     assert alone is not None
     # Without regard to prompts siblings meet only by chance; together they store less and the step is shorter.
     assert lock_step_cost(items, packed) <= lock_step_cost(items, alone)
+
+
+def test_samples_that_share_more_than_the_cap_need_one_attempt() -> None:
+    """Turns of a session that are longer than the cap: each sample is alone, and the search must know it."""
+    items = items_of([36000, 1000] * 40, group_size=8, prompt=34000)
+    items = replace(items, prompts=[key if i % 2 == 0 else None for i, key in enumerate(items.prompts)])
+    place = lock_step._Packer.place
+    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+        packed = pack_in_lock_step(items, 4, 32000)
+    assert packed is not None and len(packed[0]) == 11 and attempts.call_count == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -150,6 +150,9 @@ def test_the_folder_is_made_once_and_anew_for_other_files(tmp_path: Path) -> Non
     assert fp8_folder(str(source), Fp8Format("tensor"), cache=tmp_path / "cache") != first
     save_model(llama_config(initializer_range=0.5), source)
     assert fp8_folder(str(source), how, cache=tmp_path / "cache") != first
+    settings = source / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": 77}))  # engines end sequences as this file says
+    assert (fp8_folder(str(source), how, cache=tmp_path / "cache") / settings.name).read_text() == settings.read_text()
 
 
 def test_two_processes_make_one_folder(tmp_path: Path) -> None:

@@ -33,7 +33,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_bytes(folder: Path) -> None:
+    """Of weights in float32, and rounded to bfloat16, as Megatron's parameters are."""
     stored, files = StoredWeights(folder), read_tensors(folder)
+    for name in stored.plan.weights:
+        for part, tensor in stored.store(name, stored.get(name).bfloat16()).items():
+            assert torch.equal(tensor.flatten().view(torch.uint8), files[part].flatten().view(torch.uint8)), part
     for name in stored.shapes():
         for part, tensor in stored.store(name, stored.get(name)).items():
             assert tensor.dtype == files[part].dtype, part

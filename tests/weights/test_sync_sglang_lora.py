@@ -43,6 +43,7 @@ pytestmark = [
 ]
 START_SECONDS = 400.0
 RANK, FACTORS = 4, 28
+LONG = 3000  # tokens of a request that is still under way when the weights change
 LORA: dict[str, Any] = dict(lora_rank=RANK, lora_alpha=8.0, lora_target_modules=["all-linear"], lora_sync="adapter")
 
 
@@ -140,15 +141,15 @@ def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: Engi
     sync(old, model, engine, "2.0")
     prompt = audit.probe_tokens(VOCAB)[:8]
 
-    def body(tokens: list[int]) -> dict[str, Any]:
-        params = {"max_new_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+    def body(tokens: list[int], length: int) -> dict[str, Any]:
+        params = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True}
         return {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "lora_path": ADAPTER_NAME}
 
     async def under_way() -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(engine.generate(body(prompt)))
+        task = asyncio.ensure_future(engine.generate(body(prompt, LONG)))
         while not (await engine.load())["running"]:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         return task
 
     async def finished(task: asyncio.Task[Any]) -> Any:
@@ -158,8 +159,8 @@ def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: Engi
     sync(new, model, engine, "2.1")
     first = run(finished(request))
     made = [entry[1] for entry in first["meta_info"]["output_token_logprobs"]]
-    assert 0 < len(made) < 200 and first["meta_info"]["finish_reason"]["type"] == "abort"
-    second = run(engine.generate(body([*prompt, *made])))
+    assert 0 < len(made) < LONG and first["meta_info"]["finish_reason"]["type"] == "abort"
+    second = run(engine.generate(body([*prompt, *made], 50)))
     rest = [entry[1] for entry in second["meta_info"]["output_token_logprobs"]]
     for backend, answer, before in ((old, first, prompt), (new, second, [*prompt, *made])):
         part = made if answer is first else rest
