@@ -11,16 +11,14 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-def master_bytes(args: Args) -> int:
+def master_bytes(bfloat16: bool) -> int:
     """Bytes per trained parameter of its master weight, which are also those of its gradient."""
-    return 2 if args.bf16_master_weights else 4
+    return 2 if bfloat16 else 4
 
 
-def moment_bytes(args: Args) -> int:
+def moment_bytes(kept: bool, eight_bits: bool) -> int:
     """Bytes per trained parameter of Adam's two moments, without the scales of those in 8 bits (1/32 byte)."""
-    if args.use_stateless_adam:
-        return 0
-    return 2 if args.optimizer_8bit else 8
+    return (2 if eight_bits else 8) if kept else 0
 
 
 def memory_lines(args: Args) -> Iterator[str]:
@@ -42,7 +40,8 @@ def memory_lines(args: Args) -> Iterator[str]:
 
 def snapshot_bytes(args: Args) -> int:
     """Approximate size of a snapshot in bytes: master weights and Adam's two moments; 0 if it cannot be known."""
-    each = master_bytes(args) + (0 if args.no_save_optim else moment_bytes(args))
+    moments = moment_bytes(not (args.no_save_optim or args.use_stateless_adam), args.optimizer_8bit)
+    each = master_bytes(args.bf16_master_weights) + moments
     return count_trained(args.hf_checkpoint, args.lora_rank) * each * (2 if args.use_critic else 1)
 
 
@@ -60,7 +59,8 @@ def _training(args: Args, parameters: int) -> str:
     if args.train_backend != "fsdp":
         return "depends on Megatron's layout; it is measured when the ranks have started"
     shards, roles = args.fsdp_shard_size or args.world_size, 2 if args.use_critic else 1
-    each = 2 * master_bytes(args) + moment_bytes(args)
+    each = 2 * master_bytes(args.bf16_master_weights)
+    each += moment_bytes(not args.use_stateless_adam, args.optimizer_8bit)
     dtype = "bfloat16" if args.bf16_master_weights else "float32"
     kept = (
         "" if args.use_stateless_adam else ", Adam's moments in 8 bits" if args.optimizer_8bit else ", Adam's moments"
