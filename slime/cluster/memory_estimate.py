@@ -10,10 +10,15 @@ from slime.plan.parameters import count_parameters, parameter_shapes
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-MASTER_AND_GRADIENTS = 8
-"""Bytes per parameter of float32 master weights and float32 gradients."""
-MOMENTS = 8
-"""Bytes per parameter of Adam's two moments, also in float32."""
+
+def master_bytes(bfloat16: bool) -> int:
+    """Bytes per trained parameter of its master weight, which are also those of its gradient."""
+    return 2 if bfloat16 else 4
+
+
+def moment_bytes(kept: bool, eight_bits: bool) -> int:
+    """Bytes per trained parameter of Adam's two moments, without the scales of those in 8 bits (1/32 byte)."""
+    return (2 if eight_bits else 8) if kept else 0
 
 
 def memory_lines(args: Args) -> Iterator[str]:
@@ -34,9 +39,10 @@ def memory_lines(args: Args) -> Iterator[str]:
 
 
 def snapshot_bytes(args: Args) -> int:
-    """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
-    moments = 0 if args.no_save_optim or args.use_stateless_adam else MOMENTS
-    return count_trained(args.hf_checkpoint, args.lora_rank) * (4 + moments) * (2 if args.use_critic else 1)
+    """Approximate size of a snapshot in bytes: master weights and Adam's two moments; 0 if it cannot be known."""
+    moments = moment_bytes(not (args.no_save_optim or args.use_stateless_adam), args.optimizer_8bit)
+    each = master_bytes(args.bf16_master_weights) + moments
+    return count_trained(args.hf_checkpoint, args.lora_rank) * each * (2 if args.use_critic else 1)
 
 
 def count_trained(checkpoint: str, lora_rank: int) -> int:
@@ -53,16 +59,22 @@ def _training(args: Args, parameters: int) -> str:
     if args.train_backend != "fsdp":
         return "depends on Megatron's layout; it is measured when the ranks have started"
     shards, roles = args.fsdp_shard_size or args.world_size, 2 if args.use_critic else 1
-    moments = 0 if args.use_stateless_adam else MOMENTS
-    parts = "float32 weights and gradients" + (", Adam's moments" if moments else "")
+    each = 2 * master_bytes(args.bf16_master_weights)
+    each += moment_bytes(not args.use_stateless_adam, args.optimizer_8bit)
+    dtype = "bfloat16" if args.bf16_master_weights else "float32"
+    kept = (
+        "" if args.use_stateless_adam else ", Adam's moments in 8 bits" if args.optimizer_8bit else ", Adam's moments"
+    )
+    parts = f"{dtype} weights and gradients{kept}"
     split = f", over {shards} ranks" if shards > 1 else ""
     whose = " of actor and critic" if roles > 1 else ""
-    size = parameters * (MASTER_AND_GRADIENTS + moments)
+    where = " of CPU memory" if args.fsdp_cpu_offload else ""
+    size = parameters * each
     if args.lora_rank:
         width = 4 if args.train_dtype == "float32" else 2
-        size = parameters * width + count_trained(args.hf_checkpoint, args.lora_rank) * (MASTER_AND_GRADIENTS + moments)
+        size = parameters * width + count_trained(args.hf_checkpoint, args.lora_rank) * each
         parts = f"{args.train_dtype} weights of the base; {parts} of the adapter"
-    return f"{_gib(size * roles / shards)} per rank: {parts}{whose}{split}"
+    return f"{_gib(size * roles / shards)}{where} per rank: {parts}{whose}{split}"
 
 
 def _gib(count: float) -> str:

@@ -181,6 +181,7 @@ def attach(module: nn.Linear, a: Tensor, b: Tensor, settings: LoraSettings) -> N
     assert isinstance(module, LoraLinear)
     module.lora_A, module.lora_B = nn.Parameter(a), nn.Parameter(b)
     module.lora_scale, module.lora_dropout, module.lora_on = settings.scale, settings.dropout, True
+    module.lora_rows = None  # the layer may have had another adapter, of only some rows
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:

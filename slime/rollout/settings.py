@@ -57,7 +57,10 @@ class RequestSettings:
             embedded=args.rollout_backend == "embedded",
             has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
             returns_experts=args.use_rollout_routing_replay,
-            adapter=engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
+            # Without a trainer nobody loads the adapter, and the engines have the base only.
+            adapter=None
+            if args.debug_rollout_only
+            else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
         )
 
 

@@ -155,8 +155,8 @@ class _Sender:
         self.check_equal, self.peers = check_equal, peers
         deadline = settings.step_seconds
         how = transport.bracketed, check_equal, settings.pause_mode
-        inside = settings.adapter if settings.adapter_name is None else None
-        self.window = UpdateWindow(version, *how, deadline, inside)
+        named = settings.adapter is not None and settings.adapter_name is not None
+        self.window = UpdateWindow(version, *how, deadline, None if named else settings.adapter, ends_requests=named)
         self.report = UpdateReport(version, transport.name)
         self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
         self.memory, self.fingerprints = memory, dict(memory.sent)

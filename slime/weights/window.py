@@ -29,6 +29,8 @@ class UpdateWindow:
         pause_mode: ``--update-weight-pause-mode``.
         deadline: The time limit of each step in seconds.
         adapter: The description of the adapter whose factors the update contains; None if it contains weights only.
+        ends_requests: Whether ``pause_mode`` is used for engines without requests too. SGLang replaces an adapter only
+            when its last request has ended, and a request may hold it before the engine counts the request.
 
     Attributes:
         opened, closed: The times of ``time.perf_counter()``; 0 before the event.
@@ -43,8 +45,9 @@ class UpdateWindow:
         pause_mode: str | None,
         deadline: float,
         adapter: Mapping[str, object] | None = None,
+        ends_requests: bool = False,
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self.ends_requests = adapter, ends_requests
         self.version, self.bracketed, self.check_equal = version, bracketed, check_equal
         self.pause_mode, self.deadline = pause_mode, deadline
         self.opened = self.closed = 0.0
@@ -95,7 +98,8 @@ class UpdateWindow:
         """Pause the engine, and flush its KV cache, which belongs to the old weights."""
         load = await engine.load()
         # If there are no requests, the mode makes no difference, and ``in_place`` is the fastest.
-        mode = self._busy_mode(engine) if load["running"] or load["waiting"] else None
+        busy = self.ends_requests or load["running"] or load["waiting"]
+        mode = self._busy_mode(engine) if busy else None
         await engine.pause(mode or "in_place")
         if mode is None:
             try:

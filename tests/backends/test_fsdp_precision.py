@@ -272,6 +272,13 @@ def test_a_step_that_overflows_is_left_out(llama: Path, tmp_path: Path) -> None:
     assert want["train/loss_scale"] == 2.0 ** (30 - count + 1), "doubled after two good steps"
 
 
+def test_a_constant_scale_is_that_of_the_flag_after_a_resume(llama: Path, tmp_path: Path) -> None:
+    make_backend(make_args(llama, train_dtype="float16")).save(tmp_path / "state")
+    again = make_backend(make_args(llama, train_dtype="float16", loss_scale=128.0))
+    again.load(tmp_path / "state")
+    assert train(again, 0)["train/loss_scale"] == 128.0
+
+
 def test_an_overflow_at_the_smallest_scale_is_an_error(llama: Path) -> None:
     flags = dict(train_dtype="float16", initial_loss_scale=2.0**30, min_loss_scale=2.0**30)
     with pytest.raises(NonFiniteError, match="gradient norm"):

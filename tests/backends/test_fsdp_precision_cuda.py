@@ -48,23 +48,36 @@ def change(backend: FsdpBackend, start: dict[str, torch.Tensor]) -> torch.Tensor
     return torch.cat([(t.float() - start[name].float()).cpu().flatten() for name, t in weights_of(backend).items()])
 
 
+def require_same_training(plain: FsdpBackend, other: FsdpBackend, steps: int, later: float) -> None:
+    """Compare the first step, from equal weights, within 1e-3, and later norms of gradients within ``later``.
+
+    On CUDA, sums of a backward pass have no fixed order. Adam's first updates depend on the signs of gradients only, so
+    that such a difference moves some weights by two steps, and a forward in bfloat16 rounds them differently. On the
+    CPU, noise of 1e-6 of the gradients changes the second norm of this model by 2e-3, and noise of 1e-3 the third one
+    by 1e-2. With noise of 4e-3, the changes of the weights have a cosine of 0.996.
+    """
+    start = weights_of(plain)
+    for seed in range(steps):
+        want, got = run(plain, seed), run(other, seed)
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=later if seed else 1e-3)
+        if not seed:
+            assert got["train/loss"] == pytest.approx(want["train/loss"], rel=1e-3, abs=1e-5)
+    assert torch.nn.functional.cosine_similarity(change(plain, start), change(other, start), 0) > 0.99
+
+
 @pytest.mark.parametrize("flags", [BF16, dict(train_dtype="float32"), BF16 | dict(fsdp_reshard_after_forward=False)])
 def test_masters_in_cpu_memory_train_as_those_on_the_gpu(llama: Path, flags: dict[str, Any]) -> None:
     plain, moved = on_cuda(llama, **flags), on_cuda(llama, fsdp_cpu_offload=True, **flags)
     assert all(p.device.type == "cpu" for _, p in moved.named_parameters)
     assert all(t.device.type == "cpu" for t in moved.optimizer.tensors().values())
     assert all(t.is_cuda for _, t in moved.named_weights())
-    for seed in range(3):
-        want, got = run(plain, seed), run(moved, seed)
-        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-3)
-        assert got["train/loss"] == pytest.approx(want["train/loss"], rel=1e-3, abs=1e-5)
+    require_same_training(plain, moved, 3, later=0.03 if flags["train_dtype"] == "bfloat16" else 1e-3)
 
 
 def test_offloaded_layer_inputs_change_nothing(llama: Path) -> None:
     flags = BF16 | dict(gradient_checkpointing=True)
     plain, moved = on_cuda(llama, **flags), on_cuda(llama, offload_activations=True, **flags)
-    for seed in range(2):
-        assert run(moved, seed)["train/grad_norm"] == pytest.approx(run(plain, seed)["train/grad_norm"], rel=1e-3)
+    require_same_training(plain, moved, 2, later=0.03)
 
 
 @pytest.mark.parametrize("small", [dict(optimizer_8bit=True), dict(bf16_master_weights=True, optimizer_8bit=True)])

@@ -134,6 +134,13 @@ def test_memory_follows_from_the_headers(smollm2: Path) -> None:
     model, training, engine, snapshot = memory_lines(make_args(**base, actor_num_gpus_per_node=2))
     assert "134.5 M" in model and "1.00 GiB per rank" in training and "0.25 GiB" in engine and "1.50 GiB" in snapshot
     assert next(memory_lines(make_args(hf_checkpoint="/nowhere"))).startswith("not known")
+    # A run whose snapshot has room must not be refused for the size of another one.
+    small = base | {"bf16_master_weights": True, "optimizer_8bit": True}
+    assert snapshot_bytes(make_args(**small)) == 4 * parameters
+    _, training, *_ = memory_lines(make_args(**small, actor_num_gpus_per_node=2))
+    assert "0.38 GiB per rank: bfloat16 weights and gradients, Adam's moments in 8 bits" in training
+    _, training, *_ = memory_lines(make_args(**base, fsdp_cpu_offload=True))
+    assert "GiB of CPU memory per rank" in training
 
 
 _GROUPS = {"group_0": {"weights": {"num_bits": 4}}}

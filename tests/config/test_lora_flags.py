@@ -130,6 +130,8 @@ def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
     settings = WeightSyncSettings.from_args(args)
     assert settings.adapter_name == RequestSettings.from_args(args).adapter == ADAPTER_NAME
     assert not settings.engines_lose_weights
+    # Nobody loads the adapter without a trainer, so requests that name it would be refused.
+    assert RequestSettings.from_args(make_args(**SGLANG, debug_rollout_only=True)).adapter is None
     args.lora_sync = "merged"
     settings = WeightSyncSettings.from_args(args)
     assert settings.adapter_name is None is RequestSettings.from_args(args).adapter and settings.engines_lose_weights

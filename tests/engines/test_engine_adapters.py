@@ -10,11 +10,13 @@ import torch
 from engine_drivers import finish, load, make, reference_logprobs, result
 from transformers import AutoModelForCausalLM
 
+from slime.engines.embedded import routes_openai
 from slime.engines.embedded.adapters import load_named, read_settings, set_layers
 from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.loading import Loaded
+from slime.engines.embedded.protocol import parse_generate
 from slime.engines.embedded.weights import WeightError
-from slime.models.lora import LoraLinear, LoraSettings, merged
+from slime.models.lora import LoraLinear, LoraSettings, lora_layers, merged
 from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
 
 SETTINGS = LoraSettings(rank=3, alpha=6.0)
@@ -193,3 +195,26 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
     named.unload("mine")
     named.load("mine", SETTINGS, made)
     assert named.key("mine") != first  # KV of the old one is not shared with the new one
+
+
+def test_openai_requests_choose_an_adapter_too() -> None:
+    """With SGLang's field; without it, the answer would be that of another adapter."""
+    body = {"prompt": [1, 2], "lora_path": "mine"}
+    (request,) = parse_generate({**routes_openai._native(body, 100), "input_ids": [1, 2]}, 100).requests
+    assert request.adapter == "mine"
+    (request,) = parse_generate({**routes_openai._native({"prompt": [1, 2]}, 100), "input_ids": [1, 2]}, 100).requests
+    assert request.adapter is None
+
+
+def test_a_layer_that_gets_an_adapter_again_applies_it_to_all_rows(tiny_llama: Path, tmp_path: Path) -> None:
+    """The last forward before the layer lost its adapter may have been one of a request with a named adapter."""
+    loaded = load(tiny_llama)
+    named, model = loaded.engine.runner.adapters, loaded.engine.runner.model
+    folder = stored(tmp_path, 1, NAMES, SETTINGS, model)
+    named.load("mine", SETTINGS, read_factors(folder, SETTINGS.rank))
+    set_layers(loaded, SETTINGS, NAMES[:2])
+    named.select([named.key("mine"), 0], torch.device("cpu"))
+    set_layers(loaded, SETTINGS, NAMES[2:3])
+    named.select([], torch.device("cpu"))
+    set_layers(loaded, SETTINGS, NAMES[:2])
+    assert all(layer.lora_rows is None for layer in lora_layers(model).values())

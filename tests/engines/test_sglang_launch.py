@@ -163,6 +163,18 @@ def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
+def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
+    """As with one: SGLang pins the factors of an adapter, and must not keep the trainer's shared memory."""
+    code = (
+        "import torch; from slime.engines.sglang.cpu_kernels import pin_nothing; pin_nothing();"
+        "given = torch.ones(3); pinned = given.pin_memory();"
+        "assert torch.equal(given, pinned) and given.data_ptr() != pinned.data_ptr();"
+        "assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
+
+
 def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
     """SGLang's own stubs serve for triton; a kernel that is called says that it is not there."""
     if any(installed(name) for name in PACKAGES):

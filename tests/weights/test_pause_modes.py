@@ -50,6 +50,14 @@ async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> N
     assert engine.asked == expected
 
 
+async def test_an_adapter_is_replaced_only_after_requests_that_are_not_counted_yet() -> None:
+    """A request that SGLang still tokenizes holds its adapter, and does not run or wait yet. With ``in_place`` it would
+    hold it until the update ends, and the update would wait for it."""
+    engine: Any = Engine()
+    await UpdateWindow("0.1", True, False, "abort", 60.0, ends_requests=True).pause_and_flush(engine)
+    assert engine.asked == ["abort", "flush"]
+
+
 async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:
     engine: Any = Engine(running=2, version_spans=False)
     with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):

@@ -55,4 +55,6 @@ class LossScale:
         return {"value": self.value, "passed": self.passed}
 
     def load(self, state: dict[str, float]) -> None:
-        self.value, self.passed = float(state["value"]), int(state["passed"])
+        """Go on from the state of a snapshot. A constant scale (``--loss-scale``) stays as the flag gives it."""
+        if self.window is not None:
+            self.value, self.passed = max(float(state["value"]), self.smallest), int(state["passed"])

@@ -137,6 +137,7 @@ def _native(body: Mapping[str, object], vocab_size: int) -> dict[str, object]:
         "top_logprobs_num": fields.take(body, "top_logprobs", most, 0) or count,
         "return_text_in_logprobs": True,
         "stream": fields.take(body, "stream", fields.truth, False),
+        "lora_path": body.get("lora_path"),
     }
 
 

@@ -63,7 +63,9 @@ def pin_nothing() -> None:
 
     for name in _PINNING:
         setattr(torch, name, plain(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    # A copy, as on an accelerator. Otherwise a loaded adapter would stay in the shared memory of the trainer, and torch
+    # ends a process that gives such memory back after the trainer's memory manager was killed.
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()  # type: ignore[method-assign]
 
 
 class _StandIns:

@@ -103,6 +103,8 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         shared=colocated_host,
         digests=settings.audit,
         deadline=settings.step_seconds,
+        keep_files=settings.keep_files,
+        written=settings.on_written,
     )
 
 

@@ -17,6 +17,7 @@ from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.weights.published import publishing
+from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
 from slime.weights.update import WeightUpdate
 
@@ -30,6 +31,7 @@ class AdapterTransport:
         config: The content of PEFT's ``adapter_config.json``.
         folder: A folder with the same path on trainer and engines, to load PEFT's files from it; None to send the
             factors in the request.
+        keep_files, written: As for :class:`~slime.weights.transports.disk.DiskTransport`, for PEFT's files.
         shared: Whether all engines are on this host and can open shared memory.
         digests: Whether engines compare digests of the factors before they load them, if they can.
         deadline: The time limit in seconds for an engine to load the factors.
@@ -45,7 +47,10 @@ class AdapterTransport:
         shared: bool,
         digests: bool,
         deadline: float,
+        keep_files: bool = False,
+        written: Written | None = None,
     ) -> None:
+        self.keep_files, self.written = keep_files, written
         self.base, self.adapter, self.config = base, name, config
         self.folder, self.shared, self.digests, self.deadline = folder, shared, digests, deadline
         self.name, self.bracketed, self.bucket_bytes = base.name, base.bracketed, base.bucket_bytes
@@ -75,6 +80,8 @@ class AdapterTransport:
         place: AdapterPayload | Path = (
             source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
         )
+        if isinstance(place, Path) and self.written is not None:
+            await asyncio.to_thread(self.written, place, engines)
         lost = {*result.failed, *result.torn}
         alive = [engine for engine in await open_once() if engine.url not in lost]
 
@@ -89,22 +96,22 @@ class AdapterTransport:
         return result
 
     async def _publish(self, folder: Path, version: str, bucket: Bucket) -> Path:
-        """Write PEFT's files of a version, and remove those of the version before."""
+        """Write PEFT's files of a version, and remove those of the version before unless files are kept."""
         from slime.models.peft_files import write_factors
 
         async with publishing(folder, f"adapter_v{version}") as aside:
             await asyncio.to_thread(write_factors, aside, dict(self.config), dict(bucket.tensors))
         path, before = folder / f"adapter_v{version}", self._published
-        if before not in (None, path):
+        if before not in (None, path) and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, before, True)
         self._published = path
         return path
 
     async def close(self) -> None:
-        """Close the transport of the base, and remove the files of the last version."""
-        if self._published is not None:
+        """Close the transport of the base, and remove the files of the last version, unless files are kept."""
+        if self._published is not None and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, self._published, True)
-            self._published = None
+        self._published = None
         await self.base.close()
 
 
