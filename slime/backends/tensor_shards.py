@@ -253,8 +253,8 @@ def _own_storage(tensor: Tensor) -> Tensor:
     """
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
-    if not tensor.is_contiguous():
-        return tensor.clone()
+    if not tensor.numel() or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
     memory = tensor.view(-1).view(torch.uint8).numpy()
     return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
 
