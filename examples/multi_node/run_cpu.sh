@@ -36,7 +36,7 @@ launcher=("${ray[@]}" job submit --address "http://127.0.0.2:$dashboard" --runti
 if [ -z "${DRY_RUN:-}" ]; then  # a node's agent, which takes jobs, comes up some time after the node
     SECONDS=0
     until "${launcher[@]}" true >"$output_dir/ray_job.log" 2>&1; do
-        [ "$SECONDS" -lt 120 ] || { tail -n 5 "$output_dir/ray_job.log" >&2; exit 1; }
+        [ "$SECONDS" -lt 300 ] || { tail -n 5 "$output_dir/ray_job.log" >&2; exit 1; }
         sleep 2
     done
 fi
