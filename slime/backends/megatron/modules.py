@@ -107,7 +107,21 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.weight, self.eps)
 
 
-class HeadsRMSNorm(nn.Module):
+class DividedRows(nn.Module):
+    """A module with one tensor, ``weight``, which is divided among tensor-parallel ranks along its first axis."""
+
+    tp_group: ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weight as a part of that of all ranks."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+class HeadsRMSNorm(DividedRows):
     """RMSNorm over all heads of a token together, of which each tensor-parallel rank has a part (MiniMax-M2)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **_: object) -> None:
@@ -126,14 +140,6 @@ class HeadsRMSNorm(nn.Module):
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         return (self.weight * normed.to(x.dtype)).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the weight as a part of that of all heads."""
-        tensors = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 def device_of(config: TransformerConfig) -> torch.device | str | int:
