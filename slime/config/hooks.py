@@ -79,6 +79,11 @@ def _load_file(path: str) -> ModuleType:
         raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")
     # The same name in every process, so that objects of the file's classes can travel between them.
     name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    return module_of_file(name, file)
+
+
+def module_of_file(name: str, file: Path) -> ModuleType:
+    """Execute a Python file as a new module with this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
