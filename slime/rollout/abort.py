@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from slime.data.sample import Group
+from slime.engines.http import HttpError, request, retrying
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
 
@@ -27,7 +28,6 @@ async def worker_urls(args: Args) -> list[str]:
 
     Without a router the address is that of the only engine, which has no ``/workers``; the list is then this address.
     """
-    from slime.engines.http import HttpError, request, retrying
     from slime.engines.router import engine_url
 
     base = get_model_url(args, path="").rstrip("/")
@@ -46,8 +46,6 @@ async def abort(args: Args) -> None:
 
     An engine or router that cannot be reached is only logged, because its requests fail without an abort.
     """
-    from slime.engines.http import HttpError, request
-
     state = GenerateState(args)
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
     if state.generator is not None:
