@@ -54,8 +54,8 @@ def read_script(path: Path) -> list[str]:
     names: dict[str, list[str]] = {}
     text = _gather(path, names, _DEEPEST)
     found = None
-    for line in _logical_lines(text):
-        words = _words(line, names)
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        words = _words(line.strip(), names)
         for place, word in enumerate(words):
             if any(pattern.search(word) for pattern in PROGRAMS.values()) and place + 1 < len(words):
                 found = words
@@ -86,10 +86,6 @@ def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:
         lines = "\n".join(line for line in content.splitlines() if not line.lstrip().startswith("#"))
         names[name] = [*(names.get(name, []) if more else []), *_words(lines.replace("\\\n", " "), names)]
     return outside
-
-
-def _logical_lines(text: str) -> list[str]:
-    return [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
 
 
 def _words(text: str, names: Mapping[str, list[str]]) -> list[str]:

@@ -255,11 +255,11 @@ def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
     ]
 
 
-def mlp_entries(hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of a SwiGLU MLP, with gate and up projection in one matrix."""
-    gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+def mlp_entries(hf: str, megatron: str, fused: bool = False) -> list[Entry]:
+    """Return the entries of a SwiGLU MLP. ``fused``: the checkpoint, too, has gate and up projection in one matrix."""
+    names = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
     return [
-        Entry(f"{megatron}linear_fc1.weight", gate_up, Stacked()),
+        Entry(f"{megatron}linear_fc1.weight", tuple(f"{hf}{x}.weight" for x in names), Stacked(fused=fused)),
         Entry(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), COLUMNS),
     ]
 
