@@ -95,7 +95,7 @@ def _words(text: str, names: Mapping[str, list[str]]) -> list[str]:
         words = text.split()
     found: list[str] = []
     for word in words:
-        if word in ("$@", "${@}", "$*"):  # the words behind the script's name, which nobody has given
+        if word in ("$@", "${@}", "$*"):  # the arguments of the script, of which there are none
             continue
         whole = _REFERENCE.fullmatch(word)
         name = (whole[1] or whole[3]) if whole else ""

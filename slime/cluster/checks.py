@@ -46,7 +46,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
     """Print a warning to stderr for each reason why the run will not fit on this machine's GPUs.
 
-    It is no error: the estimate can be wrong by a tenth, and it does not know users' functions.
+    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
     """
     from slime.plan.warn import installed_kind, misfits
 
@@ -239,7 +239,7 @@ def _check_snapshots(args: Args) -> list[str]:
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if adapter_file(args.load) is not None:
-                from slime.models import peft_files  # imports torch, which the driver does without
+                from slime.models import peft_files  # imports torch, which the driver does not need otherwise
 
                 peft_files.read_config(folder)
             elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):

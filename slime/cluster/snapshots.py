@@ -130,7 +130,7 @@ class SnapshotSettings:
 class Snapshots:
     """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
 
-    Until the commit, the parts lie in a temporary folder. A fault before it leaves the previous snapshot the newest.
+    Until the commit, the parts are in a temporary folder. A fault before it leaves the previous snapshot the newest.
 
     Args:
         saved: The rollout of the snapshot with which a resumed run began.

@@ -49,7 +49,7 @@ class PrefixBlock:
     """All segments that attend, without a mask, to one shared prompt."""
 
     rows: Tensor  # int64 [N]: queries
-    contiguous: bool  # these rows lie one behind the other
+    contiguous: bool  # these rows are contiguous in the pack
     start: int  # the prompt's rows in the pack
     end: int
 

@@ -114,7 +114,7 @@ def read_settings(path: Path) -> JsonObject:
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
         raise UnreadableRun(f"{path} is not valid YAML in UTF-8: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
-        raise UnreadableRun(f"{path} is no mapping of flags to values")
+        raise UnreadableRun(f"{path} is not a mapping of flags to values")
     return {str(name): value for name, value in settings.items()}
 
 

@@ -275,7 +275,7 @@ class FsdpBackend(SharedBackend):
 
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        assert isinstance(self.scorer, PolicyScorer), "a critic is no language model"
+        assert isinstance(self.scorer, PolicyScorer), "a critic is not a language model"
         writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
         try:
             if self.adapter is not None and self.args.lora_export == "peft":
