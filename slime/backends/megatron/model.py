@@ -124,6 +124,12 @@ class PolicyHead(DividedRows):
         self.register_parameter("weight", layer.weight)
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        """Return float32 scores ``[R]`` of the response tokens, and logits ``[R, V]`` if they are requested.
+
+        Args:
+            hidden: ``[T, 1, H]``, or this rank's part of the rows with sequence parallelism.
+            weight: The input embedding ``[rows of this rank, H]`` if it is tied; otherwise None.
+        """
         # A tied embedding is passed as an argument, because the parameter belongs to another module of this stage.
         padded = self.weight if weight is None else weight
         assert padded is not None
@@ -166,6 +172,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, **make))
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        """Return float32 values ``[R]`` of the response tokens. The arguments are those of :class:`PolicyHead`."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group

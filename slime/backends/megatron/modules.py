@@ -82,13 +82,13 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 @fused_on_cuda
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` over its last dimension."""
+    """Normalize ``x``, ``[..., H]``, over its last dimension, and multiply by ``weight``, ``[H]``."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @fused_on_cuda
 def rms_norm_1p(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` over its last dimension in float32, and multiply by ``1 + weight``."""
+    """Normalize ``x``, ``[..., H]``, over its last dimension in float32, and multiply by ``1 + weight``, ``[H]``."""
     return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
@@ -283,7 +283,7 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Project this rank's part of the sequence."""
+        """Project this rank's part of the sequence, ``[T, 1, inputs]``, to ``[T, 1, outputs]``."""
         return F.linear(x, self.weight), None
 
 
@@ -333,6 +333,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @fused_on_cuda
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) · up``, with tanh's approximation of GELU (Gemma)."""
+    """Return ``gelu(gate) · up``, ``[..., f]``, as :func:`swiglu`, with tanh's approximation of GELU (Gemma)."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
