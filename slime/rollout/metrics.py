@@ -21,17 +21,6 @@ from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = [
-    "compute_metrics_from_samples",
-    "eval_metrics",
-    "flatten",
-    "pass_at_k",
-    "pass_rates",
-    "prompt_rewards",
-    "rollout_metrics",
-    "sample_metrics",
-]
-
 Metrics = dict[str, float]
 
 

@@ -180,9 +180,3 @@ def join_launched_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-__all__ = [
-    "META", "RANK_FILES", "TENSORS", "convert_from_hf", "describe", "find", "hf_tensors", "join_launched_ranks",
-    "mark_as_megatron", "read_meta",
-]  # fmt: skip

@@ -284,10 +284,3 @@ def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> lis
     hf, megatron = f"{prefix}layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
     here = expert_entries(settings, hf, megatron) if moe_layers(settings)[index] else mlp_entries(hf, megatron)
     return [*norm_entries(index, prefix), *attention_entries(settings, index, prefix), *here]
-
-
-__all__ = [
-    "COLUMNS", "REPLICATED", "ROWS", "Entry", "Family", "HfConfig", "Settings", "attention_entries", "decoder_layer",
-    "dense_settings", "expert_entries", "mlp_entries", "moe_layers", "moe_settings", "norm_entries",
-    "padded_vocab_size", "parse_layer_frequency", "query_key_value", "require_without",
-]  # fmt: skip
