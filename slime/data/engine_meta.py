@@ -23,7 +23,7 @@ Nuclei = tuple[np.ndarray, np.ndarray]
 class _Counters:
     """Counters as a dataclass with slots."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}

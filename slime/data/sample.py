@@ -23,7 +23,6 @@ from slime.types import JsonValue, MetaInfo
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
 RolloutBatch = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
 """A chat message: ``role``, ``content`` (a text, or a list of parts) and other fields that its chat template reads."""

@@ -20,8 +20,7 @@ from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.sample import Group
-    from slime.observability.samples import Nested
+    from slime.data.sample import Group, Nested
 
 
 T = TypeVar("T")

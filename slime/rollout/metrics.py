@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slime.data.sample import PASS_ABOVE, Sample, flatten
+from slime.data.rewards import PASS_ABOVE
+from slime.data.sample import Sample, flatten
 from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
 from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
