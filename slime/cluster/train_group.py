@@ -83,7 +83,7 @@ class TrainGroup:
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        answers = self._call(refs, "to check --save", self.args.start_timeout)
+        answers = self._call(refs, "to look into --save", self.args.start_timeout)
         return dict(zip(self._named, answers, strict=True))
 
     def train(
