@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the recipes scripts/run-*.sh share. Each is one training run; words behind its name go to train.py last:
+# What the recipes scripts/run-*.sh share. Each is one training run; words after its name go to train.py last:
 #
 #   MODELS=/data/models DATA=/data/dapo-math-17k.jsonl bash scripts/run-qwen3-4B.sh --num-rollout 100
 #   bash scripts/run-qwen3-4B.sh --override laptop.yaml          # another model, fewer GPUs: --override FILE
@@ -48,7 +48,7 @@ ROLLOUT_ARGS=(
     --rollout-max-response-len 8192
     --rollout-temperature 1
 )
-# No KL to the reference model. `--use-kl-loss --kl-loss-coef 0.001` behind the recipe's name adds one; it costs a copy of
+# No KL to the reference model. `--use-kl-loss --kl-loss-coef 0.001` after the recipe's name adds one; it costs a copy of
 # the reference weights and a forward pass over every rollout, with coefficient 0 too.
 GRPO_ARGS=(
     --advantage-estimator grpo

@@ -98,11 +98,9 @@ class Tokenizer(Protocol):
 
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
-    all_special_tokens: list[str]
     eos_token: str | None
     bos_token_id: int | None
     eos_token_id: int | None
-    pad_token_id: int | None
     unk_token_id: int | None
     model_max_length: int
 

@@ -57,7 +57,7 @@ def _find(options: argparse.Namespace) -> Found:
     folder = torch_dist.find(options.input_dir)
     meta = torch_dist.read_meta(folder)
     if meta["role"] != "actor":
-        raise ValueError(f"{folder} holds a critic, which is no language model")
+        raise ValueError(f"{folder} holds a critic, which is not a language model")
     origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
     family = get_family(options.model_name or meta["model_type"])
     named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)

@@ -29,7 +29,7 @@ from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
-from slime.rollout.abort import rest_seconds
+from slime.rollout.abort import retry_delay
 from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
@@ -319,7 +319,7 @@ class Session:
             if most < 1:
                 outputs[-1]["meta_info"]["finish_reason"] = {"type": "length", "length": len(new)}
                 return outputs
-            await asyncio.sleep(rest_seconds(f"a request of sample {probe.index}", tries))
+            await asyncio.sleep(retry_delay(f"a request of sample {probe.index}", tries))
 
     async def _ask(self, probe: Sample, body: GenerateBody, on_text: OnText | None) -> GenerateOutput | None:
         try:

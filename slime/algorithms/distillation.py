@@ -12,10 +12,11 @@ from .sequences import keep_where
 
 
 def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return a one-sample estimate of KL(student ‖ teacher) per token: log π_student − log π_teacher; 0 if masked."""
+    """Return log π_student − log π_teacher, ``[R]``: a one-sample estimate of KL(student ‖ teacher) of each token, 0 if
+    it is masked. All arguments are ``[R]``."""
     return keep_where(mask, student_log_probs - teacher_log_probs)
 
 
 def distilled_advantages(advantages: Tensor, kl: Tensor, coefficient: float) -> Tensor:
-    """Return A_t − coefficient · kl_t."""
+    """Return A_t − coefficient · kl_t, ``[R]`` like both tensors."""
     return advantages - coefficient * kl

@@ -125,6 +125,8 @@ def importance_weights(
 def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce) -> float:
     """Return the mean weight for ``tis_batch_normalize``, over tokens of all data-parallel ranks.
 
+    ``d`` is log π_train − log π_rollout, ``[R]`` like the mask, and ``lengths`` are those of the sequences in it.
+
     Only tokens that the mask and ``tis_mode`` keep are counted. The mean is computed once per rollout, before training,
     so that the loss does not depend on the micro-batches. It is 1.0 if the mean is 0 or all tokens are masked.
     """

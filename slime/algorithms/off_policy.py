@@ -33,7 +33,8 @@ class Bounds(Protocol):
 
 
 def train_rollout_ratio(loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts) -> Tensor:
-    """Return exp(log π_train − log π_rollout) per token, flat and without gradient; 1 for masked tokens."""
+    """Return exp(log π_train − log π_rollout) of each token, flat ``[R]`` and without gradient; 1 for masked tokens.
+    The arguments have one tensor ``[response_length]`` per sample."""
     difference = flatten(train_log_probs).detach() - flatten(rollout_log_probs).detach()
     return exp_ratio(keep_where(flatten(loss_masks), difference))
 

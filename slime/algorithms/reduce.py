@@ -16,7 +16,8 @@ class Reduce(Protocol):
         """Sum over data- and context-parallel ranks, without gradient. Any shape."""
 
     def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over context-parallel ranks, with gradient. Each rank gets the gradient of its own part."""
+        """Sum over context-parallel ranks, with gradient, for any shape. Each rank gets the gradient of its own
+        part."""
 
 
 class Identity:

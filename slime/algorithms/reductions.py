@@ -35,10 +35,12 @@ def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Seque
 
 
 def token_sum_reducer(mask: Tensor) -> Reducer:
-    """Return a reducer that computes Σ m·x, for ``--calculate-per-token-loss``."""
+    """Return a reducer that computes Σ m·x, a scalar, for ``--calculate-per-token-loss``. The mask is ``[R]``, like
+    x."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum()
 
 
 def constant_reducer(mask: Tensor, divisor: float) -> Reducer:
-    """Return a reducer that computes Σ m·x / divisor, with the same divisor for every response."""
+    """Return a reducer that computes Σ m·x / divisor, a scalar, with the same divisor for every response. The mask is
+    ``[R]``, like x."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum() / divisor

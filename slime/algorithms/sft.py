@@ -6,5 +6,6 @@ from torch import Tensor
 
 
 def compute_sft_loss(log_probs: Tensor) -> Tensor:
-    """Return −log π per token. The reduction applies the mask, which selects the turns of the assistant."""
+    """Return −log π of each token, ``[R]``. The reduction applies the mask, which selects the turns of the
+    assistant."""
     return -log_probs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends import micro_batches as mb
-from slime.backends.bank import LIVE, WeightBank
+from slime.backends.adapter import TrainedAdapter
+from slime.backends.bank import LIVE, CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
@@ -57,7 +60,12 @@ class SharedBackend:
     """The base class of the backends. All ranks must call every method together."""
 
     optimizer: StepOptimizer
+    adapter: TrainedAdapter | None
+    """None if the weights themselves are trained."""
     bank: WeightBank
+    """The copies of what is trained."""
+    _whole_bank: WeightBank
+    """The copies of whole models: with an adapter, those of its base."""
     state: SavedState
     reduce: DataParallelReduce
     """Sums over ranks that have other samples."""
@@ -75,6 +83,48 @@ class SharedBackend:
         self.needs = TrainNeeds.from_args(args)
         self.offloader = Offloader()
         self.saving: BackgroundSave | None = None
+
+    # --- copies of the weights ------------------------------------------------------------------
+
+    def _make_copies(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        initial: str,
+        *,
+        dtype: torch.dtype | None = None,
+        may_swap_pointers: bool = True,
+    ) -> None:
+        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter.
+
+        Args:
+            named: The parameters of the model, or those on this rank.
+            initial: The path of the initial weights.
+            dtype, may_swap_pointers: As for :class:`WeightBank`.
+        """
+        copies, actor = CopySettings.from_args(self.args), self.role == "actor"
+
+        def bank(tensors: Sequence[tuple[str, Tensor]]) -> WeightBank:
+            on_device = actor and keeps_copies_on_device(copies, tensors)
+            # The memory of the offloader is free while the model is on the accelerator.
+            arena = self.offloader.host if self.device.type == "cuda" else None
+            return WeightBank(tensors, may_swap_pointers, dtype, on_device, arena)
+
+        if self.adapter is None:
+            self.bank = self._whole_bank = bank(named)
+            if actor:
+                load_copies(copies, self.bank, initial, self._load_copy)
+            return
+        self.bank, self._whole_bank = bank(self.adapter.trained), bank(self.adapter.base)
+        if actor:
+            self.adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
+
+    def _load_copy(self, tag: str, path: str) -> None:
+        """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective operation."""
+        raise NotImplementedError
+
+    def _using(self, tag: ModelTag) -> AbstractContextManager[None]:
+        """Let the model compute as one of the copies of the weights within the context."""
+        return self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank)
 
     # --- an optimizer step ----------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class TokenBatch:
         return replace(self, loss_mask=self.loss_mask.to(dtype), **changes)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split a flat per-token tensor into one tensor per sample."""
+        """Split a flat per-token tensor ``[R]`` into one tensor ``[response_length]`` per sample."""
         return list(x.split(self.response_lengths))
 
 

@@ -15,11 +15,11 @@ from slime.backends.loss import divide_by_weights
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, FIELDS, RankBatch
+from slime.data.rewards import PASS_ABOVE
 from slime.observability import progress
 from slime.observability.profiler import Profiler
 from slime.observability.timers import Timers
 
-PASS_ABOVE = 0.5  # as in the metrics of rollouts
 METRICS = tuple(field.name for field in FIELDS if field.metric)
 
 

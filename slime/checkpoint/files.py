@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NotRequired, TypedDict
 
 import xxhash
@@ -57,9 +56,7 @@ class DigestedFile:
     def __enter__(self) -> DigestedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())

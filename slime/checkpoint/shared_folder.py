@@ -15,7 +15,6 @@ import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 _GIB = 2**30
@@ -79,9 +78,7 @@ class FolderTrial:
             raise FolderError(f"--save {self.folder} cannot be written on {socket.gethostname()} ({error})") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def check(self, answers: Mapping[str, Answer]) -> None:

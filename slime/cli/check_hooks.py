@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import Complaint, complaint_of
+from slime.cli.hook_guard import Complaint, check_call, complaint_of
 from slime.config.agent import AGENT_GENERATE
 from slime.config.args import FLAGS, Args
 from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE
@@ -118,7 +118,9 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
     if option.startswith("data set"):
         bench.args = bench.args.with_values(**{name: path})
     try:
-        return hook_probes_train.signature_only(name, fn) if probe is None else probe(bench, fn)
+        if name in CALLS:
+            check_call(name, fn)
+        return "its signature fits, but it is called only in training" if probe is None else probe(bench, fn)
     except (Complaint, CommandError):
         raise
     except Exception as error:  # raised by the run's own code for the result of the hook

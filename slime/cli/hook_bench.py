@@ -6,7 +6,6 @@ import copy
 import functools
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
@@ -14,6 +13,7 @@ from slime.config.args import Args
 from slime.config.files import file_of
 from slime.config.rollout import is_fully_async
 from slime.data.sample import Group, Sample, flatten
+from slime.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from slime.data.convert import TrainData
@@ -63,17 +63,13 @@ class Bench:
     def __enter__(self) -> Bench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._engine is not None:
             self._engine.stop()
         self._folder.cleanup()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        from slime.data.tokenizers import load_tokenizer
-
         if not self.args.hf_checkpoint:
             raise CommandError("--hf-checkpoint is missing: hooks are tested on samples, which need its tokenizer")
         try:
@@ -147,7 +143,6 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
-        from slime.data.tokenizers import load_tokenizer
         from slime.engines.process import start_embedded_engine
         from slime.engines.settings import EngineSettings
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from slime.config.hooks import call_problem
+
 Hook = Callable[..., object]
 """A function or class of the user."""
 
@@ -77,20 +79,32 @@ def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> 
         raise wrong(fn, f"slime calls it as {words}, but it is defined as {name}{signature}: {error}") from None
 
 
+def check_call(name: str, fn: Hook) -> None:
+    """Check the signature of a hook of :data:`slime.config.hooks.CALLS`, and that it is no async function.
+
+    Args:
+        name: The name of the hook's argument.
+    """
+    if name != "agent_function_path":  # an agent program may be async
+        not_async(fn)
+    if problem := call_problem(name, fn):
+        raise wrong(fn, problem)
+
+
 def not_async(fn: Hook) -> None:
     """Refuse an async function for a hook that is called without await."""
     if inspect.iscoroutinefunction(fn):
         raise wrong(fn, "it is an async def, but slime calls this hook without await: use a plain def")
 
 
-def check_picklable(what: str, value: object) -> None:
+def check_picklable(sample: object) -> None:
     """Check that all attributes can be pickled: samples are saved in snapshots and sent between processes."""
-    for name, entry in vars(value).items():
+    for name, entry in vars(sample).items():
         try:
             pickle.dumps(entry)
         except Exception as error:  # a user's object can raise anything when it is pickled
             raise Complaint(
-                f"{what}.{name} cannot be pickled ({type(error).__name__}: {error}): samples are saved and sent "
+                f"sample.{name} cannot be pickled ({type(error).__name__}: {error}): samples are saved and sent "
                 "between processes, so store only plain data in them"
             ) from error
 

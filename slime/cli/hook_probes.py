@@ -41,10 +41,8 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
 
 
 def buffer_filter(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     groups = [*bench.answered(), *bench.answered()]
     buffer = list(groups)
-    check_signature(fn, "fn(args, rollout_id, buffer, num_samples)", bench.args, None, buffer, 2)
     chosen = guarded(fn, lambda: fn(bench.args, None, buffer, 2), bench.limit).result
     if not isinstance(chosen, list) or any(isinstance(group, Sample) for group in chosen):
         raise wrong(fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups")
@@ -57,7 +55,6 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
 
 def data_source(bench: Bench, fn: Hook) -> str:
     """Test a class with ``get_samples, add_samples, save, load, __len__``."""
-    check_signature(fn, "DataSource(args)", bench.args)
     missing = [name for name in ("get_samples", "add_samples", "save", "load", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
@@ -76,9 +73,7 @@ def data_source(bench: Bench, fn: Hook) -> str:
 
 
 def sample_filter(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     groups = bench.answered()
-    check_signature(fn, "fn(args, groups)", bench.args, groups)
     result = guarded(fn, lambda: fn(bench.args, groups), bench.limit).result
     if result is not None:
         bench.notes.append(f"its return value ({type(result).__name__}) is ignored: set sample.remove_sample = True")
@@ -89,9 +84,7 @@ def sample_filter(bench: Bench, fn: Hook) -> str:
 
 
 def all_samples(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     groups = bench.answered()
-    check_signature(fn, "fn(args, all_groups, data_source)", bench.args, groups, bench.source)
     guarded(fn, lambda: fn(bench.args, groups, bench.source), bench.limit)
     return f"called with {len(groups)} groups"
 
@@ -100,9 +93,7 @@ def convert(bench: Bench, fn: Hook) -> str:
     """Test ``fn(args, samples)`` with the converter and the split over ranks, as in a run."""
     from slime.data.convert import samples_to_train_data, split_train_data
 
-    not_async(fn)
     groups = bench.answered()
-    check_signature(fn, "fn(args, samples)", bench.args, flatten(groups))
     data = guarded(fn, lambda: samples_to_train_data(bench.args, groups), bench.limit).result
     args = one_step(bench.args, data)
     guarded(fn, lambda: split_train_data(args, data, 1), bench.limit)
@@ -110,18 +101,14 @@ def convert(bench: Bench, fn: Hook) -> str:
 
 
 def rollout_log(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     samples = flatten(bench.answered())
-    check_signature(fn, "fn(rollout_id, args, samples, metrics, rollout_time)", 0, bench.args, samples, {}, 1.0)
     result = guarded(fn, lambda: fn(0, bench.args, samples, {}, 1.0), bench.limit).result
     return "replaces the usual metrics" if result else "adds to the usual metrics"
 
 
 def eval_log(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     samples = flatten(bench.answered())
     part = {"rewards": [1.0] * len(samples), "truncated": [sample.truncated for sample in samples], "samples": samples}
-    check_signature(fn, "fn(rollout_id, args, data, metrics)", 0, bench.args, {"set": part}, {})
     result = guarded(fn, lambda: fn(0, bench.args, {"set": part}, {}), bench.limit).result
     return "replaces the usual metrics" if result else "adds to the usual metrics"
 

@@ -7,10 +7,12 @@ import math
 from typing import Any
 
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import Complaint, Hook, check_picklable, check_signature, guarded, not_async, wrong
+from slime.cli.hook_guard import Complaint, Hook, check_picklable, check_signature, guarded, wrong
 from slime.cli.hook_turns import appends_recorded, check_mask, check_turns
 from slime.data.sample import Sample, flatten
+from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.hooks import call, supported_kwargs
+from slime.rollout.settings import request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 from slime.types import SamplingParams
 
@@ -19,9 +21,6 @@ AGENT_TOKENS = 512  # limit of a conversation: an untrained model does not end i
 
 def generate(bench: Bench, fn: Hook) -> str:
     """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of samples."""
-    from slime.rollout.custom_generate import call_list, call_single, takes_list
-    from slime.rollout.settings import request_params
-
     bench.start_engine()
     args = bench.args
     params: SamplingParams = {**request_params(args), "sampling_seed": 1}
@@ -63,13 +62,9 @@ def generate(bench: Bench, fn: Hook) -> str:
 
 def agent(bench: Bench, fn: Hook) -> str:
     """Test ``run(task)`` with the same endpoint as in a run."""
-    from slime.agent.program import Task
     from slime.agent.rollout import generate as run_agent
     from slime.agent.server import stop_agent_server
-    from slime.rollout.custom_generate import call_single
-    from slime.rollout.settings import request_params
 
-    check_signature(fn, "run(task)", Task("", None, {}, "", "", ""))
     bench.start_engine()
     args = bench.args.with_values(rollout_max_response_len=AGENT_TOKENS, agent_timeout=bench.limit)
     params: SamplingParams = {**request_params(args), "sampling_seed": 1}
@@ -115,7 +110,7 @@ def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
     for value in sample.rollout_log_probs or ():
         if not isinstance(value, int | float) or math.isnan(value) or value > 1e-4:
             raise wrong(fn, f"sample.rollout_log_probs contains {value!r}, but log-probs are at most 0")
-    check_picklable("sample", sample)
+    check_picklable(sample)
 
 
 def sample_hook(bench: Bench, fn: Hook) -> str:
@@ -125,7 +120,7 @@ def sample_hook(bench: Bench, fn: Hook) -> str:
     outcome = guarded(fn, lambda: call(fn, bench.args, sample, **keywords), bench.limit, loop=True)
     if outcome.result is not None and not isinstance(outcome.result, Sample):
         raise wrong(fn, f"its result has the type {type(outcome.result).__name__}, but must be None or a Sample")
-    check_picklable("sample", outcome.result or sample)
+    check_picklable(outcome.result or sample)
     return "returned " + ("None" if outcome.result is None else "a Sample")
 
 
@@ -133,10 +128,6 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     """Test a rollout function with the data and the engine of the bench."""
     from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
-    not_async(fn)
-    check_signature(
-        fn, "fn(args, rollout_id, data_source, evaluation=…)", bench.args, 0, bench.source, evaluation=False
-    )
     bench.start_engine()
     outcome = guarded(fn, lambda: call_rollout_fn(fn, bench.args, 0, bench.source, evaluation), bench.limit)
     output = outcome.result

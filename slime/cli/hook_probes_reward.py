@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wrong
+from slime.cli.hook_guard import Hook, check_signature, guarded, wrong
 from slime.data.sample import Sample, flatten
 from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
@@ -107,9 +107,7 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
 
 
 def reward_post_process(bench: Bench, fn: Hook) -> str:
-    not_async(fn)
     samples = flatten(bench.answered())
-    check_signature(fn, "fn(args, samples)", bench.args, samples)
     result = guarded(fn, lambda: fn(bench.args, samples), bench.limit).result
     if not isinstance(result, tuple) or len(result) != 2:
         raise wrong(fn, f"its result has the type {type(result).__name__}, but must be (raw_rewards, rewards)")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slime.algorithms.sequences import IDENTITY
 from slime.cli.hook_bench import Bench, one_step
 from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wrong
-from slime.config.hooks import call_problem
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -48,14 +48,11 @@ def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
 
 
 def advantages(bench: Bench, fn: Hook) -> str:
-    from slime.algorithms.sequences import IDENTITY
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.data.fields import on_hook_names
 
-    not_async(fn)
     args = bench.args.with_values(compute_advantages_and_returns=True)
     batch = _rank_batch(bench, args)
-    check_signature(fn, "fn(args, rollout_data)", args, {})
     settings = replace(AdvantageSettings.from_args(args), custom=on_hook_names(fn))
     guarded(fn, lambda: compute_advantages(settings, batch, IDENTITY), bench.limit)
     _check_per_token(fn, batch, "advantages", "returns")
@@ -63,14 +60,11 @@ def advantages(bench: Bench, fn: Hook) -> str:
 
 
 def postprocess(bench: Bench, fn: Hook) -> str:
-    from slime.algorithms.sequences import IDENTITY
     from slime.backends.advantages import AdvantageSettings, compute_advantages
 
-    not_async(fn)
     args = bench.args
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
-    check_signature(fn, "fn(args, rollout_id, rollout_data)", args, 0, {})
     with batch.lent_to("--rollout-data-postprocess-path") as view:
         result = guarded(fn, lambda: fn(args, 0, view), bench.limit).result
     if result is not None:
@@ -81,7 +75,6 @@ def postprocess(bench: Bench, fn: Hook) -> str:
 
 def loss(bench: Bench, fn: Hook) -> str:
     """Test ``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
-    check_signature(fn, "fn(args, batch, logits, sum_of_sample_mean)", bench.args, {}, None, None)
     return _backward(bench, fn, {"loss_type": "custom_loss"})
 
 
@@ -101,7 +94,6 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     """Run :func:`slime.backends.loss.compute_loss`, which all backends use, and the backward pass."""
     import torch
 
-    from slime.algorithms.sequences import IDENTITY
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.backends.loss import LossSettings, compute_loss
     from slime.backends.token_batch import TokenBatch
@@ -150,11 +142,3 @@ PROBES: dict[str, Callable[[Bench, Hook], str]] = {
     "custom_tis_function_path": tis,
     "custom_pg_loss_reducer_function_path": reducer,
 }
-
-
-def signature_only(name: str, fn: Hook) -> str:
-    not_async(fn)
-    problem = call_problem(name, fn)
-    if problem:
-        raise wrong(fn, problem)
-    return "its signature fits, but it is called only in training"

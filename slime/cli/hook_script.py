@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict
 
 from aiohttp import ClientSession, web
@@ -85,9 +84,7 @@ class ScriptedEngine:
         self.port = int(self._runner.addresses[0][1])
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
         assert self._client is not None
         await self._client.close()

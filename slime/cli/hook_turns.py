@@ -193,7 +193,7 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
         return  # the function sent fewer requests than before, so nothing was aborted
     for samples in results:
         for sample in samples:
-            check_picklable("sample", sample)
+            check_picklable(sample)
         _check_tokens(bench, fn, [samples], requests)
         if all(sample.status is not Sample.Status.ABORTED for sample in samples):
             text = (

@@ -29,7 +29,7 @@ def finite(low: float, high: float = 1e12, above: bool = False) -> Callable[[str
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number") from None
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number") from None
         if not low <= value <= high or (above and value == low) or math.isnan(value):
             which = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"must be {which}, not {text[:80]}")

@@ -54,8 +54,8 @@ def read_script(path: Path) -> list[str]:
     names: dict[str, list[str]] = {}
     text = _gather(path, names, _DEEPEST)
     found = None
-    for line in _logical_lines(text):
-        words = _words(line, names)
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        words = _words(line.strip(), names)
         for place, word in enumerate(words):
             if any(pattern.search(word) for pattern in PROGRAMS.values()) and place + 1 < len(words):
                 found = words
@@ -88,10 +88,6 @@ def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:
     return outside
 
 
-def _logical_lines(text: str) -> list[str]:
-    return [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
-
-
 def _words(text: str, names: Mapping[str, list[str]]) -> list[str]:
     try:
         words = shlex.split(text, comments=True)
@@ -99,7 +95,7 @@ def _words(text: str, names: Mapping[str, list[str]]) -> list[str]:
         words = text.split()
     found: list[str] = []
     for word in words:
-        if word in ("$@", "${@}", "$*"):  # the words behind the script's name, which nobody has given
+        if word in ("$@", "${@}", "$*"):  # the arguments of the script, of which there are none
             continue
         whole = _REFERENCE.fullmatch(word)
         name = (whole[1] or whole[3]) if whole else ""

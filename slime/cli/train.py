@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from slime.cli.errors import CommandError
+from slime.config.hooks import module_of_file
 
 LOOPS = {"train": "train.py", "train-async": "train_async.py"}
 """The file of each command. A wheel has them in ``slime/cli/loops``, a checkout at its top."""
@@ -42,8 +42,4 @@ def load_loop(name: str) -> ModuleType:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise CommandError(f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again")
-    spec = importlib.util.spec_from_file_location(f"slime_loop_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of_file(f"slime_loop_{file.stem}", file)

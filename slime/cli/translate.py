@@ -28,7 +28,7 @@ _TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
 class Framework(TypedDict):
     """The table of one framework.
 
-    ``flags``: for each of its flags, the flag of slime, or a sentence where there is none. Behind a colon stands what
+    ``flags``: for each of its flags, the flag of slime, or a sentence where there is none. After a colon comes what
     becomes of the value: ``on`` and ``off`` (a switch, if the value is true or false), ``given`` (a switch for any
     value), ``per_group``, ``per_engine``, ``groups`` (multiplied or divided by the group size or engine size), ``kl``
     and ``loss`` (the KL in the loss).
@@ -72,7 +72,7 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     """
     words = [word for word in words if word != "--"]
     if not words:
-        raise CommandError("give a launch script, or a command behind --")
+        raise CommandError("give a launch script, or a command after --")
     script = len(words) == 1 and Path(words[0]).suffix in (".sh", "")
     framework, command = command_of(read_script(Path(words[0])) if script else list(words))
     made = _of_slime(command) if framework == "slime" else _of_other(tables()[framework], command)

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.hf_config import is_hf_folder, megatron_folder, read_chat_template, read_config
+from slime.config.megatron_checkpoint import megatron_lm_folder
+from slime.models.shards import ModelError
+
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.config.parser import ExtraCheck
@@ -42,7 +46,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
     """Print a warning to stderr for each reason why the run will not fit on this machine's GPUs.
 
-    It is no error: the estimate can be wrong by a tenth, and it does not know users' functions.
+    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
     """
     from slime.plan.warn import installed_kind, misfits
 
@@ -73,7 +77,6 @@ def _check_environment(args: Args) -> list[str]:
         return _check_mcp()
     if args.environment is None:
         return []
-    from slime.config.hf_config import read_chat_template
     from slime.environments.base import EnvironmentProblem
     from slime.environments.registry import own_seed
     from slime.environments.source import task_sample
@@ -118,8 +121,6 @@ def check_schedules(args: Args) -> list[str]:
 def check_family(args: Args) -> list[str]:
     """Report a model that has no weight map for Megatron, or a vision part. The config.json is read only if it is on
     this machine."""
-    from slime.config.hf_config import read_config
-
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
         return []
@@ -139,7 +140,6 @@ def check_family(args: Args) -> list[str]:
 def _check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
     from slime.models.checked import check_checkpoint_once
-    from slime.models.shards import ModelError
 
     problems = []
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
@@ -155,8 +155,6 @@ def _check_checkpoints(args: Args) -> list[str]:
 
 
 def _read_checkpoints(args: Args) -> dict[str, str]:
-    from slime.config.hf_config import is_hf_folder, megatron_folder, read_config
-
     named = {"--hf-checkpoint": args.hf_checkpoint}
     if args.load and is_hf_folder(args.load):
         named["--load"] = args.load
@@ -175,9 +173,6 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
 
 def _check_megatron_lm(args: Args) -> list[str]:
     """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
-    from slime.config.hf_config import read_config
-    from slime.config.megatron_checkpoint import megatron_lm_folder
-
     named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
     named["--opd-teacher-load"] = (args.opd_teacher_load, None)
     found = {
@@ -198,7 +193,6 @@ def _check_megatron_lm(args: Args) -> list[str]:
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
-    from slime.models.shards import ModelError
     from slime.weights.megatron_lm import differing_shapes, open_megatron_lm
 
     problems = []
@@ -214,7 +208,6 @@ def _check_megatron_lm(args: Args) -> list[str]:
 
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
-    from slime.config.hf_config import read_config
     from slime.models.folder import quantization_of
 
     config = read_config(checkpoint) if checkpoint else None
@@ -233,7 +226,6 @@ def _check_snapshots(args: Args) -> list[str]:
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.load_folder import snapshot_of
     from slime.config.lora import adapter_file
-    from slime.models.shards import ModelError
 
     problems = []
     try:
@@ -247,9 +239,9 @@ def _check_snapshots(args: Args) -> list[str]:
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if adapter_file(args.load) is not None:
-                from slime.models.peft_files import read_config  # imports torch, which the driver does without
+                from slime.models import peft_files  # imports torch, which the driver does not need otherwise
 
-                read_config(folder)
+                peft_files.read_config(folder)
             elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):
                 problems += _nothing_to_load(args.load, folder)
     except (SnapshotError, ModelError) as error:
@@ -258,9 +250,6 @@ def _check_snapshots(args: Args) -> list[str]:
 
 
 def _has_megatron(load: str, step: int | None) -> bool:
-    from slime.config.hf_config import megatron_folder
-    from slime.config.megatron_checkpoint import megatron_lm_folder
-
     return bool(megatron_folder(load) or megatron_lm_folder(load, step))
 
 
@@ -277,8 +266,6 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
 
 def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
     """Refuse a snapshot of the other training backend."""
-    from slime.config.hf_config import megatron_folder
-
     megatron = megatron_folder(str(folder)) is not None
     fsdp = (folder / "actor" / "dcp").is_dir()
     if not (megatron and backend == "fsdp") and not (fsdp and backend == "megatron"):

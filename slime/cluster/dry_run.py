@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SCORED_ROWS = 8
-"""So many labels are scored as if the model had answered them."""
+"""The number of labels that are scored as if the model had answered them."""
 _SHOWN_CHARACTERS = 4000
 _OWN_FORMS = ("random", "remote_rm", "ifbench", "code")
-"""Reward types for which the label is no answer."""
+"""Reward types for which the label is not an answer."""
 
 
 def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
@@ -250,7 +250,7 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
         sample.response = answer
         try:
             found.append(run(_scored(args, sample)))
-        except Exception as error:  # The user's function can raise anything; it is told what a run would meet.
+        except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
             say(f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}")
             say("  slime check-hooks with the same flags tests your functions further")
             return
@@ -268,7 +268,7 @@ async def _scored(args: Args, sample: Sample) -> object:
 
 
 def own_answer(args: Args, sample: Sample) -> str | None:
-    """Return the label as a response in the form that the reward expects; None if the label is no answer.
+    """Return the label as a response in the form that the reward expects; None if the label is not an answer.
 
     For a custom reward function, whose form is not known, it is the label as it is.
     """

@@ -187,12 +187,12 @@ def launcher(
 
 
 def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
-    """Whether the server is to draw with top-p and top-k before it counts as ready, so that SGLang compiles that early.
+    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang compiles the kernels.
 
     Every run needs it. SGLang's own health check asks for a greedy token, greedy is top-k with k = 1 there, and a batch
-    with one such request is drawn with the top-k kernel as a whole: without a warm-up the first health check that met
-    the requests of a rollout stopped the engine for more than a minute. A server that only prefills or only decodes
-    answers no plain request, so it cannot be warmed up; models that are not trained get no rollouts.
+    with one such request is sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a
+    rollout would stop the engine for more than a minute. A server that only prefills or only decodes answers no plain
+    request, so it cannot be warmed up; models that are not trained get no rollouts.
     """
     return args.rollout_backend == "sglang" and spec.updates and spec.worker_type == "regular"
 

@@ -26,8 +26,9 @@ ENGINES_PER_SECOND = 32
 ANSWER_SECONDS = 2.0
 MOST_KEPT = 200_000  # in memory, of all engines together; a load has some 100 bytes
 FULL_LINES = 5000
-"""``engines.jsonl`` gets a line every second at first, and after so many seconds only every ``seconds /`` this: a line
-every three minutes after ten days. So the file grows with the logarithm of the time, to some 30,000 lines."""
+"""The number of seconds in which ``engines.jsonl`` gets a line every second. After that, the time between two lines is
+the age of the run divided by this number: three minutes after ten days. So the file grows with the logarithm of the
+time, to about 30,000 lines."""
 
 
 class EngineLoads:

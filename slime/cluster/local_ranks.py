@@ -19,7 +19,7 @@ from slime.engines.process import free_port
 
 POLL_SECONDS = 0.05
 LOG_LINES = 25
-"""So many of the last lines of a rank that failed are in the error message."""
+"""The number of last lines of the log of a rank that failed that the error message contains."""
 TASK = "task.pkl"
 
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from slime.cluster.polling import WaitExpired
@@ -120,16 +119,14 @@ class Prefetcher:
         bound = self.admission.bound
         optimizer = bound * self.settings.steps_per_rollout
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
-        self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
+        self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
         first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.held_step
         what = "the rollout manager to open a pool"
         self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, held)
         self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             # After an error, the engines or the manager may be gone, so the result of the evaluation is given up.
             if kind is None:
@@ -239,18 +236,18 @@ class Prefetcher:
     def update_weights(self) -> None:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
         self._end_evaluation()
-        # In a replay, the update must not come before the recorded number of tokens was made with the old weights.
+        # In a replay, the update must not come before the recorded number of tokens was generated with the old weights.
         if self.settings.replays:
             self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
         if not self.in_flight:
             self._hold()
         elif self.settings.drains:
             with self._log.phase("drain"):
-                drained, what = self._manager.start(RolloutManager.drain_pool), "the groups under way to finish"
+                drained, what = self._manager.start(RolloutManager.drain_pool), "the groups in progress to finish"
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
         try:
             self._pool.update_weights()
-            # The version first: _step_is_over makes room, and what starts then must count as made with the new weights.
+            # The version first: _step_is_over makes room, and what starts then must count for the new weights.
             self._announce_version()
             self._step_is_over()
         finally:
@@ -280,7 +277,7 @@ class Prefetcher:
     def _hold(self) -> None:
         """Wait until no rollout is in progress, and let none start before :meth:`_let_go`."""
         with self.changed:
-            self.holding = True  # before the wait, or the thread could start rollouts for ever
+            self.holding = True  # before the wait, or the thread could start rollouts forever
             with self._log.phase("drain"):
                 self._wait(
                     lambda: not self.generating,

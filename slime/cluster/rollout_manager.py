@@ -14,6 +14,7 @@ from slime.cluster.generation import Generation
 from slime.config.hooks import load_function
 from slime.data.sample import flatten
 from slime.engines.background import run
+from slime.observability.best_effort import take_warnings
 from slime.observability.debug_data import load_rollout, save_rollout
 from slime.observability.logging_utils import logged_into
 from slime.observability.samples import KeptTexts, preview, write_samples
@@ -92,7 +93,6 @@ class RolloutManager(EngineManager):
 
         from slime.cluster.manager_client import RolloutBatch
         from slime.data.convert import parts_of_ranks
-        from slime.observability.best_effort import take_warnings
 
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
         groups, metrics = rollout.groups, rollout.metrics
@@ -306,8 +306,6 @@ class RolloutManager(EngineManager):
 
     def shutdown(self) -> list[str]:
         """Stop router and engines; returns the last warnings of this process when their processes have ended."""
-        from slime.observability.best_effort import take_warnings
-
         self.end_engines(at_once=False)
         self.state.close()
         return take_warnings()

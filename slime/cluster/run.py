@@ -255,7 +255,7 @@ def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[st
         return []
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
     lost = [asked[answer] for answer in answered if _has_died(answer)]
-    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is no loss: the same work
+    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is not a loss: the same work
     # would not be faster after a restart.
     if isinstance(error, WaitExpired):
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]

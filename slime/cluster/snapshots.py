@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
 from slime.checkpoint.full_disk import is_full, wait_for_room
-from slime.checkpoint.manifest import Facts, RunFacts
+from slime.checkpoint.manifest import Facts, RunFacts, changes, check_same_prompts
 from slime.cluster.load_folder import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import StopRequested
@@ -93,8 +94,6 @@ def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: Manage
     Raises:
         ResumeError: With these settings, the prompts would come in a different order.
     """
-    from slime.checkpoint.manifest import changes, check_same_prompts
-
     if begin.snapshot is None or not begin.resumes:
         return
     path = begin.snapshot.path
@@ -131,7 +130,7 @@ class SnapshotSettings:
 class Snapshots:
     """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
 
-    Until the commit, the parts lie in a temporary folder. A fault before it leaves the previous snapshot the newest.
+    Until the commit, the parts are in a temporary folder. A fault before it leaves the previous snapshot the newest.
 
     Args:
         saved: The rollout of the snapshot with which a resumed run began.
@@ -160,8 +159,6 @@ class Snapshots:
         With ``--async-save``, the ranks only copy their state here and write it while the run continues. The snapshot
         does not exist before :meth:`commit`.
         """
-        from slime.checkpoint import snapshot
-
         folder = self.settings.folder
         assert folder is not None, "--save-interval implies --save"
         with self._log.phase("save_model"):
@@ -188,8 +185,6 @@ class Snapshots:
 
     def commit(self) -> None:
         """Wait until the open snapshot is written, and commit it; does nothing if none is open."""
-        from slime.checkpoint import snapshot
-
         if self._open is None:
             return
         temp, facts = self._open

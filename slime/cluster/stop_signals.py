@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from slime.cluster.supervisor import FORWARDED, REPORTS
@@ -58,9 +58,7 @@ class StopSignals:
                 # Only the first call sees the handlers from before the run; later ones see Ray's, or our own.
                 self._previous.setdefault(number, previous)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

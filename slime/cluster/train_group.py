@@ -142,7 +142,7 @@ class TrainGroup:
 
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
-        return any(self._call(self._start(TrainActor.is_saving), "to say how far it is", 60.0))
+        return any(self._call(self._start(TrainActor.is_saving), "to report whether it is saving", 60.0))
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
@@ -176,12 +176,12 @@ class TrainGroup:
 
     def memory(self) -> dict[str, float]:
         """GiB in use, the maximum over all ranks; see :func:`slime.observability.memory.memory_in_use`."""
-        each = self._all("to say what memory it uses", TrainActor.memory)
+        each = self._all("to report its memory", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
 
     def pop_spans(self) -> list[Span]:
         """What each rank has done since the last call."""
-        return [span for spans in self._all("to say what it did", TrainActor.pop_spans) for span in spans]
+        return [span for spans in self._all("to report its timed phases", TrainActor.pop_spans) for span in spans]
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""

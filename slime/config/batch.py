@@ -62,7 +62,7 @@ class BatchConfig:
         "Default: on with --use-dynamic-batch-size",
     )
     balance_by_flops: bool = flag(False, help="Synonym of --balance-data; needs --use-dynamic-batch-size")
-    data_pad_size_multiplier: int = flag(128, low=1, help="Pad each pack of sequences to a multiple of so many tokens")
+    data_pad_size_multiplier: int = flag(128, low=1, help="Pad each pack of sequences to a multiple of N tokens")
 
 
 def derive_batch(args: Args) -> list[str]:

@@ -79,6 +79,11 @@ def _load_file(path: str) -> ModuleType:
         raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")
     # The same name in every process, so that objects of the file's classes can travel between them.
     name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    return module_of_file(name, file)
+
+
+def module_of_file(name: str, file: Path) -> ModuleType:
+    """Execute a Python file as a new module with this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -110,12 +115,12 @@ CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "data_source_path": ("fn(args)", 1, ()),
     "rollout_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
     "eval_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
-    "agent_function_path": ("fn(task)", 1, ()),
+    "agent_function_path": ("run(task)", 1, ()),
     "buffer_filter_path": ("fn(args, rollout_id, buffer, num_samples)", 4, ()),
-    "rollout_sample_filter_path": ("fn(args, samples)", 2, ()),
-    "rollout_all_samples_process_path": ("fn(args, all_samples, data_source)", 3, ()),
+    "rollout_sample_filter_path": ("fn(args, groups)", 2, ()),
+    "rollout_all_samples_process_path": ("fn(args, all_groups, data_source)", 3, ()),
     "rollout_data_postprocess_path": ("fn(args, rollout_id, rollout_data)", 3, ()),
-    "custom_rollout_log_function_path": ("fn(rollout_id, args, samples, metrics, seconds)", 5, ()),
+    "custom_rollout_log_function_path": ("fn(rollout_id, args, samples, metrics, rollout_time)", 5, ()),
     "custom_eval_rollout_log_function_path": ("fn(rollout_id, args, data, metrics)", 4, ()),
     "custom_convert_samples_to_train_data_path": ("fn(args, samples)", 2, ()),
     "custom_reward_post_process_path": ("fn(args, samples)", 2, ()),
@@ -123,7 +128,7 @@ CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "custom_loss_function_path": ("fn(args, batch, logits, sum_of_sample_mean)", 4, ()),
     "custom_model_provider_path": ("fn(pre_process=…, post_process=…)", 0, ("pre_process", "post_process")),
     "custom_megatron_init_path": ("fn(args)", 1, ()),
-    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, store_prefix)", 3, ()),
+    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, prefix)", 3, ()),
     "custom_megatron_before_train_step_hook_path": (
         "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
         6,

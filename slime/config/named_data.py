@@ -64,7 +64,7 @@ def data_name(text: str) -> DataName | None:
     if not folder and not (_OF_HUB.match(match["path"]) and (match["first"] or match["path"] in known_sets())):
         return None
     if folder and not match["first"] and match["path"] not in known_sets():
-        return None  # a folder without a split is reported as a path that is no file
+        return None  # a folder without a split is reported as a path that is not a file
     known = known_sets().get(match["path"], {})
     first, second = match["first"], match["second"]
     if first and not second and (first in _USUAL_SPLITS or first == known.get("split")):

@@ -190,9 +190,9 @@ def read_command_line(
         if problems and megatron_lm.is_there():
             known = set(parser._option_string_actions)
             parser = build_parser(add_custom_arguments, prog)
-            trouble = megatron_lm.add_options(parser)
+            problem = megatron_lm.add_options(parser)
             namespace, rest = parser.parse_known_args(list(argv))
-            problems = [*_unknown(parser, rest), *([trouble] if trouble else [])]
+            problems = [*_unknown(parser, rest), *([problem] if problem else [])]
             words = {word.partition("=")[0] for word in argv}
             theirs = sorted(words & (set(parser._option_string_actions) - known))
     except _Misuse as error:

@@ -114,6 +114,11 @@ def options() -> dict[str, PassOption]:
     }
 
 
+def prefix_of(family: Family) -> str:
+    """Return what the names of a family's options begin with in ``args`` and in files; Megatron's have no prefix."""
+    return "" if family == "megatron" else f"{family}_"
+
+
 @functools.cache
 def by_name(family: Family) -> dict[str, PassOption]:
     """Return the options of a family by attribute name; if an attribute has several spellings, the first."""
@@ -170,9 +175,8 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
     """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of Megatron's options are
     found only with ``--train-backend megatron``."""
     for family in FAMILIES:
-        prefix = "" if family == "megatron" else f"{family}_"
-        short = name.removeprefix(prefix)
-        if not name.startswith(prefix):
+        short = name.removeprefix(prefix_of(family))
+        if not name.startswith(prefix_of(family)):
             continue
         given = attributes.get(family)
         if isinstance(given, dict) and short in given:
@@ -192,9 +196,9 @@ def installed_sglang() -> str | None:
         return None
 
 
-def sglang_table_version(version: str | None = None) -> str:
-    """Return the pinned version whose table is used for an SGLang; the newest one if its own is not pinned."""
-    installed = version or installed_sglang()
+def sglang_table_version() -> str:
+    """Return the pinned version whose table is used for the installed SGLang; the newest one if that is not pinned."""
+    installed = installed_sglang()
     return installed if installed in SGLANG_VERSIONS else SGLANG_VERSIONS[0]
 
 

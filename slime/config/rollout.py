@@ -153,8 +153,7 @@ def old_actor_lag(args: Args) -> int | None:
     buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
     if bound is not None and bound < interval:
         return 0
-    in_flight = args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
-    if in_flight or (buffered > 1 and (bound is None or bound > interval)):
+    if is_fully_async(args) or (buffered > 1 and (bound is None or bound > interval)):
         return None
     return 1
 

@@ -17,7 +17,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
-from slime.config.passthrough import FAMILIES, Family, by_name
+from slime.config.passthrough import FAMILIES, Family, by_name, prefix_of
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -119,7 +119,7 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     left_out = {*RESERVED, "override"}
     settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
     for family in FAMILIES:
-        prefix = "" if family == "megatron" else f"{family}_"
+        prefix = prefix_of(family)
         given = content[family] if isinstance(content[family], dict) else {}
         settings |= {f"{prefix}{name}": value for name, value in given.items() if value != HIDDEN}
     return settings
@@ -157,7 +157,8 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     reason = why_missing(f"--{name}")
     if reason:
         return f"{key} {reason}"
-    near = difflib.get_close_matches(name, [*_own_flags(), *_pass_names()], n=1)
+    passed = ((prefix_of(family) + short) for family in FAMILIES for short in by_name(family))
+    near = difflib.get_close_matches(name, [*_own_flags(), *passed], n=1)
     return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
 
 
@@ -167,14 +168,10 @@ def _own_flags() -> dict[str, tuple[Flag, bool]]:
 
 def _pass_option(name: str) -> tuple[Family, str] | None:
     for family in FAMILIES:
-        prefix = "" if family == "megatron" else f"{family}_"
-        if name.startswith(prefix) and name.removeprefix(prefix) in by_name(family):
-            return family, name.removeprefix(prefix)
+        short = name.removeprefix(prefix_of(family))
+        if name.startswith(prefix_of(family)) and short in by_name(family):
+            return family, short
     return None
-
-
-def _pass_names() -> list[str]:
-    return [("" if family == "megatron" else f"{family}_") + name for family in FAMILIES for name in by_name(family)]
 
 
 def _set_pass(args: Args, family: Family, name: str, value: object) -> None:

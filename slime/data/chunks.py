@@ -84,7 +84,7 @@ def _begin(make: Make) -> None:
 
 
 def _end_with_parent() -> None:
-    # Without this, a worker whose parent was killed would wait for work for ever.
+    # Without this, a worker whose parent was killed would wait for work forever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -6,7 +6,7 @@ import base64
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -20,8 +20,21 @@ if TYPE_CHECKING:
 Nuclei = tuple[np.ndarray, np.ndarray]
 
 
+class _Counters:
+    """Counters as a dataclass with slots."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
+
+
 @dataclass(slots=True)
-class SpecInfo:
+class SpecInfo(_Counters):
     """Counters of speculative decoding, summed over the engine calls of a sample."""
 
     spec_accept_token_num: int = 0
@@ -44,13 +57,6 @@ class SpecInfo:
         """The same as :attr:`accept_length`, by the name of older releases."""
         return self.accept_length
 
-    def to_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
-        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
-
     @property
     def accept_length(self) -> float:
         """Tokens generated per verification step; 0 before the first step."""
@@ -65,7 +71,7 @@ class SpecInfo:
 
 
 @dataclass(slots=True)
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counters):
     """How many prompt tokens the engine found in its prefix cache, summed over the engine calls of a sample."""
 
     cached_tokens: int = 0
@@ -79,13 +85,6 @@ class PrefixCacheInfo:
     def prefix_cache_hit_rate(self) -> float:
         """The same as :attr:`hit_rate`, by the name of older releases."""
         return self.hit_rate
-
-    def to_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
-        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
 
     def add(self, meta_info: MetaInfo) -> None:
         """Add the counters of one answer's ``meta_info``."""

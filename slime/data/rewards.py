@@ -13,6 +13,8 @@ from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
 
+PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
+
 
 def post_process_rewards(
     args: Args, samples: Sequence[Sample], group_keys: Sequence[Hashable]

@@ -280,8 +280,8 @@ class Sample:
         """The attributes that :meth:`to_dict` converts: the status to its string, the counters to dicts."""
         return {
             "status": self.status.value,
-            "spec_info": {name: getattr(self.spec_info, name) for name in SpecInfo.__slots__},
-            "prefix_cache_info": {name: getattr(self.prefix_cache_info, name) for name in PrefixCacheInfo.__slots__},
+            "spec_info": self.spec_info.to_dict(),
+            "prefix_cache_info": self.prefix_cache_info.to_dict(),
         }
 
     @staticmethod

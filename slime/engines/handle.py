@@ -21,6 +21,7 @@ from slime.engines.sglang_api import (
     PauseMode,
     choose_api_version,
 )  # fmt: skip
+from slime.engines.tensor_payload import handles, payload
 
 if TYPE_CHECKING:
     from slime.engines.flat import Bucket
@@ -184,8 +185,6 @@ class EngineHandle:
         Raises:
             EngineError: The engine was started without ``--enable-lora``, or refuses the adapter.
         """
-        from slime.engines.tensor_payload import handles
-
         capabilities = (await self.connect()).capabilities
         if not capabilities.named_adapters:
             raise EngineError(
@@ -218,8 +217,6 @@ class EngineHandle:
             others: The entries of the training ranks on the engine's other GPUs; see
                 :func:`slime.engines.tensor_payload.payload`.
         """
-        from slime.engines.tensor_payload import handles, payload
-
         embedded = (await self.connect()).kind == "embedded"
         tensors = handles(bucket) if embedded else payload(bucket, self._ranks, others)
         body = {**tensors, "flush_cache": False, "weight_version": weight_version}

@@ -27,7 +27,7 @@ FORCED = ("--disable-health-check",)
 that fails every request immediately always has the least load, so the policy ``cache_aware`` would send every request
 to it until slime removes it."""
 PING_SECONDS = 10.0
-MOST_MISSED_PINGS = 3  # after so many in a row, a router that runs but does not answer is restarted
+MOST_MISSED_PINGS = 3  # the number in a row after which a router that runs but does not answer is restarted
 SECONDS_PER_WORKER = 0.5  # added to the deadline for each worker that is registered
 
 

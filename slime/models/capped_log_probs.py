@@ -26,7 +26,8 @@ def capped_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Score ``targets`` under the capped logits; otherwise as :func:`slime.models.token_log_probs.token_log_probs`.
+    """Score ``targets`` under the capped logits; otherwise as :func:`slime.models.token_log_probs.token_log_probs`,
+    with tensors of the same shapes.
 
     The logits of a chunk of rows are recomputed in backward, so that only those of one chunk are in memory.
     """

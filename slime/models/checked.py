@@ -40,7 +40,7 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     with contextlib.suppress(OSError, ValueError):  # not there, or not written completely
         return [str(notice) for notice in json.loads(file.read_bytes())]
     notices = _compare(path, trust_remote_code, by_transformers)
-    if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may lie elsewhere
+    if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may be elsewhere
         with contextlib.suppress(OSError):  # a home folder that cannot be written: compared again each time
             cache.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(notices), encoding="utf-8")

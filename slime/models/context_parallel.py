@@ -50,5 +50,6 @@ def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over ranks. The loss is the sum over all ranks, so gradients are summed over ranks as well."""
+    """Return the sum of tensors of any shape over ranks. The loss is the sum over all ranks, so gradients are summed
+    over ranks as well."""
     return _SumOver.apply(x, group)

@@ -62,7 +62,8 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias`` with gradients, computed by the fastest method for these tensors."""
+    """Return ``x @ weight.T + bias``, ``[..., out]``, with gradients, computed by the fastest method for these tensors:
+    ``x`` ``[..., in]``, ``weight`` ``[out, in]`` and ``bias`` ``[out]``."""
     if (
         x.device.type == "cpu"
         and x.dtype == torch.float32

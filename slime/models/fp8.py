@@ -185,7 +185,8 @@ def name_quantization(source: Path, target: Path, layout: Fp8Layout, dtype: str 
 
 
 def quantized_parts(name: str, tensor: Tensor, layout: Fp8Layout) -> list[tuple[str, Tensor]]:
-    """Return what is stored or sent for one weight: its scales and then its values, or the tensor as it is."""
+    """Return what is stored or sent for one weight ``[out, in]``: its scales (float32) and then its values (E4M3, of
+    the same shape), or the tensor as it is if it is not quantized."""
     if name not in layout.names:
         return [(name, tensor)]
     values, scales = quantize(tensor, layout.format.granularity)

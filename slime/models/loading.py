@@ -17,8 +17,6 @@ from slime.models.stored import NamedWeights, StoredWeights, is_finite
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", "load_hf_model", "plain_attention"]
-
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the config of a model from a local folder or a hub id.

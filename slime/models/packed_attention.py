@@ -219,16 +219,19 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
 
 def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
     """Return a bool mask ``[q_len, k_len]``. It is aligned at the bottom right: the queries are the last tokens."""
-    query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
-    key = torch.arange(k_len, device=device)[None, :]
+    query, key = _positions(q_len, k_len, device)
     mask = key <= query
     return mask & _window_mask(q_len, k_len, window, device) if window >= 0 else mask
 
 
+def _positions(q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of the queries, ``[q_len, 1]``, and of the keys, ``[1, k_len]``."""
+    return torch.arange(k_len - q_len, k_len, device=device)[:, None], torch.arange(k_len, device=device)[None, :]
+
+
 def _window_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
     """Return which keys are not too far before a query, bool ``[q_len, k_len]``. Keys after it are not too far."""
-    query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
-    key = torch.arange(k_len, device=device)[None, :]
+    query, key = _positions(q_len, k_len, device)
     return key >= query - (window if window >= 0 else k_len)
 
 

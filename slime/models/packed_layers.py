@@ -51,7 +51,7 @@ def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
         )
     for _, layer, mixer in mixers:
         layer.register_forward_pre_hook(_remember_pack(mixer), with_kwargs=True)
-        # Not torch.compile, which would compile it anew for each number of batches.
+        # Not torch.compile, which would compile it again for each number of batches.
         mixer.forward = torch.compiler.disable(types.MethodType(_per_sequence(mixer.forward), mixer))
     for sees, layer, attention in whole:
         use_sdpa(attention)

@@ -49,7 +49,7 @@ class PrefixBlock:
     """All segments that attend, without a mask, to one shared prompt."""
 
     rows: Tensor  # int64 [N]: queries
-    contiguous: bool  # these rows lie one behind the other
+    contiguous: bool  # these rows are contiguous in the pack
     start: int  # the prompt's rows in the pack
     end: int
 
@@ -131,7 +131,9 @@ class PackSegments:
             max_q=largest[0],
             max_k=largest[1],
             num_tokens=len(layout.tokens),
-            own=_own_blocks(layout.q_starts, layout.q_lens) if on_cpu else [],
+            own=[_own_block(bucket, layout.q_starts, layout.q_lens) for bucket in _similar(layout.q_lens)]
+            if on_cpu
+            else [],
             prefixes=_prefix_blocks(layout) if on_cpu else [],
             sequences=_sequence_blocks(layout, device) if with_sequences else [],
             group=group,
@@ -151,10 +153,6 @@ def _similar(lens: np.ndarray) -> list[list[int]]:
         buckets[-1].append(int(i))
         tokens += int(lens[i])
     return buckets
-
-
-def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
-    return [_own_block(bucket, starts, lens) for bucket in _similar(lens)]
 
 
 def _sequence_blocks(layout: PackLayout, device: torch.device | str) -> list[SequenceBlock]:

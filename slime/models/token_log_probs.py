@@ -233,7 +233,8 @@ def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
 def fused_scores(
     logits: Tensor, targets: Tensor, inverse_temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log_prob, logsumexp and entropy of rows, in float32."""
+    """Return log_prob, logsumexp and entropy, float32 ``[r]``, of rows of logits ``[r, V]``; ``targets`` is int64
+    ``[r]``."""
     z = logits.float() * inverse_temperature
     log_sum = z.logsumexp(-1)
     log_prob = z.gather(-1, targets[:, None]).squeeze(-1) - log_sum
@@ -250,9 +251,10 @@ def fused_gradient(
     inverse_temperature: float,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return the gradient with respect to the logits, in their dtype.
+    """Return the gradient with respect to the logits ``[r, V]``, in their dtype.
 
     Args:
+        log_sums, grad: The logsumexp of each row, and the gradient of its log-prob, float32 ``[r]``.
         of_entropy: The gradient of the entropy, and the entropy; None if it has no gradient.
     """
     log_p = logits.float() * inverse_temperature - log_sums[:, None]

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from slime.data.plain_files import UnsafeFileError, load_plain, plain
+from slime.data.sample import Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.sample import Group, Sample
-    from slime.observability.samples import Nested
+    from slime.data.sample import Group, Nested
 
 
 T = TypeVar("T")
@@ -70,8 +71,6 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
 
 
 def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested) -> None:
-    from slime.data.sample import flatten
-
     if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
         from slime.data.tokenizers import load_processor, load_tokenizer
 
@@ -92,9 +91,6 @@ def load_rollout(template: str, rollout_id: int | str, amount: float | None = No
     Raises:
         DebugDataError: The file is missing or invalid.
     """
-    from slime.data.plain_files import UnsafeFileError, load_plain
-    from slime.data.sample import Sample
-
     path = _path(template, rollout_id, "--load-debug-rollout-data")
     if not path.is_file():
         raise DebugDataError(f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}")
@@ -188,8 +184,6 @@ def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
 
 def _save(value: Mapping[str, object], path: Path) -> Path:
     import torch
-
-    from slime.data.plain_files import plain
 
     packed = io.BytesIO()  # on a full disk, torch.save to a file raises a RuntimeError without the cause
     torch.save(plain(value), packed)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, SupportsFloat
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = ["log", "logged_into"]
-
 logger = logging.getLogger(__name__)
 _targets: list[dict[str, float]] = []
 

@@ -11,16 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = [
-    "compression_ratio",
-    "compute_pass_rate",
-    "compute_rollout_step",
-    "compute_statistics",
-    "dict_add_prefix",
-    "has_repetition",
-    "pass_at_k",
-]  # fmt: skip
-
 T = TypeVar("T")
 _REPETITION_CHARACTERS = 10_000
 _REPETITION_RATIO = 10.0

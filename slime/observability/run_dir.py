@@ -23,11 +23,35 @@ class UnreadableRun(ValueError):
     """Raised if ``config.yaml`` of a run cannot be read. The message names the file and the reason."""
 
 
+class _Inside:
+    """An attribute of :class:`RunDir`: the path of a file or folder in the folder of the run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDir:
     """The paths of one run. The driver calls :meth:`create` once; other processes use ``RunDir(path)``."""
 
     path: Path
+
+    config = _Inside("config.yaml")
+    attempts = _Inside("attempts.jsonl")
+    weights = _Inside("weights.jsonl")
+    metrics = _Inside("metrics.jsonl")
+    tensorboard = _Inside("tensorboard")
+    samples = _Inside("samples")
+    traces = _Inside("traces")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
+    ledger = _Inside("ledger.jsonl")
+    engines = _Inside("engines.jsonl")
+    summary = _Inside("summary.json")
+    reward_curve = _Inside("reward_curve.png")
 
     @classmethod
     def create(cls, args: Args, resume: bool = False) -> RunDir:
@@ -54,58 +78,6 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; use another --output-dir") from error  # fmt: skip  # noqa: E501
         return run
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts.jsonl"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def engines(self) -> Path:
-        return self.path / "engines.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def reward_curve(self) -> Path:
-        return self.path / "reward_curve.png"
 
 
 def public_settings(values: Mapping[str, object]) -> dict[str, object]:
@@ -142,7 +114,7 @@ def read_settings(path: Path) -> JsonObject:
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
         raise UnreadableRun(f"{path} is not valid YAML in UTF-8: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
-        raise UnreadableRun(f"{path} is no mapping of flags to values")
+        raise UnreadableRun(f"{path} is not a mapping of flags to values")
     return {str(name): value for name, value in settings.items()}
 
 

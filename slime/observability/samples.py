@@ -6,13 +6,13 @@ import contextlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.config.observability import log_samples_count
-from slime.data.sample import Sample, flatten
+from slime.data.sample import Nested, Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
 _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
 _NUMBERED = re.compile(r"(?P<kind>.+)_(?P<number>\d+)(?:\.\w+)+")
 Reward = float | dict[str, object] | None
-Nested: TypeAlias = "Sample | Iterable[Nested]"
 COMPRESSED = ".zst"
 _ZSTD_LEVEL = 3
 MOST_BYTES = 2 * 2**30

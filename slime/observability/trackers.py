@@ -1,7 +1,7 @@
 """The trackers of ``--tracker`` beside TensorBoard and Weights & Biases: MLflow, Trackio, SwanLab, and the user's own.
 
-Each package is imported when a run with it begins. An error of a tracker while the run trains is told once, and the run
-goes on: ``metrics.jsonl`` has all numbers in any case.
+Each package is imported when a run with it begins. An error of a tracker while the run trains is reported once, and the
+run continues: ``metrics.jsonl`` has all numbers in any case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrackerError(ValueError):
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told about its run.
+    """The description of a run that a tracker gets.
 
     Attributes:
         project: Project, or experiment of MLflow (``--tracker-project``).
@@ -55,7 +55,7 @@ class Tracked:
 
 
 class Tracker(ABC):
-    """Where the metrics of a run go. A class of the user's is created with a :class:`Tracked`."""
+    """A destination of a run's metrics. A class of the user is created with a :class:`Tracked`."""
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
@@ -72,7 +72,7 @@ class Tracker(ABC):
 
 
 class Mlflow(Tracker):
-    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files lie in ``mlruns/`` of the run's folder. A resumed run
+    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files are in ``mlruns/`` of the run's folder. A resumed run
     continues the MLflow run of its name."""
 
     def __init__(self, run: Tracked) -> None:
@@ -119,7 +119,7 @@ class Mlflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio. Its database lies in ``TRACKIO_DIR``; ``trackio show`` serves it."""
+    """Trackio. Its database is in ``TRACKIO_DIR``; ``trackio show`` serves it."""
 
     def __init__(self, run: Tracked) -> None:
         import trackio
@@ -147,7 +147,7 @@ class Trackio(Tracker):
 
 
 class Swanlab(Tracker):
-    """SwanLab. Its files lie in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` says whether they are sent."""
+    """SwanLab. Its files are in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` determines whether they are sent."""
 
     def __init__(self, run: Tracked) -> None:
         import swanlab
@@ -211,11 +211,11 @@ class Trackers:
         for name, tracker in self._started.items():
             try:
                 call(tracker)
-            except Exception as error:  # a tracker is a program of others, often behind a network
+            except Exception as error:  # a tracker is a third-party program, often on another machine
                 if name not in self._told:
                     self._told.add(name)
                     logger.warning(
-                        "--tracker %s: %s: %s (told once; the run goes on)", name, type(error).__name__, error
+                        "--tracker %s: %s: %s (reported once; the run continues)", name, type(error).__name__, error
                     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from slime.config.layout import ParallelLayout
+
 from .generation import rollout_seconds
 from .gpus import GpuKind
 from .memory import Phase, cache_tokens, phases, train_memory
@@ -65,7 +67,7 @@ class Plan:
 def make_plan(run: Run) -> Plan:
     """Compute the plan of a run."""
     train, work = run.train, run.work
-    batch = full(packs(work, train or _no_training()), train)
+    batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train)
     memory = tuple(phases(run.model, run.kind, train, run.engine, run.place, batch))
     seconds = _seconds(run)
     step = sum(seconds.values())
@@ -87,12 +89,6 @@ def slots(run: Run, engine: EngineSetup) -> int:
     """Requests that fit into the KV cache of an engine at their mean length, at most ``engine.slots``."""
     room = cache_tokens(run.model, run.kind, engine) / max(run.work.length, 1.0)
     return max(min(engine.slots, int(room)), 1)
-
-
-def _no_training() -> TrainSetup:
-    from slime.config.layout import ParallelLayout
-
-    return TrainSetup("fsdp", ParallelLayout())
 
 
 def _seconds(run: Run) -> dict[str, float]:
@@ -208,9 +204,3 @@ def _untimed(train: TrainSetup) -> list[str]:
             "without recomputation, each layer may keep its sum besides"
         )
     return found
-
-
-def with_engines(run: Run, engines: int, gpus: int) -> Run:
-    """Return the run with ``engines`` engines of ``gpus`` GPUs."""
-    assert run.engine is not None
-    return replace(run, engine=replace(run.engine, engines=engines, gpus=gpus))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slime.data.sample import Sample
 
 H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
-"""Output tokens/s of one H200 at so many running requests: Qwen3-4B shape, bf16, SGLang 0.5.15, 256 tokens in."""
+"""Output tokens/s of one H200 by the number of running requests: Qwen3-4B shape, bf16, SGLang 0.5.15, 256 tokens in."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -33,7 +33,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("the schedule is stuck: nothing is under way, so nothing will ever happen")
+            raise RuntimeError("the schedule is stuck: nothing is in progress, so nothing will ever happen")
         self.now += max(timeout, 0.0)
         return []
 

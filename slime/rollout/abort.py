@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from slime.data.sample import Group
+from slime.engines.http import HttpError, request, retrying
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # the abort is repeated, because a multi-turn function may send another request after it
 ANSWER_SECONDS = 10.0  # short, so that an engine that hangs does not delay the others
 _MOST_TRIES = 10
-_LONGEST_REST_SECONDS = 5.0
+_LONGEST_DELAY_SECONDS = 5.0
 
 
 async def worker_urls(args: Args) -> list[str]:
@@ -27,7 +28,6 @@ async def worker_urls(args: Args) -> list[str]:
 
     Without a router the address is that of the only engine, which has no ``/workers``; the list is then this address.
     """
-    from slime.engines.http import HttpError, request, retrying
     from slime.engines.router import engine_url
 
     base = get_model_url(args, path="").rstrip("/")
@@ -46,8 +46,6 @@ async def abort(args: Args) -> None:
 
     An engine or router that cannot be reached is only logged, because its requests fail without an abort.
     """
-    from slime.engines.http import HttpError, request
-
     state = GenerateState(args)
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
     if state.generator is not None:
@@ -64,8 +62,8 @@ async def abort(args: Args) -> None:
             logger.warning("engine %s did not accept the abort: %s", url, answer)
 
 
-def rest_seconds(what: str, tries: int) -> float:
-    """Return the seconds to wait before a request continues that an engine ended without an abort from this process.
+def retry_delay(what: str, tries: int) -> float:
+    """Return the seconds to wait before sending a request again that an engine ended without an abort of this process.
 
     Args:
         what: What was ended, for the error message.
@@ -76,7 +74,7 @@ def rest_seconds(what: str, tries: int) -> float:
     """
     if tries > _MOST_TRIES:
         raise RuntimeError(f"{what} was aborted by its engines {tries} times in a row without a new token")
-    return min(0.1 * 2**tries, _LONGEST_REST_SECONDS) if tries else 0.0
+    return min(0.1 * 2**tries, _LONGEST_DELAY_SECONDS) if tries else 0.0
 
 
 async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float) -> None:

@@ -15,7 +15,7 @@ from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.observability import progress
-from slime.rollout.abort import rest_seconds
+from slime.rollout.abort import retry_delay
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
 from slime.rollout.generator import generator_of
 from slime.rollout.group import continuable, snapshot
@@ -70,7 +70,7 @@ async def _finished(args: Args, group: Group, params: SamplingParams, purpose: s
             return group
         tries = 0 if sum(sample.response_length for sample in leaves) > before else tries + 1
         group = continuable(group, snapshot(original), partial=True)
-        await asyncio.sleep(rest_seconds(f"{purpose}, prompt {leaves[0].group_index}", tries))
+        await asyncio.sleep(retry_delay(f"{purpose}, prompt {leaves[0].group_index}", tries))
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:

@@ -17,7 +17,7 @@ from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, RolloutDataSource
 from slime.observability import progress
-from slime.rollout.abort import abort_and_drain, rest_seconds
+from slime.rollout.abort import abort_and_drain, retry_delay
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generator import generator_of
@@ -207,7 +207,7 @@ class RolloutLoop:
             group = continuable(group, snapshot(original), partial=True)
             # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
             retries = 0 if _tokens(group) > before else retries + 1
-            await asyncio.sleep(rest_seconds(f"group {_index(group)}", retries))
+            await asyncio.sleep(retry_delay(f"group {_index(group)}", retries))
 
     def _ready(self) -> bool:
         """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""

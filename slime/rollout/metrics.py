@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from slime.data.rewards import PASS_ABOVE
 from slime.data.sample import Sample, flatten
 from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
 from slime.rollout.base_types import EvalResults
@@ -21,19 +22,7 @@ from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = [
-    "compute_metrics_from_samples",
-    "eval_metrics",
-    "flatten",
-    "pass_at_k",
-    "pass_rates",
-    "prompt_rewards",
-    "rollout_metrics",
-    "sample_metrics",
-]
-
 Metrics = dict[str, float]
-PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
 
 
 def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:

@@ -25,7 +25,7 @@ import sys
 import traceback
 from typing import NoReturn, TypedDict
 
-GRACE_SECONDS = 5  # process 1 ends itself so many seconds after the deadline, in case nobody is left to kill it
+GRACE_SECONDS = 5  # after the deadline, process 1 ends itself, in case no process is left to kill it
 NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is not needed after unshare
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -16,6 +16,7 @@ from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
+from slime.data.tokenizers import load_processor, load_tokenizer
 from slime.engines.plan import engine_count
 from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
@@ -143,15 +144,11 @@ class GenerateState:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of ``--hf-checkpoint``, loaded at the first access."""
-        from slime.data.tokenizers import load_tokenizer
-
         return load_tokenizer(self.args.hf_checkpoint, **self._trust())
 
     @functools.cached_property
     def processor(self) -> Any:
         """Processor of ``--hf-checkpoint`` for multimodal inputs, or None for text-only models."""
-        from slime.data.tokenizers import load_processor
-
         return load_processor(self.args.hf_checkpoint, **self._trust())
 
     def _trust(self) -> dict[str, bool]:

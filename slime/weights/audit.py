@@ -234,7 +234,7 @@ async def probe_engines(
     result is NaN if all servers are of this kind.
     """
     deadline = settings.phase_seconds
-    infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
+    infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", deadline)
     for error in failed.values():
         raise error
     whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_config
+from slime.config.hooks import module_of_file
 
 if TYPE_CHECKING:
     import torch
@@ -156,9 +157,5 @@ def _cuda_hash() -> Callable[[torch.Tensor], int]:
     """Load SGLang's hash function from its file, because importing the package would patch transformers here."""
     file = _hash_file()
     assert file is not None
-    spec = importlib.util.spec_from_file_location("sglang_tensor_hash", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function: Callable[[torch.Tensor], int] = module.gpu_tensor_hash
+    function: Callable[[torch.Tensor], int] = module_of_file("sglang_tensor_hash", file).gpu_tensor_hash
     return function

@@ -280,7 +280,7 @@ class _Sender:
 
     async def _connect(self) -> _Plan:
         deadline = self.settings.step_seconds
-        infos, failed = await on_each(self.engines, lambda engine: engine.info(), "say what it is", deadline)
+        infos, failed = await on_each(self.engines, lambda engine: engine.info(), "report its version", deadline)
         reached = [engine for engine in self.engines if engine.url in infos]
         unreached = await self.transport.connect(reached) if reached else {}
         failed.update(unreached)

@@ -144,7 +144,9 @@ def hf_tensors(
         full = torch.empty(what.size, dtype=what.properties.dtype)
         dcp.load({entry.megatron: full}, storage_reader=reader, no_dist=True)
         if not entry.experts:
-            yield from zip(entry.hf, entry.layout.split(_from_saved(entry, full)), strict=True)
+            yield from zip(
+                entry.hf, entry.layout.split(full.reshape(entry.layout.full_shape(full.shape, 1))), strict=True
+            )
             continue
         if entry.is_stacked:
             parts = zip(*(entry.layout.split(part) for part in full.unbind(0)), strict=True)
@@ -153,10 +155,6 @@ def hf_tensors(
         for expert, part in enumerate(full.unbind(0)):
             names = [name.format(expert=expert) for name in entry.hf]
             yield from zip(names, entry.layout.split(part), strict=True)
-
-
-def _from_saved(entry: Entry, full: Tensor) -> Tensor:
-    return full.reshape(entry.layout.full_shape(full.shape, 1))
 
 
 def find(path: str) -> Path:
@@ -182,9 +180,3 @@ def join_launched_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-__all__ = [
-    "META", "RANK_FILES", "TENSORS", "convert_from_hf", "describe", "find", "hf_tensors", "join_launched_ranks",
-    "mark_as_megatron", "read_meta",
-]  # fmt: skip

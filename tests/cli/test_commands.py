@@ -50,7 +50,7 @@ def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.Capt
         ("verify model --tp 0", "--tp: must be from 1 to 64, not 0"),
         ("plan --gpus 99999999999999999999", "--gpus: must be from 1 to 100000"),
         ("plan --mean-prompt inf", "--mean-prompt: must be above 0 and at most 1e+08, not inf"),
-        ("plan --sigma x", "--sigma: 'x' is no number"),
+        ("plan --sigma x", "--sigma: 'x' is not a number"),
     ],
 )
 def test_numbers_of_commands_have_a_range(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

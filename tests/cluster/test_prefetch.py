@@ -124,7 +124,7 @@ def test_one_step_off_policy_generates_the_next_rollout_while_one_trains() -> No
     for rollout_id in range(8):
         manager.let_go(rollout_id)
     with run.prefetch() as rollouts:
-        assert run.notes == ["samples train at most 1 step(s) after the weights that made them"]
+        assert run.notes == ["samples train at most 1 step(s) after the weights that sampled them"]
         for step in range(4):
             assert rollouts.next().metrics["id"] == step
             assert settled(lambda: manager.asked == list(range(step + 2))), manager.asked  # noqa: B023

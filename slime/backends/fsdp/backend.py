@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from slime.backends.adapter import lora_settings
-from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
@@ -54,6 +53,7 @@ class FsdpBackend(SharedBackend):
     """One rank of an actor or critic. All ranks must call every method together."""
 
     optimizer: ScheduledAdamW
+    adapter: FsdpAdapter | None
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -71,10 +71,10 @@ class FsdpBackend(SharedBackend):
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
         self.scorer, builder = build_scorer(args, role, device, world_size)
         self.builder = replace(builder, context_group=self.context_group)
+        model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
         self.cast: CastParameters | None = None
         """What replaces FSDP's mixed precision on one rank."""
         if world_size == 1 and (args.train_dtype != "float32" or args.fsdp_cpu_offload):
-            model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
             assert isinstance(model, PreTrainedModel)
             layers = decoder_layers(model)
             keep = not args.fsdp_reshard_after_forward
@@ -85,52 +85,23 @@ class FsdpBackend(SharedBackend):
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
         saved = set(self.scorer.state_dict())
         self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
-        self.adapter = self._adapter()
-        self._make_copies()
+        self.adapter = self._adapter(model)
+        initial = InitialWeights.from_args(args).path(megatron=False)
+        self._make_copies(self.named_parameters, initial, dtype=DTYPES[args.train_dtype])
         buffers = self.buffers if self.adapter is None else []  # of the base, which no snapshot contains
         self.state = FsdpState(
             args, role, rank, world_size, self.shard_size, buffers, self.optimizer, self.bank, self.adapter
         )
 
-    def _adapter(self) -> FsdpAdapter | None:
+    def _adapter(self, model: nn.Module) -> FsdpAdapter | None:
         settings = lora_settings(self.args)
         if settings is None:
             return None
-        model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
         return FsdpAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
-
-    def _make_copies(self) -> None:
-        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
-        args, actor = self.args, self.role == "actor"
-        copies, initial = CopySettings.from_args(args), InitialWeights.from_args(args).path(megatron=False)
-        adapter = self.adapter
-        if adapter is None:
-            self.bank = self._whole_bank = self._new_bank(copies, self.named_parameters)
-            if actor:
-                load_copies(copies, self.bank, initial, self._load_copy)
-            return
-        self.bank, self._whole_bank = self._new_bank(copies, adapter.trained), self._new_bank(copies, adapter.base)
-        if actor:
-            adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
-
-    def _new_bank(self, copies: CopySettings, named: Sequence[tuple[str, Tensor]]) -> WeightBank:
-        return WeightBank(
-            named,
-            dtype=DTYPES[self.args.train_dtype],
-            on_device=self.role == "actor" and keeps_copies_on_device(copies, named),
-            # The memory of the offloader is free while the model is on the accelerator.
-            arena=self.offloader.host if self.device.type == "cuda" else None,
-        )
 
     def _in_pass_dtype(self) -> AbstractContextManager[None]:
         """Let the model compute in ``--train-dtype`` within the context, in which its weights must not change."""
         return nullcontext() if self.cast is None else self.cast.in_use()
-
-    @contextmanager
-    def _using(self, tag: ModelTag) -> Iterator[None]:
-        """Let the model compute as one of the copies of the weights within the context."""
-        with self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank):
-            yield
 
     def _over_shards(self, value: float) -> float:
         """Return the sum over the shards of one replica.
@@ -304,7 +275,7 @@ class FsdpBackend(SharedBackend):
 
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        assert isinstance(self.scorer, PolicyScorer), "a critic is no language model"
+        assert isinstance(self.scorer, PolicyScorer), "a critic is not a language model"
         writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
         try:
             if self.adapter is not None and self.args.lora_export == "peft":

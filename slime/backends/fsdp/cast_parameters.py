@@ -211,7 +211,7 @@ class CastParameters:
                 group.end_backward()
                 group.free()
             if self._offloaded_on_cuda:
-                torch.cuda.synchronize()  # the next pass writes the memory from which copies may still be under way
+                torch.cuda.synchronize()  # the next pass writes the memory from which copies may still be in progress
 
     def end_backward(self) -> None:
         """Collect the gradients of groups of which not every parameter got one."""

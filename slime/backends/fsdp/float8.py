@@ -17,7 +17,7 @@ def use_float8(layers: Sequence[nn.Module], recipe: str, emulate: bool = False) 
     """Replace the linear layers within decoder layers by those of torchao, with the same parameters.
 
     Inputs, weights and gradients of the outputs are cast when a product needs them; parameters, gradients and all other
-    computations keep their dtypes. Layers whose sizes are no multiples of 16 stay as they are.
+    computations keep their dtypes. Layers whose sizes are not multiples of 16 stay as they are.
 
     Args:
         layers: The decoder layers, before they are compiled or sharded. They are changed.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.adapter import TrainedAdapter
-from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.initial_weights import InitialWeights
@@ -53,6 +52,7 @@ class MegatronBackend(SharedBackend):
     """
 
     optimizer: ScheduledOptimizer
+    adapter: MegatronAdapter | None
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -85,40 +85,15 @@ class MegatronBackend(SharedBackend):
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         adapters = self.model.adapters
         self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
-        self._make_copies()
+        initial = InitialWeights.from_args(args).path(megatron=True)
+        # Megatron's gradient buffers and its optimizer have pointers to the memory of the parameters.
+        self._make_copies(self.weights.tensors(), initial, may_swap_pointers=False)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter)
-
-    def _make_copies(self) -> None:
-        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter."""
-        copies, initial = CopySettings.from_args(self.args), InitialWeights.from_args(self.args).path(megatron=True)
-        adapter, actor = self.adapter, self.role == "actor"
-        if adapter is None:
-            self.bank = self._whole_bank = self._new_bank(copies, self.weights.tensors())
-            if actor:
-                load_copies(copies, self.bank, initial, self._load_copy)
-            return
-        self.bank, self._whole_bank = self._new_bank(copies, adapter.trained), self._new_bank(copies, adapter.base)
-        if actor:
-            adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
-
-    def _new_bank(self, copies: CopySettings, named: Sequence[tuple[str, Tensor]]) -> WeightBank:
-        return WeightBank(
-            named,
-            # Megatron's gradient buffers and its optimizer have pointers to the memory of the parameters.
-            may_swap_pointers=False,
-            on_device=self.role == "actor" and keeps_copies_on_device(copies, named),
-            # The memory of the offloader is free while the model is on the accelerator.
-            arena=self.offloader.host if self.device.type == "cuda" else None,
-        )
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Load a copy, which is another model of the same shape, through the parameters of the model."""
         with self._whole_bank.filling(tag):
             self.model.read_weights(path)
-
-    def _using(self, tag: ModelTag) -> AbstractContextManager[None]:
-        """Let the model compute as one of the copies of the weights within the context."""
-        return self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank)
 
     # --- forward only ---------------------------------------------------------------------------
 

@@ -158,8 +158,8 @@ def transformer_config(
         groups = settings["num_query_groups"]
         if layout.tp > groups:
             raise MegatronError(
-                f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads, of "
-                f"which several of so many ranks would have the same ones: use at most {groups}"
+                f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
+                f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
             )
         fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
     fields |= _recompute(settings, args.gradient_checkpointing)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PackedDeltaNet(MegatronModule):
-    """A gated delta net of transformers in the place of attention. Its state starts anew at each sequence of a pack."""
+    """A gated delta net of transformers in the place of attention. Its state is reset at each sequence of a pack."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, make: Callable[[int], nn.Module], **_: object

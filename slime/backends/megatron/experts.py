@@ -161,7 +161,8 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Routed, Tensor, Tensor]:
-        """Return what :class:`GroupedExperts` needs: tokens with their order, rows of each expert, weights."""
+        """Return what :class:`GroupedExperts` needs: tokens ``[T, H]`` with their order, the number of rows of each
+        expert, ``[n]``, and the routing weights, ``[N]``."""
         return Routed(hidden_states, self.order), self.counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -191,7 +192,11 @@ class ExchangeDispatcher(MoEAlltoAllTokenDispatcher):
         return spread(hidden_states.view(-1, hidden_states.shape[-1]), self.order), weights
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort what this rank received, one chunk for each sending rank and expert, by expert."""
+        """Sort what this rank received (``[N, H]`` and ``[N]``, one chunk for each sending rank and expert) by expert.
+
+        Returns:
+            The tokens, the number of rows of each expert, ``[n]``, and the routing weights.
+        """
         if not self._sorts_chunks:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         if self.shared_experts is not None:
@@ -206,7 +211,7 @@ class ExchangeDispatcher(MoEAlltoAllTokenDispatcher):
         return spread(global_input_tokens, self.chunk_order), counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Bring the experts' outputs into the order of the exchange."""
+        """Bring the experts' outputs, ``[N, H]``, into the order of the exchange."""
         if not self._sorts_chunks:
             return super().combine_preprocess(hidden_states)
         return combine(hidden_states, self.chunk_order)

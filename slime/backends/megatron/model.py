@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -32,19 +31,17 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.backends.megatron.modules import (
+    DividedRows,
     GatedMLP,
     GatedSharedExperts,
     HeadsRMSNorm,
     NormedResidual,
-    Offsets,
     PackedCoreAttention,
     ReplicatedLinear,
     RMSNorm,
@@ -101,8 +98,9 @@ def unwrapped(chunk: Chunk) -> PolicyModel:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
-class PolicyHead(nn.Module):
-    """The output embedding, divided among tensor-parallel ranks. It takes the weight of Megatron's own output layer."""
+class PolicyHead(DividedRows):
+    """The output embedding, divided among tensor-parallel ranks. It takes the weight of Megatron's own output layer
+    and is saved as that layer is."""
 
     weight: nn.Parameter | None
     """None if the weight is that of the input embedding on the same stage."""
@@ -126,6 +124,12 @@ class PolicyHead(nn.Module):
         self.register_parameter("weight", layer.weight)
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        """Return float32 scores ``[R]`` of the response tokens, and logits ``[R, V]`` if they are requested.
+
+        Args:
+            hidden: ``[T, 1, H]``, or this rank's part of the rows with sequence parallelism.
+            weight: The input embedding ``[rows of this rank, H]`` if it is tied; otherwise None.
+        """
         # A tied embedding is passed as an argument, because the parameter belongs to another module of this stage.
         padded = self.weight if weight is None else weight
         assert padded is not None
@@ -156,14 +160,6 @@ class PolicyHead(nn.Module):
         local = rows @ padded.t()
         return gather_from_tensor_model_parallel_region(local, group=self.tp_group)[:, : self.vocab_size].float()
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the same tensors as the output layer that this module replaces."""
-        tensors = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
-
 
 class ValueHead(nn.Module):
     """The value head of a critic, ``hidden -> 1``. Every tensor-parallel rank computes all of it."""
@@ -176,6 +172,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, **make))
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        """Return float32 values ``[R]`` of the response tokens. The arguments are those of :class:`PolicyHead`."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group

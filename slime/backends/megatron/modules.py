@@ -82,13 +82,13 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 @fused_on_cuda
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` over its last dimension."""
+    """Normalize ``x``, ``[..., H]``, over its last dimension, and multiply by ``weight``, ``[H]``."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @fused_on_cuda
 def rms_norm_1p(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` over its last dimension in float32, and multiply by ``1 + weight``."""
+    """Normalize ``x``, ``[..., H]``, over its last dimension in float32, and multiply by ``1 + weight``, ``[H]``."""
     return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
 
 
@@ -107,7 +107,21 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.weight, self.eps)
 
 
-class HeadsRMSNorm(nn.Module):
+class DividedRows(nn.Module):
+    """A module with one tensor, ``weight``, which is divided among tensor-parallel ranks along its first axis."""
+
+    tp_group: ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weight as a part of that of all ranks."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+class HeadsRMSNorm(DividedRows):
     """RMSNorm over all heads of a token together, of which each tensor-parallel rank has a part (MiniMax-M2)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **_: object) -> None:
@@ -126,14 +140,6 @@ class HeadsRMSNorm(nn.Module):
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         return (self.weight * normed.to(x.dtype)).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the weight as a part of that of all heads."""
-        tensors = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 def device_of(config: TransformerConfig) -> torch.device | str | int:
@@ -277,7 +283,7 @@ class ReplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Project this rank's part of the sequence."""
+        """Project this rank's part of the sequence, ``[T, 1, inputs]``, to ``[T, 1, outputs]``."""
         return F.linear(x, self.weight), None
 
 
@@ -327,6 +333,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @fused_on_cuda
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) · up``, with tanh's approximation of GELU (Gemma)."""
+    """Return ``gelu(gate) · up``, ``[..., f]``, as :func:`swiglu`, with tanh's approximation of GELU (Gemma)."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from slime.config.hooks import module_of_file
+
 PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
 _PINNING = ("arange", "empty", "full", "ones", "tensor", "zeros")  # functions with an argument pin_memory
 
@@ -143,9 +145,5 @@ def _sglang_stubs() -> Any:
         file = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
         if not file.is_file():
             raise ImportError("without Triton, SGLang needs a GPU: install the one in requirements/cpu-sglang.txt")
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # needed before exec_module(): dataclasses look up their module there
-        spec.loader.exec_module(module)
+        module_of_file(name, file)
     return sys.modules[name]

@@ -24,5 +24,5 @@ def warm_up(url: str, seconds: float) -> None:
         raise ServerFailed(f"{url} did not answer its first request with top-p and top-k: {error!r}") from error
     if status != 200:
         said = answer.decode(errors="replace")[:500]
-        advice = "--sglang-sampling-backend pytorch does without kernels that are compiled"
+        advice = "--sglang-sampling-backend pytorch uses no kernels that must be compiled"
         raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {said}; {advice}")

@@ -34,7 +34,7 @@ OUTCOME_KEY = "code_outcome"
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _WALL_FACTOR = 4
-"""A busy machine gives a program less than one core, so the wall-clock deadline is so many times the processor time."""
+"""The wall-clock deadline divided by the limit of processor time: a busy machine gives a program less than one core."""
 _TRIES = 3  # attempts for a program whose process was killed from outside, for example because memory was short
 _KILLED = (-9, 137)
 _CPU_USED_UP = (-24, 152)

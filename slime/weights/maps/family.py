@@ -255,11 +255,11 @@ def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
     ]
 
 
-def mlp_entries(hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of a SwiGLU MLP, with gate and up projection in one matrix."""
-    gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+def mlp_entries(hf: str, megatron: str, fused: bool = False) -> list[Entry]:
+    """Return the entries of a SwiGLU MLP. ``fused``: the checkpoint, too, has gate and up projection in one matrix."""
+    names = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
     return [
-        Entry(f"{megatron}linear_fc1.weight", gate_up, Stacked()),
+        Entry(f"{megatron}linear_fc1.weight", tuple(f"{hf}{x}.weight" for x in names), Stacked(fused=fused)),
         Entry(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), COLUMNS),
     ]
 
@@ -284,10 +284,3 @@ def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> lis
     hf, megatron = f"{prefix}layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
     here = expert_entries(settings, hf, megatron) if moe_layers(settings)[index] else mlp_entries(hf, megatron)
     return [*norm_entries(index, prefix), *attention_entries(settings, index, prefix), *here]
-
-
-__all__ = [
-    "COLUMNS", "REPLICATED", "ROWS", "Entry", "Family", "HfConfig", "Settings", "attention_entries", "decoder_layer",
-    "dense_settings", "expert_entries", "mlp_entries", "moe_layers", "moe_settings", "norm_entries",
-    "padded_vocab_size", "parse_layer_frequency", "query_key_value", "require_without",
-]  # fmt: skip

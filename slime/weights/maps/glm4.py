@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from slime.weights.maps.family import (
-    COLUMNS,
     Entry,
     Family,
     HfConfig,
     Settings,
     attention_entries,
     dense_settings,
+    mlp_entries,
     norm_entries,
 )
-from slime.weights.maps.layouts import Stacked
 
 
 def settings(config: HfConfig) -> Settings:
@@ -31,8 +30,7 @@ def layer(settings: Settings, index: int) -> list[Entry]:
         Entry(f"{megatron}self_attn_bda.norm.weight", (f"{hf}post_self_attn_layernorm.weight",)),
         Entry(f"{megatron}mlp_bda.norm.weight", (f"{hf}post_mlp_layernorm.weight",)),
         *attention_entries(settings, index),
-        Entry(f"{megatron}mlp.linear_fc1.weight", (f"{hf}mlp.gate_up_proj.weight",), Stacked(fused=True)),
-        Entry(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), COLUMNS),
+        *mlp_entries(f"{hf}mlp.", f"{megatron}mlp.", fused=True),
     ]
 
 

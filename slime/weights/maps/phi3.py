@@ -8,10 +8,10 @@ from slime.weights.maps.family import (
     Family,
     Settings,
     dense_settings,
+    mlp_entries,
     norm_entries,
     query_key_value,
 )
-from slime.weights.maps.layouts import Stacked
 
 
 def layer(settings: Settings, index: int) -> list[Entry]:
@@ -21,8 +21,7 @@ def layer(settings: Settings, index: int) -> list[Entry]:
         *norm_entries(index),
         Entry(f"{megatron}self_attention.linear_qkv.weight", (f"{hf}self_attn.qkv_proj.weight",), qkv),
         Entry(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), COLUMNS),
-        Entry(f"{megatron}mlp.linear_fc1.weight", (f"{hf}mlp.gate_up_proj.weight",), Stacked(fused=True)),
-        Entry(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), COLUMNS),
+        *mlp_entries(f"{hf}mlp.", f"{megatron}mlp.", fused=True),
     ]
 
 

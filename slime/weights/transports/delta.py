@@ -58,7 +58,7 @@ class DeltaTransport:
         self._published: list[Path] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
-        infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
+        infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
         for url, info in infos.items():
             if info.kind == "sglang" and DELTA_LOADER not in (info.extra.get("custom_weight_loader") or []):
                 reason = f"{url} runs without --custom-weight-loader {DELTA_LOADER}, which deltas need"

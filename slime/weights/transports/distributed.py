@@ -109,7 +109,7 @@ class DistributedTransport:
 
     async def _join(self, engines: Sequence[EngineHandle]) -> Failures:
         """Make a group with exactly these engines. If this fails, return the engines that caused the failure."""
-        infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
+        infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
         if failed:
             return failed
         self._groups_made += 1
