@@ -23,6 +23,7 @@ from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
 from test_engine_families import check_engine, saved  # noqa: E402
 
+from slime.engines.embedded.states import use_slots  # noqa: E402
 from slime.models.layer_kinds.registry import layers_of  # noqa: E402
 from slime.models.loading import ModelError, empty_model, plain_attention  # noqa: E402
 from slime.models.packed_attention import NAME  # noqa: E402
@@ -48,7 +49,7 @@ def cells(family: str) -> list[str]:
         ", ".join(kind.name for kind in layers.kinds),
         _packed(family),
         plain_attention(config),
-        "no" if any(kind.not_served for kind in layers.kinds) else "yes",
+        _served(family),
         _megatron(config.model_type),
     ]
 
@@ -56,6 +57,14 @@ def cells(family: str) -> list[str]:
 def _packed(family: str) -> str:
     try:
         prepare_packing(empty_model(tiny_config(family), attn_implementation=NAME))
+    except ModelError:
+        return "no"
+    return "yes"
+
+
+def _served(family: str) -> str:
+    try:
+        use_slots(empty_model(tiny_config(family)))
     except ModelError:
         return "no"
     return "yes"
