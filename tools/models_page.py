@@ -4,6 +4,9 @@ A row says what a tiny random model of the family did here: packs with and witho
 layers, padded batches, the embedded engine; with biases and tied embeddings, and with neither. What is
 refused must be refused with a reason. A family that does not do what its row says ends the tool with an error, and
 nothing is written. The page gets the versions and the date of the run.
+
+With names of families (``python tools/models_page.py GLM-5 "Llama 4"``) the tool checks their rows only. It writes the
+tables then too, but not the versions and the date, which are those of the last run of all families.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import importlib.metadata
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,21 +125,26 @@ def _check_refused(work: object, advice: str) -> None:
         raise AssertionError("it is not refused")
 
 
-def main() -> None:
-    for family in FAMILIES:
+def main(families: Sequence[str]) -> None:
+    for family in families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             check_family(family, Path(folder))
         print(family, flush=True)
+    text = _TABLE.sub(lambda _: table(), PAGE.read_text(encoding="utf-8"), count=1)
+    PAGE.write_text(text if families else _with_run(text), encoding="utf-8")
+
+
+def _with_run(text: str) -> str:
+    """Return the page with the versions and the date of this run."""
     short = {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in ("transformers", "torch")}
     ran = (
         f"it last ran with transformers {short['transformers']}\nand torch {short['torch']} on a CPU on "
         f"{datetime.datetime.now(datetime.UTC).date()}"
     )
-    text = PAGE.read_text(encoding="utf-8")
-    text, replaced = _RAN.subn(ran, _TABLE.sub(lambda _: table(), text, count=1))
+    text, replaced = _RAN.subn(ran, text)
     assert replaced == 1, "the page has no line about the last run"
-    PAGE.write_text(text, encoding="utf-8")
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
