@@ -4,6 +4,9 @@ A row says what a tiny random model of the family did here: packs with and witho
 layers, padded batches, the embedded engine; with biases and tied embeddings, and with neither. What is
 refused must be refused with a reason. A family that does not do what its row says ends the tool with an error, and
 nothing is written. The page gets the versions and the date of the run.
+
+With names of families (``python tools/models_page.py GLM-5 "Llama 4"``) the tool checks their rows only. It writes the
+tables then too, but not the versions and the date, which are those of the last run of all families.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import importlib.metadata
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +27,7 @@ from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
 from test_engine_families import check_engine, saved  # noqa: E402
 
+from slime.engines.embedded.states import use_slots  # noqa: E402
 from slime.models.layer_kinds.registry import layers_of  # noqa: E402
 from slime.models.loading import ModelError, empty_model, plain_attention  # noqa: E402
 from slime.models.packed_attention import NAME  # noqa: E402
@@ -48,7 +53,7 @@ def cells(family: str) -> list[str]:
         ", ".join(kind.name for kind in layers.kinds),
         _packed(family),
         plain_attention(config),
-        "no" if any(kind.not_served for kind in layers.kinds) else "yes",
+        _served(family),
         _megatron(config.model_type),
     ]
 
@@ -56,6 +61,14 @@ def cells(family: str) -> list[str]:
 def _packed(family: str) -> str:
     try:
         prepare_packing(empty_model(tiny_config(family), attn_implementation=NAME))
+    except ModelError:
+        return "no"
+    return "yes"
+
+
+def _served(family: str) -> str:
+    try:
+        use_slots(empty_model(tiny_config(family)))
     except ModelError:
         return "no"
     return "yes"
@@ -112,21 +125,26 @@ def _check_refused(work: object, advice: str) -> None:
         raise AssertionError("it is not refused")
 
 
-def main() -> None:
-    for family in FAMILIES:
+def main(families: Sequence[str]) -> None:
+    for family in families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             check_family(family, Path(folder))
         print(family, flush=True)
+    text = _TABLE.sub(lambda _: table(), PAGE.read_text(encoding="utf-8"), count=1)
+    PAGE.write_text(text if families else _with_run(text), encoding="utf-8")
+
+
+def _with_run(text: str) -> str:
+    """Return the page with the versions and the date of this run."""
     short = {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in ("transformers", "torch")}
     ran = (
         f"it last ran with transformers {short['transformers']}\nand torch {short['torch']} on a CPU on "
         f"{datetime.datetime.now(datetime.UTC).date()}"
     )
-    text = PAGE.read_text(encoding="utf-8")
-    text, replaced = _RAN.subn(ran, _TABLE.sub(lambda _: table(), text, count=1))
+    text, replaced = _RAN.subn(ran, text)
     assert replaced == 1, "the page has no line about the last run"
-    PAGE.write_text(text, encoding="utf-8")
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

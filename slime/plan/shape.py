@@ -10,7 +10,7 @@ from slime.data.balance import ModelShape, forward_flops
 
 from .parameters import count_parameters
 
-_WITH_CACHE = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+_WITH_CACHE = ("attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ LIMITS = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "sliding_window": 6,
+    "attention_chunk_size": 6,
+    "floor_scale": 4,
+    "index_topk": 6,
 }
 """The largest value of each size. A smaller value of the model itself is kept."""
 SPECIAL = {"pad_token_id": 7, "bos_token_id": 1, "eos_token_id": 2}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_drivers import finish, load, make, reference_logprobs, result
+from test_engine_families import saved
 from transformers import AutoModelForCausalLM
 
 from slime.engines.embedded import routes_openai
@@ -16,6 +17,7 @@ from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import parse_generate
 from slime.engines.embedded.weights import WeightError
+from slime.models.cpu_linear import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, lora_layers, merged
 from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
 
@@ -173,6 +175,31 @@ def test_requests_of_several_adapters_share_a_batch(tiny_llama: Path, tmp_path: 
     finish(loaded, [last := make(prompt, "last", max_new_tokens=6)])
     expected = reference_logprobs(references[None], last.tokens)[last.prompt_len - 1 :]
     torch.testing.assert_close(torch.tensor(last.output_logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "part"), [("Qwen3.5", ".linear_attn."), ("DeepSeek V3.2", ".indexer.w")])
+def test_modules_that_compute_some_rows_at_a_time_have_adapters_too(family: str, part: str, tmp_path: Path) -> None:
+    """A gated delta net computes the rows of each slot, and an indexer those of each group."""
+    loaded = load(saved(family, tmp_path / "model"))
+    loaded.engine.scheduler.prefill_tokens = 25
+    named, model = loaded.engine.runner.adapters, loaded.engine.runner.model
+    layers = [name for name, m in model.named_modules() if type(m) in (torch.nn.Linear, CpuLinear) and part in name]
+    names = (None, "a")
+    folders = {name: stored(tmp_path / str(name), seed, layers, SETTINGS, model) for seed, name in enumerate(names)}
+    made = {name: read_factors(folder, SETTINGS.rank) for name, folder in folders.items()}
+    set_layers(loaded, SETTINGS, layers)
+    pairs = [pair for layer in layers for pair in zip(factor_names(layer), made[None][layer], strict=True)]
+    update(loaded, pairs, "1")
+    load_named(loaded, "a", SETTINGS, made["a"])
+    together = []
+    for i, name in enumerate((None, "a", None, "a")):
+        together.append(make([7, *range(20, 40)], str(i), seed=i, max_new_tokens=6))
+        together[-1].request.adapter, together[-1].adapter_key = name, named.key(name)
+    finish(loaded, together)
+    references = {name: with_adapter(tmp_path / "model", folder) for name, folder in folders.items()}
+    for sequence in together:
+        expected = reference_logprobs(references[sequence.request.adapter], sequence.tokens)[sequence.prompt_len - 1 :]
+        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
 
 
 def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from engine_parts import make_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
 
+from slime.engines.embedded import row_attention
 from slime.models.inputs import InputBuilder
-from slime.models.loading import ModelError, load_hf_model
+from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer
@@ -56,9 +57,22 @@ def check_engine(folder: Path) -> None:
     check(folder, sequences)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "Gemma 2", "Qwen3-Next"])
-def test_engine_equals_trainer(family: str, tmp_path: Path) -> None:
-    check_engine(saved(family, tmp_path))
+SHARED_SELECTION: dict[str, Any] = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt-oss", {}),
+        ("Gemma 2", {}),
+        ("Qwen3-Next", {}),
+        ("DeepSeek V3.2", {}),
+        ("GLM-5", SHARED_SELECTION),
+        ("Llama 4", {}),
+    ],
+)
+def test_engine_equals_trainer(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    check_engine(saved(family, tmp_path, **changes))
 
 
 @pytest.mark.parametrize("family", ["Qwen3.5", "LFM2", "Nemotron-H"])
@@ -85,7 +99,47 @@ def test_states_move_with_their_slots(family: str, tmp_path: Path) -> None:
     check(folder, [first, second, part, *running, long])
 
 
-@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
+def test_parts_of_prompts_are_shared(family: str, tmp_path: Path) -> None:
+    """The keys of indexers move with their slots, and positions count from the first token of a slot."""
+    folder = saved(family, tmp_path)
+    loaded = load(folder)
+    scheduler = loaded.engine.scheduler
+    first = make(range(30, 60), "turn1", max_new_tokens=6)
+    finish(loaded, [first, make(range(5, 15), "short", seed=3, max_new_tokens=2)])
+    second = make([*first.tokens, 11, 12, 13], "turn2", seed=5, max_new_tokens=6)
+    part = make([*first.tokens[:20], 99, 98], "part", seed=6, max_new_tokens=9)
+    finish(loaded, [second, part])
+    assert (second.cached_tokens, part.cached_tokens) == (len(first.tokens) - 1, 20)
+    running = [make(range(10, 20 + i), str(i), seed=i, max_new_tokens=15) for i in range(3)]
+    for sequence in running:
+        scheduler.add(sequence)
+    for _ in range(5):
+        step(loaded)
+    long = make(range(3, 150), "long", seed=9, max_new_tokens=9)  # the slots grow
+    finish(loaded, [long])
+    check(folder, [first, second, part, *running, long])
+
+
+def test_scores_of_an_indexer_are_held_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("DeepSeek V3.2", tmp_path)
+    loaded = load(folder)
+    monkeypatch.setattr(row_attention, "SCORES_AT_ONCE", 32 * 30 * 7)  # 7 queries of 30 tokens
+    sequence = make(range(10, 40), max_new_tokens=4, start_len=0)
+    finish(loaded, [sequence])
+    check(folder, [sequence])
+
+
+def test_the_keys_of_indexers_count_as_memory(tmp_path: Path) -> None:
+    loaded = load(saved("GLM-5", tmp_path, **SHARED_SELECTION), dtype="bfloat16")
+    cache = loaded.engine.runner.cache
+    finish(loaded, [make(range(10, 40), max_new_tokens=2)])
+    assert {layer: store.shape[2:] for layer, store in cache.index_keys.items()} == {0: (1, 8), 2: (1, 8)}
+    others = sum(tensor.nbytes for store in (cache.keys, cache.values) for tensor in store.values())
+    assert cache.nbytes - others == 2 * cache.index_keys[0].nbytes > 0
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "Qwen3.5", "Nemotron-H", "DeepSeek V3.2", "Llama 4"])
 def test_deterministic(family: str, tmp_path: Path) -> None:
     # Experts get as many rows as the batch happens to send them, so that models with them are not bitwise equal.
     dense = {"layers_block_type": ["linear_attention", "full_attention"]} if family == "Nemotron-H" else {}
@@ -95,9 +149,3 @@ def test_deterministic(family: str, tmp_path: Path) -> None:
     finish(loaded, [*(make(range(10, 15 + i), str(i), seed=i, max_new_tokens=9) for i in range(3)), many])
     assert many.output_logprobs == alone.output_logprobs and many.tokens == alone.tokens
     check(tmp_path, [alone])
-
-
-@pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
-def test_refused_with_the_reason(family: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the embedded engine.*use an SGLang engine"):
-        load(saved(family, tmp_path))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_engine_families import saved
 from test_engine_numerics import architectures, save_random
 from transformers import AutoModelForCausalLM
 
@@ -21,8 +22,10 @@ from slime.models.digest import tensor_digest
 from slime.models.stored import StoredWeights
 
 
-@pytest.fixture(params=["qwen3", "qwen3-moe", "mistral-window"])
+@pytest.fixture(params=["qwen3", "qwen3-moe", "mistral-window", "GLM-5", "Llama 4"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param in ("GLM-5", "Llama 4"):
+        return saved(request.param, tmp_path)
     return save_random(architectures()[request.param], tmp_path)
 
 

@@ -69,6 +69,13 @@ def test_only_layers_of_attention_keep_a_cache(tmp_path: Path) -> None:
     assert sizes[0] == 4 * sizes[1]
 
 
+def test_layers_with_an_indexer_keep_a_cache(tmp_path: Path) -> None:
+    tiny_config("GLM-5").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == ["indexed_attention"] * 2
+    model = PlannedModel.from_checkpoint(str(tmp_path))
+    assert model is not None and model.cache_bytes_per_token() > 0
+
+
 @pytest.mark.parametrize("key", sorted({*EXPERTS, *LATENT, "layer_types", "first_k_dense_replace", "n_shared_experts"}))
 @pytest.mark.parametrize("base", [DENSE, EXPERTS, EXPERTS | LATENT], ids=["dense", "experts", "latent"])
 def test_no_value_of_a_config_raises(

@@ -28,7 +28,7 @@ from slime.verify.engine import engine_log_probs
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores
 from slime.verify.run import Target, verify
-from slime.verify.small import VerifyError, make_small
+from slime.verify.small import VerifyError, cut_down, make_small
 
 BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
 
@@ -99,6 +99,21 @@ def test_other_families_are_right(here: Any, tmp_path: Path, family: str, flags:
     found = verify(Target(str(tmp_path), engine=None, flags=flags))
     assert found.good, found.checks
     assert found.small.description == what
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("DeepseekV32Config", {"index_topk": 6}),
+        ("GlmMoeDsaConfig", {"index_topk": 6}),
+        ("Llama4TextConfig", {"attention_chunk_size": 6, "floor_scale": 4}),
+        ("MistralConfig", {"sliding_window": 6}),
+    ],
+)
+def test_what_bounds_attention_is_cut_down_too(family: str, sizes: dict[str, int]) -> None:
+    """Otherwise it would have no effect on samples of at most 19 tokens."""
+    small = cut_down(getattr(transformers, family)(), 2)
+    assert {name: getattr(small, name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("family", ["LongcatFlashConfig", "DeepseekV2Config"])

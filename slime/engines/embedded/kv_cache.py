@@ -1,4 +1,4 @@
-"""The tensors of the slots: the keys and values of attention layers, and the states of recurrent ones."""
+"""The tensors of the slots: keys and values of attention layers, keys of indexers, and states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from slime.engines.embedded.slots import Copy, Move, Swap
 
 
 class KVCache:
-    """One pair of tensors ``[slots + 1, capacity, kv_heads, head_dim]`` per attention layer.
+    """Tensors ``[slots + 1, capacity, kv_heads, head_dim]``: keys and values of each attention layer.
+
+    ``index_keys`` has the same of each layer with an indexer, for its own keys: one head of its own size. All of these
+    belong to a position, so the first tokens of a slot can be copied alone.
 
     The tensors of a layer are allocated when the model first uses the layer, so their shapes need not be derived from
     the config. The last slot receives the keys and values of padding rows. New memory is zeroed, because masked
@@ -28,6 +31,7 @@ class KVCache:
         self.capacity = 0
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.index_keys: dict[int, torch.Tensor] = {}
         self.states: dict[int, dict[str, torch.Tensor]] = {}
 
     @property
@@ -35,9 +39,14 @@ class KVCache:
         return self.num_slots
 
     @property
+    def stores(self) -> tuple[dict[int, torch.Tensor], ...]:
+        """The tensors with an entry for each position, by layer."""
+        return self.keys, self.values, self.index_keys
+
+    @property
     def nbytes(self) -> int:
-        tensors = [*self.keys.values(), *self.values.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """The size of what belongs to positions."""
+        return sum(tensor.numel() * tensor.element_size() for store in self.stores for tensor in store.values())
 
     @property
     def slot_state_bytes(self) -> int:
@@ -60,7 +69,7 @@ class KVCache:
             return
         slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
         self.num_slots, self.capacity = num_slots, capacity
-        for store in (self.keys, self.values):
+        for store in self.stores:
             for layer, old in store.items():
                 store[layer] = self._zeros(old.shape[2], old.shape[3])
                 store[layer][:slots, :length] = old[:slots, :length]
@@ -79,16 +88,22 @@ class KVCache:
         Args:
             index: ``[rows]`` int64, slot * capacity + position of each row.
         """
-        if layer not in self.keys:
-            self.keys[layer] = self._zeros(key.shape[1], key.shape[2])
-            self.values[layer] = self._zeros(value.shape[1], value.shape[2])
+        self._store(self.keys, layer, index, key)
+        self._store(self.values, layer, index, value)
+
+    def write_index_keys(self, layer: int, index: torch.Tensor, key: torch.Tensor) -> None:
+        """Store the keys of an indexer, ``[rows, 1, index_head_dim]``, as :meth:`write`."""
+        self._store(self.index_keys, layer, index, key)
+
+    def _store(self, store: dict[int, torch.Tensor], layer: int, index: torch.Tensor, rows: torch.Tensor) -> None:
+        if layer not in store:
+            store[layer] = self._zeros(rows.shape[1], rows.shape[2])
         # One scatter per layer stores all rows of the step, which may belong to many slots.
-        self.keys[layer].flatten(0, 1).index_copy_(0, index, key.to(self.dtype))
-        self.values[layer].flatten(0, 1).index_copy_(0, index, value.to(self.dtype))
+        store[layer].flatten(0, 1).index_copy_(0, index, rows.to(self.dtype))
 
     def move(self, moves: Sequence[Move]) -> None:
         """Execute the moves of the scheduler, in order."""
-        for store in (self.keys, self.values):
+        for store in self.stores:
             for tensor in store.values():
                 for move in moves:
                     if isinstance(move, Copy):
@@ -105,8 +120,8 @@ class KVCache:
 
     def clear(self) -> None:
         """Free the memory. All cached keys and values are lost."""
-        self.keys.clear()
-        self.values.clear()
+        for store in self.stores:
+            store.clear()
         self.states.clear()
         self.num_slots = self.capacity = 0
 

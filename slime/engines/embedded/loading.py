@@ -18,7 +18,7 @@ from slime.engines.embedded.rows import row_context, rows_of, segment_context
 from slime.engines.embedded.runner import Runner
 from slime.engines.embedded.scheduler import Scheduler, Work
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.states import use_slot_states
+from slime.engines.embedded.states import use_slots
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import Weights
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model, plain_attention
@@ -86,9 +86,9 @@ def load_engine(options: EngineOptions) -> Loaded:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
-    reference = _plain_logits(model, vocab_size)  # before _use_slots(), with the attention of transformers
-    _use_slots(model)
-    stateful = use_slot_states(model)
+    reference = _plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
+    _set_attention(model)
+    stateful = use_slots(model)
     try:
         _check_against(reference, runner, dtype)
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
 
 
-def _use_slots(model: PreTrainedModel) -> None:
+def _set_attention(model: PreTrainedModel) -> None:
     """Set the attention of this engine for the language model. Image encoders keep their own attention."""
     text = model.config.get_text_config()
     key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")

@@ -9,7 +9,8 @@ its base for all rows at once, and each adapter that the step needs for all rows
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,32 @@ class NamedAdapters:
             for layer in lora_layers(self.model).values():
                 layer.lora_rows = own
         self._masked = own is not None
+
+    @contextmanager
+    def part(self, module: nn.Module, start: int, end: int, each: bool) -> Iterator[None]:
+        """Let the layers inside a module compute the rows ``start`` to ``end - 1`` of the forward only.
+
+        Args:
+            each: Whether their inputs are a batch of one row each, ``[n, 1, in]``, and not ``[1, n, in]``.
+        """
+        if not self._masked:
+            yield
+            return
+
+        def cut(rows: Tensor) -> Tensor:
+            return rows[start:end, None] if each else rows[start:end]
+
+        active = self._active
+        own = [(layer, layer.lora_rows) for layer in lora_layers(module).values()]
+        self._active = [(adapter, cut(rows)) for adapter, rows in active]
+        for layer, rows in own:
+            layer.lora_rows = None if rows is None else cut(rows)
+        try:
+            yield
+        finally:
+            self._active = active
+            for layer, rows in own:
+                layer.lora_rows = rows
 
     def _add(self, path: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Add the factors of this layer to the output of its own weights; the hook of each layer with factors."""

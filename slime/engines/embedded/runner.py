@@ -115,8 +115,7 @@ class Runner:
 
     def forward(self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]) -> torch.Tensor | None:
         """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows are wanted."""
-        self.adapters.select(rows.adapters, self.device)
-        attention.set_step(step)
+        self._start(step, rows)
         try:
             output = self.model(
                 input_ids=torch.tensor([rows.tokens], device=self.device),
@@ -127,6 +126,11 @@ class Runner:
         finally:
             attention.set_step(None)
         return output.logits[0] if wanted else None
+
+    def _start(self, step: attention.StepContext, rows: Rows) -> None:
+        self.adapters.select(rows.adapters, self.device)
+        step.adapters = self.adapters
+        attention.set_step(step)
 
     def _position_ids(self, rows: Rows) -> torch.Tensor:
         if not self.position_axes:
@@ -148,8 +152,7 @@ class Runner:
             step.image_blocks = image_blocks_of(types[0] == 1)
         if hasattr(inner, "rope_deltas"):  # otherwise the model would use the deltas of the last prompt
             inner.rope_deltas = None
-        self.adapters.select(rows.adapters, self.device)
-        attention.set_step(step)
+        self._start(step, rows)
         try:
             output = self.model(
                 input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),

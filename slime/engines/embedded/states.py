@@ -19,23 +19,25 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import StateRun, StepContext
+from slime.engines.embedded.row_attention import use_slot_attention
 from slime.models.layer_kinds.registry import layers_of
 
 INSTEAD = "use an SGLang engine"
 Forward = Callable[..., torch.Tensor]
 
 
-def use_slot_states(model: PreTrainedModel) -> bool:
-    """Let the layers with a state use that of the slots. Outside of an engine step, they compute as before.
+def use_slots(model: PreTrainedModel) -> bool:
+    """Let the layers with a state use that of the slots, and attention that needs whole sequences their positions.
+    Outside of an engine step, they compute as before.
 
     Returns:
-        Whether the model has such layers.
+        Whether the model has layers with a state.
 
     Raises:
         ModelError: It has layers that the engine does not compute. The message says why.
     """
     layers = layers_of(model, INSTEAD)
-    layers.require(lambda kind: kind.not_served, INSTEAD)
+    use_slot_attention(model, layers)
     mixers = list(layers.mixers())
     for index, (kind, _, mixer) in enumerate(mixers):
         kind.serve(mixer)
@@ -56,7 +58,8 @@ def _with_slots(plain: Forward, index: int) -> Forward:
             count = run.end - run.start
             batch = hidden_states[0, run.start : run.end].unflatten(0, (1, count) if run.one_slot else (count, 1))
             states = _RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
-            parts.append(plain(hidden_states=batch, **{name: states}).flatten(0, 1))
+            with step.part(self, run.start, run.end, not run.one_slot):
+                parts.append(plain(hidden_states=batch, **{name: states}).flatten(0, 1))
             states.keep()
         return torch.cat(parts)[None]
 

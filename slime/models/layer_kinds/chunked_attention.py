@@ -17,10 +17,4 @@ def same_chunk(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
     return key // size == query // size
 
 
-KIND = whole_attention(
-    "chunked attention",
-    is_chunked,
-    ("chunked_attention",),
-    same_chunk,
-    not_served="attends inside chunks of a row, which the embedded engine does not have",
-)
+KIND = whole_attention("chunked attention", is_chunked, ("chunked_attention",), same_chunk)

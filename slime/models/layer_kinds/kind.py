@@ -48,11 +48,11 @@ class LayerKind:
         sees: For attention that can only be computed for whole sequences, whose modules are the mixers: a function of
             the config, the position of each query ``[L, 1]`` and that of each key ``[1, L]`` that returns which keys
             before a query it may attend to, ``[L, L]`` (:mod:`slime.models.whole_attention`).
-        untrained: The endings of the class names of modules that get no gradient in transformers. Their weights are
-            kept, and do not decay.
+        indexers: The endings of the class names of modules that select the keys of each query, with keys of their own.
+            They get no gradient in transformers, so their weights are kept, and do not decay. The embedded engine
+            keeps their keys in each slot.
         not_context_parallel: Why ranks of context parallelism cannot divide its sequences.
-        not_served: Why the embedded engine does not compute it.
-        serve: Prepares one of the mixers for the embedded engine.
+        serve: Prepares one of the mixers that have a state for the embedded engine.
     """
 
     name: str
@@ -60,9 +60,8 @@ class LayerKind:
     types: tuple[str, ...] = ()
     mixers: tuple[str, ...] = ()
     sees: Sees | None = None
-    untrained: tuple[str, ...] = ()
+    indexers: tuple[str, ...] = ()
     not_context_parallel: str = ""
-    not_served: str = ""
     serve: Callable[[nn.Module], None] = lambda mixer: None
 
 
@@ -88,18 +87,23 @@ def with_state(
     )
 
 
+def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
+    """Every token before: the mask of attention that is bounded by nothing, or by what its module selects."""
+    return key <= query
+
+
 def whole_attention(
     name: str,
     is_at: Callable[[Place], bool],
     types: tuple[str, ...],
-    sees: Sees,
-    not_served: str,
-    untrained: tuple[str, ...] = (),
+    sees: Sees = all_before,
+    indexers: tuple[str, ...] = (),
 ) -> LayerKind:
     """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the index of a row.
 
     Packing: the attention of the layer runs on a batch of whole sequences with a mask. Prompt sharing: the prompt is
-    computed once for each sample, from the rows that its samples share. Context parallelism: refused.
+    computed once for each sample, from the rows that its samples share. Context parallelism: refused. Engine: as full
+    attention, with the positions in the slots; what is selected and masked depends on them only.
     """
     return LayerKind(
         name,
@@ -107,7 +111,6 @@ def whole_attention(
         types,
         ("Attention",),
         sees,
-        untrained,
+        indexers,
         not_context_parallel="needs whole sequences, which the ranks of context parallelism divide",
-        not_served=not_served,
     )

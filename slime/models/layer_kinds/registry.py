@@ -70,6 +70,12 @@ class ModelLayers:
             endings = {ending for kind in kinds if kind.sees for ending in kind.mixers}
             yield from ((sees, layer, module) for module in _ending(layer, tuple(endings)))
 
+    def indexers(self) -> Iterator[nn.Module]:
+        """The modules that select the keys of each query."""
+        for layer, kinds in self.layers:
+            for kind in kinds:
+                yield from _ending(layer, kind.indexers)
+
     def require(self, reason: Callable[[LayerKind], str], instead: str) -> None:
         """Refuse the model if one of its kinds has a reason.
 
@@ -111,7 +117,7 @@ def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:
 
 
 def freeze_untrained(model: nn.Module) -> None:
-    """Freeze the modules that get no gradient. An optimizer would let their weights decay otherwise."""
-    endings = tuple(ending for kind in all_kinds() for ending in kind.untrained)
+    """Freeze the indexers, which get no gradient. An optimizer would let their weights decay otherwise."""
+    endings = tuple(ending for kind in all_kinds() for ending in kind.indexers)
     for module in _ending(model, endings):
         module.requires_grad_(False)

@@ -7,9 +7,6 @@ gradient in transformers, so it keeps its weights. Source: https://arxiv.org/abs
 
 from __future__ import annotations
 
-from torch import Tensor
-from transformers import PretrainedConfig
-
 from slime.models.layer_kinds.kind import Place, whole_attention
 
 
@@ -17,16 +14,4 @@ def has_indexer(place: Place) -> bool:
     return place.type == "indexed_attention" or bool(place.modules("Indexer"))
 
 
-def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
-    """Every token before: the module itself selects among them."""
-    return key <= query
-
-
-KIND = whole_attention(
-    "sparse indexer",
-    has_indexer,
-    ("indexed_attention",),
-    all_before,
-    not_served="selects tokens with a mask over the whole row, which the embedded engine does not have",
-    untrained=("Indexer",),
-)
+KIND = whole_attention("sparse indexer", has_indexer, ("indexed_attention",), indexers=("Indexer",))

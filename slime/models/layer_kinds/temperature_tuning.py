@@ -6,7 +6,6 @@ Source: https://arxiv.org/abs/2501.19399. The index is the position only if the 
 from __future__ import annotations
 
 from slime.models.layer_kinds.kind import Place, whole_attention
-from slime.models.layer_kinds.sparse_indexer import all_before
 
 
 def is_tuned(place: Place) -> bool:
@@ -14,10 +13,4 @@ def is_tuned(place: Place) -> bool:
     return any(getattr(m, "attn_temperature_tuning", False) and not getattr(m, "use_rope", 0) for m in modules)
 
 
-KIND = whole_attention(
-    "temperature tuning",
-    is_tuned,
-    (),
-    all_before,
-    not_served="scales queries by the index of their row, which is not their position in the embedded engine",
-)
+KIND = whole_attention("temperature tuning", is_tuned, ())
