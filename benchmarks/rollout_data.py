@@ -7,6 +7,7 @@ All figures are CPU time of one process (two cores shared with other work change
 time for which the event loop did not answer, which is wall time: once while a rollout is completed with all samples in
 the pool (the state for a snapshot is taken on the event loop), once while another thread converts and splits them.
 On a busy machine compare with the same figure of an idle loop.
+Memory is that of the samples, with 5.5 bytes of text for each token, and what the split batches of all ranks add to it.
 ``--lists`` reads every field once before the conversion, as hooks that look at the samples do.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import json
 import random
+import resource
 import tempfile
 import threading
 import time
@@ -23,7 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
+import psutil
 
 from slime.cluster.garbage import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
@@ -54,16 +58,24 @@ def main() -> None:
 
     groups = make_groups(options)
     garbage = GarbageCollection()  # as in the rollout manager
+    empty = private_bytes()
     fill(options, args, groups, result)
+    result["kept_bytes"] = (private_bytes() - empty) / tokens
     garbage.collect()
     leaves = [sample for group in groups for sample in group]
     timed("pack", lambda: [sample.pack() for sample in leaves if hasattr(sample, "pack")])
     asyncio.run(stalls(args, groups, result, timed, options.lists))
     result["convert_staleness_split"] = sum(result[name] for name in ("convert", "staleness", "split"))
+    result["split_bytes"] = result["split_bytes"] / tokens - result["kept_bytes"] - empty / tokens
+    result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, value in result.items():
-        unit = "ms" if name.startswith("loop") else "µs of CPU per token"
-        print(f"{name:28s} {value:9.3f} {unit}")
+        unit = "ms" if name.startswith("loop") else "GiB" if name.endswith("gib") else "µs of CPU per token"
+        print(f"{name:28s} {value:9.3f} {unit if not name.endswith('_bytes') else 'bytes per token'}")
     print(json.dumps({"samples": options.samples, "tokens": options.tokens, **result}))
+
+
+def private_bytes() -> int:
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +117,8 @@ def make_groups(options: argparse.Namespace) -> list[list[Any]]:
 def fill(options: argparse.Namespace, args: Any, groups: list[list[Any]], result: dict[str, float]) -> None:
     """Append one answer to each sample, as it comes out of the JSON parser."""
     draw = random.Random(0)
-    scored = [[round(-3 * draw.random(), 6), draw.randrange(150_000), None] for _ in range(options.tokens)]
+    # Engines send log-probs that are exact in float32, which samples keep in four bytes.
+    scored = [[float(np.float32(-3 * draw.random())), draw.randrange(150_000), None] for _ in range(options.tokens)]
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.3", "output_token_logprobs": scored}
     body = orjson.dumps({"text": "The answer " * (options.tokens // 2), "meta_info": meta})
     used = parsing = 0.0
@@ -157,7 +170,7 @@ async def stalls(
     if lists:
         leaves = flatten(groups)
         timed("hooks_read_lists", lambda: [(s.tokens, s.loss_mask, s.rollout_log_probs) for s in leaves])
-    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed)))
+    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed, result)))
     task.cancel()
 
 
@@ -184,7 +197,7 @@ async def in_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any]) -> None:
+def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], result: dict[str, float]) -> None:
     """Everything of ``RolloutManager.generate`` that looks at tokens."""
     samples = flatten(groups)
 
@@ -195,7 +208,9 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any]) -> No
     timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
     data = timed("convert", lambda: samples_to_train_data(args, groups))
     timed("staleness", staleness)
-    timed("split", lambda: split_train_data(args, data, args.rollout_num_gpus))
+    parts = timed("split", lambda: split_train_data(args, data, args.rollout_num_gpus))
+    result["split_bytes"] = private_bytes()
+    del parts
 
 
 class _NoPrompts:
