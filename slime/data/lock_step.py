@@ -22,6 +22,11 @@ _TOLERANCE = 0.005
 # Samples are only exchanged with this many micro-batches, those furthest below their targets. This bounds the time of
 # one step of the search.
 _PARTNERS = 64
+# A step with twice as many micro-batches is packed in parts of this size, because the time of the search grows with the
+# square. A part has at least so many rows (times the number of which the rows are a multiple): one of them is for its
+# longest samples, and one may not be full.
+_TOGETHER = 1024
+_LEAST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,13 @@ class Items:
     prompts: Sequence[Hashable | None]
     prompt_tokens: Sequence[int]
     prompt_costs: Sequence[float]
+
+    def take(self, part: range) -> Items:
+        """Consecutive samples."""
+        cut = slice(part.start, part.stop)
+        return Items(
+            self.tokens[cut], self.costs[cut], self.prompts[cut], self.prompt_tokens[cut], self.prompt_costs[cut]
+        )
 
     def size(self, members: Sequence[int]) -> tuple[int, float]:
         """Tokens and cost of samples in one micro-batch; a shared prompt counts once."""
@@ -67,7 +79,8 @@ def pack_in_lock_step(
 
     The search makes at most two steps per micro-batch, each of which considers the samples of ``_PARTNERS`` others. It
     takes 50 to 80 ms of CPU time per thousand samples, and up to 130 ms with shared prompts (2,048 to 16,384 samples,
-    128 and 512 ranks).
+    128 and 512 ranks). A large step is packed in parts, consecutive samples with about equal numbers of tokens, so that
+    the time per sample does not grow with the step.
 
     Args:
         ranks: Number of data-parallel ranks.
@@ -82,11 +95,40 @@ def pack_in_lock_step(
     samples = _Samples.of(items)
     # No schedule with fewer micro-batches per rank can hold so many tokens.
     smallest = max(math.ceil(samples.least_tokens(cap) / (ranks * cap)), at_least, 1)
+    count = smallest // max(_TOGETHER // ranks, _LEAST_ROWS * multiple)
+    if count > 1 and (packed := _pack_parts(items, _parts(items, count), ranks, cap, multiple, at_least)) is not None:
+        return packed
     bins = _pack(samples, ranks, cap, smallest, multiple)
     if bins is None:
         return None
     rows = _deal(items, bins, ranks)
     return [[row[rank] for row in rows] for rank in range(ranks)]
+
+
+def _pack_parts(
+    items: Items, parts: list[range], ranks: int, cap: int, multiple: int, at_least: int
+) -> list[list[list[int]]] | None:
+    """Pack each part as :func:`pack_in_lock_step` does, one after the other; None if one of them has no schedule."""
+    packed: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for part in parts if len(parts) > 1 else []:
+        ours = pack_in_lock_step(items.take(part), ranks, cap, multiple, math.ceil(at_least / len(parts)))
+        if ours is None:
+            return None
+        for rank, batches in enumerate(ours):
+            packed[rank] += [[part[i] for i in batch] for batch in batches]
+    return packed if len(parts) > 1 else None
+
+
+def _parts(items: Items, count: int) -> list[range]:
+    """Divide samples into at most ``count`` runs of about equal numbers of tokens; a prompt's samples stay together."""
+    size = sum(items.tokens) / count
+    starts, tokens = [0], 0
+    for i in range(1, len(items.tokens)):
+        tokens += items.tokens[i - 1]
+        prompt = items.prompts[i]
+        if tokens >= len(starts) * size and (prompt is None or prompt != items.prompts[i - 1]):
+            starts.append(i)
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(items.tokens)], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -145,15 +187,33 @@ class _Samples:
 
 
 def _pack(samples: _Samples, ranks: int, cap: int, smallest: int, multiple: int) -> list[list[int]] | None:
-    """Pack into ``k * ranks`` micro-batches with the smallest ``k`` that works; None if none does."""
-    k = math.ceil(smallest / multiple) * multiple
-    while k * ranks <= len(samples.tokens):
-        packer = _Packer(samples, ranks, k, cap)
-        if packer.place():
-            packer.improve()
-            return [sorted(batch) for batch in packer.members]
-        k += multiple
-    return None
+    """Pack into ``k * ranks`` micro-batches with the smallest ``k`` that works; None if none does.
+
+    Steps between attempts double until one works, then what lies between is bisected: where lengths do not divide the
+    cap, the smallest ``k`` is far above the lower bound, by a tenth and more. What works with some ``k`` rarely fails
+    with a larger one; if it does, the ``k`` that is found is not the smallest.
+    """
+    below, largest = math.ceil(smallest / multiple) - 1, len(samples.tokens) // (ranks * multiple)
+
+    def attempt(count: int) -> _Packer | None:
+        packer = _Packer(samples, ranks, count * multiple, cap)
+        return packer if packer.place() else None
+
+    untried, count, step, found = list(range(below + 1, largest + 1)), below + 1, 1, None
+    while count <= largest and (found := attempt(count)) is None:
+        untried.remove(count)
+        below, count = count, count + 1 if count >= largest else min(count + step, largest)
+        step *= 2
+    while found is not None and count - below > 1:
+        middle = (below + count) // 2
+        better = attempt(middle)
+        below, count, found = (below, middle, better) if better is not None else (middle, count, found)
+    if found is None:  # not even with as many micro-batches as samples
+        found = next(filter(None, map(attempt, untried)), None)
+    if found is None:
+        return None
+    found.improve()
+    return [sorted(batch) for batch in found.members]
 
 
 class _Packer:
