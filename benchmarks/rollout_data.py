@@ -7,7 +7,8 @@ All figures are CPU time of one process (two cores shared with other work change
 time for which the event loop did not answer, which is wall time: once while a rollout is completed with all samples in
 the pool (the state for a snapshot is taken on the event loop), once while another thread converts and splits them.
 On a busy machine compare with the same figure of an idle loop.
-Memory is that of the samples, with 5.5 bytes of text for each token, and what the split batches of all ranks add to it.
+Memory is that of the samples, with 5.5 bytes of text for each token, and that of the parts of all ranks, which are made
+one after the other.
 ``--lists`` reads every field once before the conversion, as hooks that look at the samples do.
 """
 
@@ -21,7 +22,7 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from slime.cluster.garbage import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
-from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.convert import each_part, samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import add_staleness, staleness_metrics
+from slime.data.wire import Ragged
 from slime.rollout.generate import append_output
 from slime.rollout.metrics import rollout_metrics
 
@@ -66,7 +68,6 @@ def main() -> None:
     timed("pack", lambda: [sample.pack() for sample in leaves if hasattr(sample, "pack")])
     asyncio.run(stalls(args, groups, result, timed, options.lists))
     result["convert_staleness_split"] = sum(result[name] for name in ("convert", "staleness", "split"))
-    result["split_bytes"] = result["split_bytes"] / tokens - result["kept_bytes"] - empty / tokens
     result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, value in result.items():
         unit = "ms" if name.startswith("loop") else "GiB" if name.endswith("gib") else "µs of CPU per token"
@@ -205,12 +206,19 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], resul
         add_staleness(data, samples, 5)
         staleness_metrics(samples, 5)
 
+    def split() -> None:  # one part after the other, as the manager puts them into the object store
+        parts = each_part(args, data, args.rollout_num_gpus)
+        result["split_bytes"] = sum(map(array_bytes, parts)) / sum(sample.response_length for sample in samples)
+
     timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
     data = timed("convert", lambda: samples_to_train_data(args, groups))
     timed("staleness", staleness)
-    parts = timed("split", lambda: split_train_data(args, data, args.rollout_num_gpus))
-    result["split_bytes"] = private_bytes()
-    del parts
+    timed("split", split)
+
+
+def array_bytes(part: Mapping[str, Any]) -> int:
+    arrays = [array for value in part.values() for array in (value if isinstance(value, Ragged) else [value])]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 class _NoPrompts:

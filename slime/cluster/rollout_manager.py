@@ -99,11 +99,15 @@ class RolloutManager(EngineManager):
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
-        parts = parts_of_ranks(self.args, groups, rollout_id, self.layout)
+        stored, used, numbered = [], set(), True
+        for part in parts_of_ranks(self.args, groups, rollout_id, self.layout):
+            stored.append(ray.put(part))
+            used.update(map(int, part.get("group_indices", ())))
+            numbered = numbered and "group_indices" in part
         # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.
-        if all("group_indices" in part for part in parts):
-            self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
-        return RolloutBatch([ray.put(part) for part in parts], metrics, texts, take_warnings())
+        if numbered:
+            self.state.ledger.left_out(rollout_id, used)
+        return RolloutBatch(stored, metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is complete."""
