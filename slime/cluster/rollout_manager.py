@@ -22,6 +22,8 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.manager_client import RolloutBatch
     from slime.cluster.rollout_state import Rollout
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from slime.config.layout import ParallelLayout
     from slime.data.sample import Group, Sample
     from slime.data.source import DataSource
+    from slime.data.wire import Wire
     from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
@@ -99,7 +102,9 @@ class RolloutManager(EngineManager):
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
-        stored, used, numbered = [], set(), True
+        stored: list[ObjectRef[Wire]] = []
+        used: set[int] = set()
+        numbered = True
         for part in parts_of_ranks(self.args, groups, rollout_id, self.layout):
             stored.append(ray.put(part))
             used.update(map(int, part.get("group_indices", ())))
