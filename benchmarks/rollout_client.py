@@ -229,9 +229,9 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
         "--rollout-batch-size", str(options.samples // 8), "--n-samples-per-prompt", "8",
         "--num-rollout", str(options.rollouts), "--phase-timeout", "3600",
         "--rollout-max-response-len", str(options.new), "--sglang-server-concurrency", str(options.concurrency),
-        "--rollout-num-gpus", str(options.engines), "--train-backend", "fsdp", "--rollout-backend", "embedded",
-        "--no-deterministic",
+        "--rollout-num-gpus", "1", "--train-backend", "fsdp", "--rollout-backend", "embedded", "--no-deterministic",
     ])  # fmt: skip
+    args = args.with_values(rollout_num_gpus=options.engines)  # the flag refuses more than this machine can run
     args.sglang_router_ip, port = url.removeprefix("http://").split(":")
     args.sglang_router_port = int(port)
     init_http_client(args)

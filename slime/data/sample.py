@@ -375,6 +375,19 @@ def _restored(data: Mapping[str, object]) -> Sample:
     return sample
 
 
+def deep_copy(sample: Sample) -> Sample:
+    """A copy that shares nothing mutable with ``sample``, several times faster than :func:`copy.deepcopy`.
+
+    Its fields are copied one by one: an object that two fields share becomes two objects.
+    """
+    made = copy.copy(sample)  # copies the counters of the engine
+    data = vars(made)
+    for name, value in data.items():
+        if name not in ("spec_info", "prefix_cache_info"):
+            data[name] = _own(value)
+    return made
+
+
 def _own(value: object) -> Any:
     """A deep copy. For values that JSON could hold, it is several times faster than :func:`copy.deepcopy`."""
     if type(value) in _ATOMS:

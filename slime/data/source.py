@@ -17,7 +17,7 @@ from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
 from slime.data.plain_files import load_plain, plain
 from slime.data.rows import DataError
-from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.sample import Group, Sample, deep_copy, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.tokenizers import load_processor, load_tokenizer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class RolloutDataSource:
         prompt = self._next_prompt()
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = deep_copy(prompt)
             sample.group_index, sample.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
             group.append(sample)

@@ -159,13 +159,9 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
         samples, account = accounted_rollouts(args, tmp_path / f"ledger-{count}")
         processes = set(pids(args) if count else [os.getpid()])
         assert {sample.metadata["note"].pid for sample in samples} == processes  # of a class of the file
-        files = list(tmp_path.glob("pid-*"))
-        assert {int(file.name.removeprefix("pid-")) for file in files} == processes
-        for file in files:
-            file.unlink()
 
-        def with_pool(args: Any = args, **more: Any) -> Any:
-            pool = engine.serve(arguments(args.hf_checkpoint, **ACCOUNTED, **more))
+        def with_pool(args: Any = args, own: dict[str, Any] = own, **more: Any) -> Any:
+            pool = engine.serve(arguments(args.hf_checkpoint, **own, **more))
             GenerateState(pool).generator = GenerateState(args).generator
             return pool
 
@@ -176,6 +172,10 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
         ages = [sample_staleness(sample, step) for step, samples in enumerate(taken) for sample in samples]
         assert None not in ages and max(ages) == 1
         engine.version = "0.0"
+        files = list(tmp_path.glob("pid-*"))
+        assert {int(file.name.removeprefix("pid-")) for file in files} == processes
+        for file in files:
+            file.unlink()
     assert made[0] == made[1] == made[2] == made[3]
     assert len(made[0][1]) >= 16 and len(made[0][3]) >= 3 * 8
 
