@@ -154,7 +154,8 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
     engine.version = "0.0"
     made = []
     for count in (0, 1, 2, 4):
-        own = {**ACCOUNTED, "custom_generate_function_path": hook("generate"), "custom_rm_path": hook("reward")}
+        own = {**ACCOUNTED, "phase_timeout": 200.0}
+        own |= {"custom_generate_function_path": hook("generate"), "custom_rm_path": hook("reward")}
         args = begin(count, deterministic=True, rollout_batch_size=8, **own)
         samples, account = accounted_rollouts(args, tmp_path / f"ledger-{count}")
         processes = set(pids(args) if count else [os.getpid()])
