@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -39,8 +39,15 @@ def length(lengths: str, number: int) -> int:
     return max(1, min(int(median * math.exp(random.Random(f"length {number}").gauss(0.0, 1.0))), cut))
 
 
-def limits(number: int) -> dict[str, Any]:
-    """The sampling parameters that give the answer its length, as SGLang names them."""
+class Limits(TypedDict):
+    """The sampling parameters that give an answer its length, by SGLang's names."""
+
+    max_new_tokens: int
+    ignore_eos: bool
+
+
+def limits(number: int) -> Limits:
+    """The sampling parameters of sample ``number``."""
     return {"max_new_tokens": length(os.environ[LENGTHS], number), "ignore_eos": True}
 
 

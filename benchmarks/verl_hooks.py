@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 
 
-class GivenLength(AgentLoopBase):  # type: ignore[misc]  # verl is not installed where this is checked
+class GivenLength(AgentLoopBase):
     """An agent loop with one answer; ``extra_info["index"]`` of the row and ``session_id`` number the sample."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
