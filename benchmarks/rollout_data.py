@@ -36,6 +36,7 @@ from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.data.convert import each_part, samples_to_train_data
 from slime.data.sample import Sample, flatten
+from slime.data.schedule import PackingSettings
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import add_staleness, staleness_metrics
 from slime.data.wire import Ragged
@@ -207,7 +208,7 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], resul
         staleness_metrics(samples, 5)
 
     def split() -> None:  # one part after the other, as the manager puts them into the object store
-        parts = each_part(args, data, args.rollout_num_gpus)
+        parts = each_part(PackingSettings.from_args(args), data, args.rollout_num_gpus)
         result["split_bytes"] = sum(map(array_bytes, parts)) / sum(sample.response_length for sample in samples)
 
     timed("metrics", lambda: rollout_metrics(args, samples, 1.0))

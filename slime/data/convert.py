@@ -83,7 +83,7 @@ def parts_of_ranks(
     """
     train_data = samples_to_train_data(args, groups)
     add_staleness(train_data, flatten(groups), rollout_id)
-    for part in each_part(args, train_data, layout.dp, layout.schedule()):
+    for part in each_part(PackingSettings.from_args(args), train_data, layout.dp, layout.schedule()):
         yield {**part, "rollout_id": rollout_id}
 
 
@@ -100,19 +100,18 @@ def split_train_data(
     Returns:
         One dict per rank (see :mod:`slime.data.wire`).
     """
-    return list(each_part(args, train_data, dp_size, parallel))
+    return list(each_part(PackingSettings.from_args(args), train_data, dp_size, parallel))
 
 
 def each_part(
-    args: Args, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
+    settings: PackingSettings, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
 ) -> Iterator[wire.Wire]:
     """As :func:`split_train_data`, but a part is made when it is asked for."""
     lengths = [len(t) for t in train_data["tokens"]]
-    global_batch_size = args.global_batch_size
-    if args.load_debug_rollout_data_subsample:  # The number of steps is the same as with the whole dump.
-        global_batch_size = max(len(set(train_data["rollout_ids"])) // (args.num_steps_per_rollout or 1), 1)
-    assert global_batch_size is not None, "defaults.py resolves it"
-    settings = PackingSettings.from_args(args)
+    global_batch_size = settings.global_batch_size
+    if settings.steps:
+        global_batch_size = max(len(set(train_data["rollout_ids"])) // settings.steps, 1)
+    assert global_batch_size, "defaults.py resolves it"
     partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
         settings,
         {**(parallel or {}), "dp_size": dp_size},

@@ -12,7 +12,8 @@ import orjson
 
 from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
-from slime.data.sample import Group, Sample, deep_copy, flatten
+from slime.data.sample import Group, Sample, flatten
+from slime.data.source import deep_copy
 from slime.observability import progress
 from slime.rollout.abort import rest_seconds
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.config.args import Args
-from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, deep_copy, groups_from_dicts, groups_to_dicts
+from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, groups_from_dicts, groups_to_dicts
+from slime.data.source import deep_copy
 
 
 def encode(values: list[int]) -> str:
