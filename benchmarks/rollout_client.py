@@ -11,6 +11,10 @@ it keeps a finished request from being followed by the next.
 With ``--workers N`` the loop hands its groups to N rollout workers (``--rollout-workers``; 0: none), and the CPU of
 this process, which is then the rollout manager's, stands beside that of the workers. With ``--delay 0`` the time on the
 clock is the rate at which N processes read answers.
+
+``--engines N`` stands for N engines behind the router: the loop has N times ``--concurrency`` requests in flight.
+With the CPU time of each process and the memory that its samples take, this is how the cost of a rollout grows with the
+engines, the samples and their length. ``--rollouts 1 --no-bare`` leaves out what only the comparison needs.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 
@@ -52,7 +57,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--engines", type=int, default=1, help="simulated engines (default: 1)")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests in flight of each engine (default: 256)")
+    parser.add_argument("--rollouts", type=int, default=2, help="of which the last one counts (default: 2)")
+    parser.add_argument("--no-bare", action="store_true", help="without the bare load generator")
     parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens per answer")
     parser.add_argument("--delay", type=float, default=4.0, help="seconds until an answer")
@@ -71,7 +79,8 @@ def serve(options: argparse.Namespace) -> None:
     from aiohttp import web
 
     draw = random.Random(0)
-    scored = [[-3 * draw.random(), draw.randrange(4, 60), None] for _ in range(options.new)]
+    # Engines send log-probs that are exact in float32, which samples keep in four bytes.
+    scored = [[float(np.float32(-3 * draw.random())), draw.randrange(4, 60), None] for _ in range(options.new)]
     meta: dict[str, Any] = {"output_token_logprobs": scored, "finish_reason": {"type": "length", "length": options.new}}
     meta |= {"weight_version": "0.1", "prompt_tokens": options.prompt, "cached_tokens": 0}
     meta |= {"completion_tokens": options.new, "id": "0" * 32, "e2e_latency": options.delay}
@@ -96,25 +105,50 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
-    """Bare, loop, bare, loop; the second of each counts (the first loads what is loaded once)."""
+    """Bare, loop, bare, loop; the last of each counts (the first loads what is loaded once)."""
     args, source = prepare(options, url, folder)
-    seconds: dict[str, tuple[float, float]] = {}
+    bare_wall = bare_cpu = loop_wall = loop_cpu = 0.0
     with rollout_workers(args, options.workers, folder) as workers:
-        for rollout_id in range(2):
-            seconds["bare"] = timed(bare(options, url))
-            before = sum(process.cpu_times().user + process.cpu_times().system for process in workers)
-            seconds["loop"] = timed(loop(args, rollout_id, source))
-            used = sum(process.cpu_times().user + process.cpu_times().system for process in workers) - before
-            seconds["workers"] = 0.0, used
-    cpu = {name: 1e3 * used / options.samples for name, (_, used) in seconds.items()}
-    per_second = options.rate / options.new
+        own = psutil.Process()
+        for rollout_id in range(options.rollouts):
+            if not options.no_bare:
+                _, bare_wall, bare_cpu = timed(bare(options, url))
+            before, memory = [cpu_seconds(process) for process in workers], private_bytes(own)
+            output, loop_wall, loop_cpu = timed(loop(args, rollout_id, source))
+            used = [cpu_seconds(process) - since for process, since in zip(workers, before, strict=True)]
+            memory = private_bytes(own) - memory
+            del output
+        peaks = [round(peak_bytes(process) / 2**20) for process in (own, *workers)]
+    tokens = options.samples * options.new
+    every = [loop_cpu, *used]
+    cpu = {"bare": bare_cpu, "loop": loop_cpu, "workers": sum(used)}
+    cpu = {name: 1e3 * seconds / options.samples for name, seconds in cpu.items()}
     return {
         "samples": options.samples, "concurrency": options.concurrency, "new": options.new, "delay": options.delay,
-        "bare_wall_s": seconds["bare"][0], "loop_wall_s": seconds["loop"][0],
+        "bare_wall_s": bare_wall, "loop_wall_s": loop_wall,
         "workers": options.workers, "workers_cpu_ms_per_sample": cpu["workers"],
         "bare_cpu_ms_per_sample": cpu["bare"], "loop_cpu_ms_per_sample": cpu["loop"],
-        "share_of_a_core_at_rate": 1e-3 * cpu["loop"] * per_second, "rate": options.rate,
+        "share_of_a_core_at_rate": 1e-3 * cpu["loop"] * options.rate / options.new, "rate": options.rate,
+        "engines": options.engines, "busiest_cpu_us_per_token": 1e6 * max(every) / tokens,
+        "all_cpu_us_per_token": 1e6 * sum(every) / tokens, "cpu_s": [round(seconds, 2) for seconds in every],
+        "kept_bytes_per_token": memory / tokens, "peak_mib": peaks,
     }  # fmt: skip
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Without shared memory: the pages of Ray's object store are not this process's alone."""
+    return int(process.memory_full_info().uss)
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    """The largest resident memory that a process has had."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 @contextlib.contextmanager
@@ -141,13 +175,13 @@ def rollout_workers(args: Any, count: int, folder: Path) -> Iterator[list[psutil
         disconnect()
 
 
-def timed(work: Any) -> tuple[float, float]:
-    """Seconds on the clock, and of this process's CPU."""
+def timed(work: Any) -> tuple[Any, float, float]:
+    """What the work returned, its seconds on the clock, and those of this process's CPU."""
     from slime.utils.async_utils import run
 
     wall, cpu = time.perf_counter(), time.process_time()
-    run(work)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    value = run(work)
+    return value, time.perf_counter() - wall, time.process_time() - cpu
 
 
 async def bare(options: argparse.Namespace, url: str) -> None:
@@ -155,7 +189,7 @@ async def bare(options: argparse.Namespace, url: str) -> None:
 
     ids = [4 + i % 56 for i in range(options.prompt)]
     body = json.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": options.new}, "return_logprob": True})
-    limit = asyncio.Semaphore(options.concurrency)
+    limit = asyncio.Semaphore(options.engines * options.concurrency)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one() -> None:
@@ -165,12 +199,13 @@ async def bare(options: argparse.Namespace, url: str) -> None:
         await asyncio.gather(*(one() for _ in range(options.samples)))
 
 
-async def loop(args: Any, rollout_id: int, source: Any) -> None:
+async def loop(args: Any, rollout_id: int, source: Any) -> Any:
     from slime.data.sample import flatten
     from slime.rollout.sglang_rollout import generate_rollout_async
 
     output = await generate_rollout_async(args, rollout_id, source)
     assert sum(sample.response_length for sample in flatten(output.samples)) > 0
+    return output
 
 
 def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, Any]:
@@ -191,10 +226,12 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": words, "label": "1"}) + "\n")
     args = load_args([
         "--hf-checkpoint", str(folder), "--prompt-data", str(folder / "prompts.jsonl"), "--rm-type", "random",
-        "--rollout-batch-size", str(options.samples // 8), "--n-samples-per-prompt", "8", "--num-rollout", "2",
+        "--rollout-batch-size", str(options.samples // 8), "--n-samples-per-prompt", "8",
+        "--num-rollout", str(options.rollouts), "--phase-timeout", "3600",
         "--rollout-max-response-len", str(options.new), "--sglang-server-concurrency", str(options.concurrency),
         "--rollout-num-gpus", "1", "--train-backend", "fsdp", "--rollout-backend", "embedded", "--no-deterministic",
     ])  # fmt: skip
+    args = args.with_values(rollout_num_gpus=options.engines)  # the flag refuses more than this machine can run
     args.sglang_router_ip, port = url.removeprefix("http://").split(":")
     args.sglang_router_port = int(port)
     init_http_client(args)
@@ -203,12 +240,16 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
 
 
 def show(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    print(f"{options.samples} samples of {options.new} tokens, {options.concurrency} at a time, {options.delay} s each")
-    for name in ("bare", "loop"):
+    in_flight = options.engines * options.concurrency
+    print(f"{options.samples} samples of {options.new} tokens, {in_flight} at a time, {options.delay} s each")
+    for name in ("loop",) if options.no_bare else ("bare", "loop"):
         wall, cpu = result[f"{name}_wall_s"], result[f"{name}_cpu_ms_per_sample"]
         print(f"  {name:<5}{wall:8.2f} s on the clock {cpu:8.2f} ms of CPU per sample")
     if options.workers:
         print(f"  {options.workers} workers{result['workers_cpu_ms_per_sample']:19.2f} ms of CPU per sample, together")
+    busiest, every = result["busiest_cpu_us_per_token"], result["all_cpu_us_per_token"]
+    print(f"  per token {busiest:.3f} µs of CPU of the busiest process, {every:.3f} of all, and "
+          f"{result['kept_bytes_per_token']:.1f} bytes in this one; peaks {result['peak_mib']} MiB")  # fmt: skip
     share = result["share_of_a_core_at_rate"]
     print(f"  at {options.rate:.0f} output tokens/s the loop keeps {share:.1%} of one core busy")
 

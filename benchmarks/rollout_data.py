@@ -7,6 +7,8 @@ All figures are CPU time of one process (two cores shared with other work change
 time for which the event loop did not answer, which is wall time: once while a rollout is completed with all samples in
 the pool (the state for a snapshot is taken on the event loop), once while another thread converts and splits them.
 On a busy machine compare with the same figure of an idle loop.
+Memory is that of the samples, with 5.5 bytes of text for each token, and that of the parts of all ranks, which are made
+one after the other.
 ``--lists`` reads every field once before the conversion, as hooks that look at the samples do.
 """
 
@@ -16,23 +18,28 @@ import argparse
 import asyncio
 import json
 import random
+import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
+import psutil
 
 from slime.cluster.garbage import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
-from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.convert import each_part, samples_to_train_data
 from slime.data.sample import Sample, flatten
+from slime.data.schedule import PackingSettings
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import add_staleness, staleness_metrics
+from slime.data.wire import Ragged
 from slime.rollout.generate import append_output
 from slime.rollout.metrics import rollout_metrics
 
@@ -54,16 +61,23 @@ def main() -> None:
 
     groups = make_groups(options)
     garbage = GarbageCollection()  # as in the rollout manager
+    empty = private_bytes()
     fill(options, args, groups, result)
+    result["kept_bytes"] = (private_bytes() - empty) / tokens
     garbage.collect()
     leaves = [sample for group in groups for sample in group]
     timed("pack", lambda: [sample.pack() for sample in leaves if hasattr(sample, "pack")])
     asyncio.run(stalls(args, groups, result, timed, options.lists))
     result["convert_staleness_split"] = sum(result[name] for name in ("convert", "staleness", "split"))
+    result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, value in result.items():
-        unit = "ms" if name.startswith("loop") else "µs of CPU per token"
-        print(f"{name:28s} {value:9.3f} {unit}")
+        unit = "ms" if name.startswith("loop") else "GiB" if name.endswith("gib") else "µs of CPU per token"
+        print(f"{name:28s} {value:9.3f} {unit if not name.endswith('_bytes') else 'bytes per token'}")
     print(json.dumps({"samples": options.samples, "tokens": options.tokens, **result}))
+
+
+def private_bytes() -> int:
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +119,8 @@ def make_groups(options: argparse.Namespace) -> list[list[Any]]:
 def fill(options: argparse.Namespace, args: Any, groups: list[list[Any]], result: dict[str, float]) -> None:
     """Append one answer to each sample, as it comes out of the JSON parser."""
     draw = random.Random(0)
-    scored = [[round(-3 * draw.random(), 6), draw.randrange(150_000), None] for _ in range(options.tokens)]
+    # Engines send log-probs that are exact in float32, which samples keep in four bytes.
+    scored = [[float(np.float32(-3 * draw.random())), draw.randrange(150_000), None] for _ in range(options.tokens)]
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.3", "output_token_logprobs": scored}
     body = orjson.dumps({"text": "The answer " * (options.tokens // 2), "meta_info": meta})
     used = parsing = 0.0
@@ -157,7 +172,7 @@ async def stalls(
     if lists:
         leaves = flatten(groups)
         timed("hooks_read_lists", lambda: [(s.tokens, s.loss_mask, s.rollout_log_probs) for s in leaves])
-    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed)))
+    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed, result)))
     task.cancel()
 
 
@@ -184,7 +199,7 @@ async def in_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any]) -> None:
+def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], result: dict[str, float]) -> None:
     """Everything of ``RolloutManager.generate`` that looks at tokens."""
     samples = flatten(groups)
 
@@ -192,10 +207,19 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any]) -> No
         add_staleness(data, samples, 5)
         staleness_metrics(samples, 5)
 
+    def split() -> None:  # one part after the other, as the manager puts them into the object store
+        parts = each_part(PackingSettings.from_args(args), data, args.rollout_num_gpus)
+        result["split_bytes"] = sum(map(array_bytes, parts)) / sum(sample.response_length for sample in samples)
+
     timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
     data = timed("convert", lambda: samples_to_train_data(args, groups))
     timed("staleness", staleness)
-    timed("split", lambda: split_train_data(args, data, args.rollout_num_gpus))
+    timed("split", split)
+
+
+def array_bytes(part: Mapping[str, Any]) -> int:
+    arrays = [array for value in part.values() for array in (value if isinstance(value, Ragged) else [value])]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 class _NoPrompts:

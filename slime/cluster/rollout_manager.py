@@ -23,6 +23,8 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.manager_client import RolloutBatch
     from slime.cluster.rollout_state import Rollout
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from slime.config.layout import ParallelLayout
     from slime.data.sample import Group, Sample
     from slime.data.source import DataSource
+    from slime.data.wire import Wire
     from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
@@ -99,11 +102,17 @@ class RolloutManager(EngineManager):
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
-        parts = parts_of_ranks(self.args, groups, rollout_id, self.layout)
+        stored: list[ObjectRef[Wire]] = []
+        used: set[int] = set()
+        numbered = True
+        for part in parts_of_ranks(self.args, groups, rollout_id, self.layout):
+            stored.append(ray.put(part))
+            used.update(map(int, part.get("group_indices", ())))
+            numbered = numbered and "group_indices" in part
         # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.
-        if all("group_indices" in part for part in parts):
-            self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
-        return RolloutBatch([ray.put(part) for part in parts], metrics, texts, take_warnings())
+        if numbered:
+            self.state.ledger.left_out(rollout_id, used)
+        return RolloutBatch(stored, metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,18 +72,19 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
 
 def parts_of_ranks(
     args: Args, groups: Sequence[Group | Sample], rollout_id: int, layout: ParallelLayout
-) -> list[wire.Wire]:
-    """Convert the samples of a rollout, and return the part of each data-parallel rank (see :mod:`slime.data.wire`).
+) -> Iterator[wire.Wire]:
+    """Convert the samples of a rollout, and yield the part of each data-parallel rank (see :mod:`slime.data.wire`).
+
+    A part copies the tokens of its samples. It is made when it is asked for, so that a caller that passes on one after
+    the other never holds a second copy of the whole rollout.
 
     Raises:
-        ValueError: As for :func:`samples_to_train_data`.
+        ValueError: As for :func:`samples_to_train_data`, before the first part.
     """
     train_data = samples_to_train_data(args, groups)
     add_staleness(train_data, flatten(groups), rollout_id)
-    parts = split_train_data(args, train_data, layout.dp, layout.schedule())
-    for part in parts:
-        part["rollout_id"] = rollout_id
-    return parts
+    for part in each_part(PackingSettings.from_args(args), train_data, layout.dp, layout.schedule()):
+        yield {**part, "rollout_id": rollout_id}
 
 
 def split_train_data(
@@ -99,12 +100,18 @@ def split_train_data(
     Returns:
         One dict per rank (see :mod:`slime.data.wire`).
     """
+    return list(each_part(PackingSettings.from_args(args), train_data, dp_size, parallel))
+
+
+def each_part(
+    settings: PackingSettings, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
+) -> Iterator[wire.Wire]:
+    """As :func:`split_train_data`, but a part is made when it is asked for."""
     lengths = [len(t) for t in train_data["tokens"]]
-    global_batch_size = args.global_batch_size
-    if args.load_debug_rollout_data_subsample:  # The number of steps is the same as with the whole dump.
-        global_batch_size = max(len(set(train_data["rollout_ids"])) // (args.num_steps_per_rollout or 1), 1)
-    assert global_batch_size is not None, "defaults.py resolves it"
-    settings = PackingSettings.from_args(args)
+    global_batch_size = settings.global_batch_size
+    if settings.steps:
+        global_batch_size = max(len(set(train_data["rollout_ids"])) // settings.steps, 1)
+    assert global_batch_size, "defaults.py resolves it"
     partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
         settings,
         {**(parallel or {}), "dp_size": dp_size},
@@ -121,10 +128,8 @@ def split_train_data(
         "global_token_counts": _token_counts(partitions, micro_batches, num_microbatches, tokens_of),
     }
     data = {**train_data, "total_lengths": lengths}
-    return [
-        wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
-        for partition, batches in zip(partitions, micro_batches, strict=True)
-    ]
+    for partition, batches in zip(partitions, micro_batches, strict=True):
+        yield wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
 
 
 def shared_prompts(

@@ -12,45 +12,21 @@ and the *excess* is its cost minus its target.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from slime.data.lock_step_items import Items, Samples
 
 # The search stops when no micro-batch exceeds its target by more than this fraction of it.
 _TOLERANCE = 0.005
 # Samples are only exchanged with this many micro-batches, those furthest below their targets. This bounds the time of
 # one step of the search.
 _PARTNERS = 64
-
-
-@dataclass(frozen=True)
-class Items:
-    """The samples of one optimizer step.
-
-    ``tokens`` and ``costs`` refer to whole samples. Samples with the same key in ``prompts`` can store their prompt
-    once per micro-batch, so each further one saves ``prompt_tokens`` and ``prompt_costs``. The key ``None`` means that
-    a sample shares its prompt with no other. Costs are positive numbers in any unit.
-    """
-
-    tokens: Sequence[int]
-    costs: Sequence[float]
-    prompts: Sequence[Hashable | None]
-    prompt_tokens: Sequence[int]
-    prompt_costs: Sequence[float]
-
-    def size(self, members: Sequence[int]) -> tuple[int, float]:
-        """Tokens and cost of samples in one micro-batch; a shared prompt counts once."""
-        tokens, cost = sum(self.tokens[i] for i in members), sum(self.costs[i] for i in members)
-        seen: set[Hashable] = set()
-        for i in members:
-            key = self.prompts[i]
-            if key is not None and key in seen:
-                tokens -= self.prompt_tokens[i]
-                cost -= self.prompt_costs[i]
-            elif key is not None:
-                seen.add(key)
-        return tokens, cost
+# A step with twice as many micro-batches is packed in parts of this size, because the time of the search grows with the
+# square. A part has at least so many rows (times the number of which the rows are a multiple): one of them is for its
+# longest samples, and one may not be full.
+_TOGETHER = 1024
+_LEAST_ROWS = 32
 
 
 def pack_in_lock_step(
@@ -67,7 +43,8 @@ def pack_in_lock_step(
 
     The search makes at most two steps per micro-batch, each of which considers the samples of ``_PARTNERS`` others. It
     takes 50 to 80 ms of CPU time per thousand samples, and up to 130 ms with shared prompts (2,048 to 16,384 samples,
-    128 and 512 ranks).
+    128 and 512 ranks). A large step is packed in parts, consecutive samples with about equal numbers of tokens, so that
+    the time per sample does not grow with the step.
 
     Args:
         ranks: Number of data-parallel ranks.
@@ -79,9 +56,12 @@ def pack_in_lock_step(
         ``[rank][micro-batch]``: positions of samples in ascending order. None if no such schedule was found, because
         there are fewer samples than micro-batches, or because long samples cannot be distributed evenly.
     """
-    samples = _Samples.of(items)
+    samples = Samples.of(items)
     # No schedule with fewer micro-batches per rank can hold so many tokens.
     smallest = max(math.ceil(samples.least_tokens(cap) / (ranks * cap)), at_least, 1)
+    count = smallest // max(_TOGETHER // ranks, _LEAST_ROWS * multiple)
+    if count > 1 and (packed := _pack_parts(items, _parts(items, count), ranks, cap, multiple, at_least)) is not None:
+        return packed
     bins = _pack(samples, ranks, cap, smallest, multiple)
     if bins is None:
         return None
@@ -89,77 +69,66 @@ def pack_in_lock_step(
     return [[row[rank] for row in rows] for rank in range(ranks)]
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """:class:`Items` as arrays ``[n]``.
+def _pack_parts(
+    items: Items, parts: list[range], ranks: int, cap: int, multiple: int, at_least: int
+) -> list[list[list[int]]] | None:
+    """Pack each part as :func:`pack_in_lock_step` does, one after the other; None if one of them has no schedule."""
+    packed: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for part in parts if len(parts) > 1 else []:
+        ours = pack_in_lock_step(items.take(part), ranks, cap, multiple, math.ceil(at_least / len(parts)))
+        if ours is None:
+            return None
+        for rank, batches in enumerate(ours):
+            packed[rank] += [[part[i] for i in batch] for batch in batches]
+    return packed if len(parts) > 1 else None
 
-    Attributes:
-        keys: Number of each sample's prompt; a prompt that is not shared has a number of its own.
-        saved_tokens, saved_costs: What a sample saves in a micro-batch that already stores its prompt.
-        shares: Whether any two samples have the same prompt.
+
+def _parts(items: Items, count: int) -> list[range]:
+    """Divide samples into at most ``count`` runs of about equal numbers of tokens; a prompt's samples stay together."""
+    size = sum(items.tokens) / count
+    starts, tokens = [0], 0
+    for i in range(1, len(items.tokens)):
+        tokens += items.tokens[i - 1]
+        prompt = items.prompts[i]
+        if tokens >= len(starts) * size and (prompt is None or prompt != items.prompts[i - 1]):
+            starts.append(i)
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(items.tokens)], strict=True)]
+
+
+def _pack(samples: Samples, ranks: int, cap: int, smallest: int, multiple: int) -> list[list[int]] | None:
+    """Pack into ``k * ranks`` micro-batches with the smallest ``k`` that works; None if none does.
+
+    Steps between attempts double until one works, then what lies between is bisected: where lengths do not divide the
+    cap, the smallest ``k`` is far above the lower bound, by a tenth and more. What works with some ``k`` rarely fails
+    with a larger one; if it does, the ``k`` that is found is not the smallest.
     """
+    below, largest = math.ceil(smallest / multiple) - 1, len(samples.tokens) // (ranks * multiple)
 
-    tokens: np.ndarray
-    costs: np.ndarray
-    keys: np.ndarray
-    saved_tokens: np.ndarray
-    saved_costs: np.ndarray
-    shares: bool
+    def attempt(count: int) -> _Packer | None:
+        packer = _Packer(samples, ranks, count * multiple, cap)
+        return packer if packer.place() else None
 
-    @classmethod
-    def of(cls, items: Items) -> _Samples:
-        numbers: dict[Hashable, int] = {}
-        named = [("own", i) if key is None else ("shared", key) for i, key in enumerate(items.prompts)]
-        keys = np.asarray([numbers.setdefault(name, len(numbers)) for name in named], np.int64)
-        return cls(
-            np.asarray(items.tokens, np.int64),
-            np.asarray(items.costs, np.float64),
-            keys,
-            np.asarray(items.prompt_tokens, np.int64),
-            np.asarray(items.prompt_costs, np.float64),
-            shares=len(numbers) < len(keys),
-        )
-
-    def least_tokens(self, cap: int) -> float:
-        """Lower bound of the tokens that any schedule stores, if a prompt is stored once per ``cap`` tokens."""
-        return float(self._least(self.tokens, self.saved_tokens, cap))
-
-    def least_cost(self, cap: int) -> float:
-        return float(self._least(self.costs, self.saved_costs, cap))
-
-    def _least(self, sizes: np.ndarray, saved: np.ndarray, cap: int) -> np.floating:
-        if not self.shares:
-            # A sample longer than the cap is alone in a micro-batch, so it uses up exactly one.
-            return np.minimum(sizes, cap).sum() if sizes is self.tokens else sizes.sum()
-        # A sample longer than the cap is alone, also if it shares a prompt. It may even share more than the cap.
-        alone = self.tokens > cap
-        whole = cap * alone.sum() if sizes is self.tokens else sizes[alone].sum()
-        keys, saved, saved_tokens = self.keys[~alone], saved[~alone], self.saved_tokens[~alone]
-        # For each prompt: its responses, plus the prompt once for each micro-batch that they need at least. Beside the
-        # prompt, a micro-batch has room for ``cap - prompt`` response tokens.
-        prompts, once = np.zeros(self.keys.max() + 1), np.zeros(self.keys.max() + 1)
-        prompts[keys], once[keys] = saved_tokens, saved
-        tokens = np.bincount(keys, self.tokens[~alone] - saved_tokens, len(once))
-        own = tokens if sizes is self.tokens else np.bincount(keys, sizes[~alone] - saved, len(once))
-        return whole + (own + np.maximum(np.ceil(tokens / np.maximum(cap - prompts, 1)), 1) * once).sum()
-
-
-def _pack(samples: _Samples, ranks: int, cap: int, smallest: int, multiple: int) -> list[list[int]] | None:
-    """Pack into ``k * ranks`` micro-batches with the smallest ``k`` that works; None if none does."""
-    k = math.ceil(smallest / multiple) * multiple
-    while k * ranks <= len(samples.tokens):
-        packer = _Packer(samples, ranks, k, cap)
-        if packer.place():
-            packer.improve()
-            return [sorted(batch) for batch in packer.members]
-        k += multiple
-    return None
+    untried, count, step, found = list(range(below + 1, largest + 1)), below + 1, 1, None
+    while count <= largest and (found := attempt(count)) is None:
+        untried.remove(count)
+        below, count = count, count + 1 if count >= largest else min(count + step, largest)
+        step *= 2
+    while found is not None and count - below > 1:
+        middle = (below + count) // 2
+        better = attempt(middle)
+        below, count, found = (below, middle, better) if better is not None else (middle, count, found)
+    if found is None:  # not even with as many micro-batches as samples
+        found = next(filter(None, map(attempt, untried)), None)
+    if found is None:
+        return None
+    found.improve()
+    return [sorted(batch) for batch in found.members]
 
 
 class _Packer:
     """One attempt with a fixed number of micro-batches."""
 
-    def __init__(self, samples: _Samples, ranks: int, k: int, cap: int) -> None:
+    def __init__(self, samples: Samples, ranks: int, k: int, cap: int) -> None:
         self.samples, self.ranks, self.k, self.cap = samples, ranks, k, cap
         self.where = np.full(len(samples.tokens), -1, np.int64)  # micro-batch of each sample; -1: not placed yet
         self.members: list[list[int]] = [[] for _ in range(ranks * k)]  # samples of each micro-batch
@@ -168,6 +137,8 @@ class _Packer:
         self.used = np.zeros(ranks * k, np.int64)  # tokens of each micro-batch
         self.load = np.zeros(ranks * k, np.float64)  # cost of each micro-batch
         self.target = self._targets(samples.least_cost(cap))
+        self._key_marks = np.zeros(int(samples.keys.max()) + 1, bool)
+        self._batch_marks = np.zeros(ranks * k, bool)
 
     def _targets(self, total: float) -> np.ndarray:
         largest_first = np.sort(self.samples.costs)[::-1]
@@ -311,8 +282,8 @@ class _Packer:
         # only does so if another sample with this prompt stays there.
         if self.samples.shares:
             same = keys[others] == keys[u]
-            in_a = np.isin(keys[others], keys[self.members[a]]) & (~same | stays)
-            in_partner = np.isin(partner, np.fromiter(holders, np.int64)) & (~same | kept)
+            in_a = _among(keys[others], keys[self.members[a]], self._key_marks) & (~same | stays)
+            in_partner = _among(partner, list(holders), self._batch_marks) & (~same | kept)
         else:
             in_a = in_partner = kept
         tokens_out, costs_out = self._sizes(u, stays)
@@ -328,9 +299,17 @@ class _Packer:
         """The larger excess of ``a`` and each of ``lowest`` after ``u`` has moved there; inf if it does not fit."""
         holders = self.holders[int(self.samples.keys[u])]
         _, costs_out = self._sizes(u, holders[a] > 1)
-        tokens, costs = self._sizes(u, np.isin(lowest, np.fromiter(holders, np.int64)))
+        tokens, costs = self._sizes(u, _among(lowest, list(holders), self._batch_marks))
         after = np.maximum(excess[lowest] + costs, excess[a] - costs_out)
         return np.where(self.used[lowest] + tokens <= self.cap, after, np.inf)
+
+
+def _among(values: np.ndarray, wanted: np.ndarray | list[int], marks: np.ndarray) -> np.ndarray:
+    """As :func:`numpy.isin`, which takes ten times as long for a few values; ``marks`` is False for all numbers."""
+    marks[wanted] = True
+    found: np.ndarray = marks[values]
+    marks[wanted] = False
+    return found
 
 
 def _targets(costs: np.ndarray, ideal: float, ranks: int, k: int) -> np.ndarray:

@@ -365,26 +365,26 @@ def _saved(sample: Sample) -> dict[str, Any]:
         if key == "loss_mask" and is_unset(value):
             data[key] = None
         elif key not in data:
-            data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else _own(value)
+            data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else own_copy(value)
     return data
 
 
 def _restored(data: Mapping[str, object]) -> Sample:
-    sample = Sample.from_dict({key: value if key in _SHARED else _own(value) for key, value in data.items()})
+    sample = Sample.from_dict({key: value if key in _SHARED else own_copy(value) for key, value in data.items()})
     sample.pack()
     return sample
 
 
-def _own(value: object) -> Any:
+def own_copy(value: object) -> Any:
     """A deep copy. For values that JSON could hold, it is several times faster than :func:`copy.deepcopy`."""
     if type(value) in _ATOMS:
         return value
     if type(value) is list:
-        return [_own(entry) for entry in value]
+        return [own_copy(entry) for entry in value]
     if type(value) is tuple:
-        return tuple([_own(entry) for entry in value])
+        return tuple([own_copy(entry) for entry in value])
     if type(value) is dict:
-        return {key: _own(entry) for key, entry in value.items()}
+        return {key: own_copy(entry) for key, entry in value.items()}
     return copy.deepcopy(value)
 
 

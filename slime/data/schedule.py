@@ -29,6 +29,9 @@ class PackingSettings:
         pads: Samples are padded to the longest one of the micro-batch, instead of packed into one row.
         shares_prompts: Samples with the same prompt store it once per pack.
         shape: The model's dimensions, for the costs; None if they are not known.
+        global_batch_size: Rollouts of an optimizer step over all ranks.
+        steps: If above 0, a rollout has so many steps, whatever ``global_batch_size`` is: its samples are a part of a
+            dump, and the number of steps is the same as with the whole dump.
     """
 
     dynamic: bool = False
@@ -39,6 +42,8 @@ class PackingSettings:
     pads: bool = False
     shares_prompts: bool = False
     shape: ModelShape | None = None
+    global_batch_size: int = 0
+    steps: int = 0
 
     @classmethod
     def from_args(cls, args: Args) -> PackingSettings:
@@ -54,6 +59,8 @@ class PackingSettings:
             # a copy of the prompt per sample.
             shares_prompts=bool(args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay),
             shape=ModelShape.from_megatron(args.megatron) or ModelShape.from_checkpoint(args.hf_checkpoint),
+            global_batch_size=args.global_batch_size or 0,
+            steps=(args.num_steps_per_rollout or 1) if args.load_debug_rollout_data_subsample else 0,
         )
 
 

@@ -17,7 +17,7 @@ from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
 from slime.data.plain_files import load_plain, plain
 from slime.data.rows import DataError
-from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
 from slime.data.tokenizers import load_processor, load_tokenizer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class RolloutDataSource:
         prompt = self._next_prompt()
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = deep_copy(prompt)
             sample.group_index, sample.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
             group.append(sample)
@@ -316,3 +316,16 @@ def _state_path(directory: str | None, rollout_id: int) -> Path:
     if not directory:
         raise ValueError("the data source cannot be saved without --save")
     return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def deep_copy(sample: Sample) -> Sample:
+    """A copy that shares nothing mutable with ``sample``, several times faster than :func:`copy.deepcopy`.
+
+    Its fields are copied one by one: an object that two fields share becomes two objects.
+    """
+    made = copy.copy(sample)  # copies the counters of the engine
+    data = vars(made)
+    for name, value in data.items():
+        if name not in ("spec_info", "prefix_cache_info"):
+            data[name] = own_copy(value)
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import orjson
 from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
+from slime.data.source import deep_copy
 from slime.observability import progress
 from slime.rollout.abort import retry_delay
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
@@ -102,7 +102,7 @@ def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> 
     for i, prompt in enumerate(_dataset(args.hf_checkpoint, state, config).samples):
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
-            sample = copy.deepcopy(prompt)
+            sample = deep_copy(prompt)
             sample.group_index, sample.index = i, i * (config.n_samples_per_eval_prompt or 1) + k
             _override(args, config, sample)
             group.append(sample)

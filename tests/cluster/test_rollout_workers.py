@@ -24,6 +24,7 @@ from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.cluster.rollout_workers import RolloutWorkers, WorkersLost, parts_of_workers, worker_launcher
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.sample import Sample, flatten
+from slime.data.staleness import sample_staleness
 from slime.engines.background import run
 from slime.rollout.fully_async_rollout import StandingPool
 from slime.rollout.loop import RolloutLoop
@@ -32,6 +33,11 @@ from slime.rollout.state import GenerateState
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
 
+ACCOUNTED = {
+    "rollout_function_path": DEFAULT_ROLLOUT_FUNCTION, "save": None, "replay_schedule": None,
+    "load_debug_rollout_data": None,
+}  # fmt: skip
+"""What a run needs besides for its ledger and its schedule."""
 HOOKS = """
 import asyncio, os, time
 from dataclasses import dataclass
@@ -140,48 +146,87 @@ def test_groups_are_divided_as_the_engines_are() -> None:
     assert parts_of_workers(3, 2, 2) == [0.25, 0.5, 0.25]
 
 
-def test_any_number_of_workers_gives_the_same_samples(begin, hook, tmp_path: Path) -> None:
+def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engine: SmallEngine) -> None:
+    """Samples, ledger and schedule with 1, 2 and 4 workers are those of a single process, and staleness is as bounded.
+
+    The same workers serve synchronous rollouts and standing pools, because their start is what takes time.
+    """
+    engine.version = "0.0"
     made = []
-    for count in (0, 2, 4):
-        more = {"custom_generate_function_path": hook("generate"), "custom_rm_path": hook("reward")}
-        args = begin(count, deterministic=True, rollout_batch_size=8, **more)
-        source = source_of(args)
-        rollouts = [flatten(rollout(args, source, number).samples) for number in range(2)]
-        made.append([values(samples) for samples in rollouts])
-        noted = {sample.metadata["note"].pid for samples in rollouts for sample in samples}  # of a class of the file
-        assert noted == set(pids(args) if count else [os.getpid()])
+    for count in (0, 1, 2, 4):
+        own = {**ACCOUNTED, "phase_timeout": 200.0}
+        own |= {"custom_generate_function_path": hook("generate"), "custom_rm_path": hook("reward")}
+        args = begin(count, deterministic=True, rollout_batch_size=8, **own)
+        samples, account = accounted_rollouts(args, tmp_path / f"ledger-{count}")
+        processes = set(pids(args) if count else [os.getpid()])
+        assert {sample.metadata["note"].pid for sample in samples} == processes  # of a class of the file
+
+        def with_pool(args: Any = args, own: dict[str, Any] = own, **more: Any) -> Any:
+            pool = engine.serve(arguments(args.hf_checkpoint, **own, **more))
+            GenerateState(pool).generator = GenerateState(args).generator
+            return pool
+
+        taken, lines = standing_pool(with_pool(async_buffer_size=2), tmp_path / f"pool-{count}")
+        made.append((values(samples), account, [values(some) for some in taken], lines))
+        bounded = with_pool(async_buffer_size=2, max_weight_staleness=1)
+        taken, _ = standing_pool(bounded, tmp_path / f"bounded-{count}", engine)
+        ages = [sample_staleness(sample, step) for step, samples in enumerate(taken) for sample in samples]
+        assert None not in ages and max(ages) == 1
+        engine.version = "0.0"
         files = list(tmp_path.glob("pid-*"))
-        assert {int(file.name.removeprefix("pid-")) for file in files} == set(pids(args) if count else [os.getpid()])
+        assert {int(file.name.removeprefix("pid-")) for file in files} == processes
         for file in files:
             file.unlink()
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1] == made[2] == made[3]
+    assert len(made[0][1]) >= 16 and len(made[0][3]) >= 3 * 8
 
 
-def test_a_standing_pool_records_what_its_workers_generate(begin, tmp_path: Path, engine: SmallEngine) -> None:
-    made, lines = [], []
-    engine.version = "0.0"
-    for count in (0, 2):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        args = begin(count, async_buffer_size=2, replay_schedule=None, save=None, load_debug_rollout_data=None)
-        source = source_of(args)
-        state = RolloutState(args, folder, source)
-        GenerateState(args).observer = state.observe
-        GenerateState(args).schedule = state.open_schedule(folder / "schedule.jsonl", 0, 0, 3)
+def accounted_rollouts(args: Any, folder: Path) -> tuple[list[Sample], list[str]]:
+    """The samples of two rollouts and the rows of their ledger, which is consistent."""
+    folder.mkdir()
+    source = source_of(args)
+    state = RolloutState(args, folder, source)
+    GenerateState(args).observer = state.observe
+    samples = []
+    for number in range(2):
+        output = rollout(args, source, number)
+        samples += flatten(output.samples)
+        state.complete(number, Rollout(output.samples, {}, 0.0))
+        state.trained(number)
+    state.close_account(1)
+    state.close()
+    report = read_ledger(folder / "ledger.jsonl")
+    assert report.closes and report.counts["trained"] == 16
+    return samples, sorted((folder / "ledger.jsonl").read_text().splitlines())
 
-        async def train(args: Any = args, source: Any = source) -> list[Any]:
-            pool, taken = StandingPool(args, source, 0, 3), []
-            for step in range(3):
-                await pool.advance(step, trained=step > 0)
-                taken.append(values(flatten((await pool.take(step)).samples)))
-                await pool.advance(step, taken=True)
-            await pool.close()
-            return taken
 
-        made.append(run(train()))
-        state.close()
-        lines.append(sorted(line for line in (folder / "schedule.jsonl").read_text().splitlines() if "request" in line))
-    assert made[0] == made[1] and lines[0] == lines[1] and len(lines[0]) >= 3 * 8
+def standing_pool(args: Any, folder: Path, trained: SmallEngine | None = None) -> tuple[list[list[Sample]], list[str]]:
+    """The samples of three steps of a fully asynchronous run, and the lines of its requests in the schedule.
+
+    Args:
+        trained: An engine that gets new weights after each step.
+    """
+    folder.mkdir()
+    source = source_of(args)
+    state = RolloutState(args, folder, source)
+    GenerateState(args).observer = state.observe
+    GenerateState(args).schedule = state.open_schedule(folder / "schedule.jsonl", 0, 0, 3)
+
+    async def train() -> list[list[Sample]]:
+        pool, taken = StandingPool(args, source, 0, 3), []
+        for step in range(3):
+            await pool.advance(step, trained=step > 0)
+            taken.append(flatten((await pool.take(step)).samples))
+            await pool.advance(step, taken=True)
+            if trained is not None:
+                trained.version = f"0.{step + 1}"
+        await pool.close()
+        return taken
+
+    taken = run(train())
+    state.close()
+    lines = (folder / "schedule.jsonl").read_text().splitlines()
+    return taken, sorted(line for line in lines if "request" in line)
 
 
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
@@ -214,24 +259,24 @@ def test_an_evaluation_goes_through_the_workers(begin, hook, tmp_path: Path) -> 
     assert values(made[0]["samples"]) == values(made[1]["samples"]) and made[0]["rewards"] == made[1]["rewards"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("count, lost, number", [(1, 1, "SIGKILL"), (2, 2, "SIGSTOP"), (4, 2, "SIGKILL")])
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
-def test_the_groups_of_a_lost_worker_are_generated_again(
-    begin, engine: SmallEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+def test_the_groups_of_lost_workers_are_generated_again(
+    begin, engine: SmallEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, lost: int, number: str
 ) -> None:
     monkeypatch.setattr("slime.cluster.rollout_workers.SILENT_SECONDS", 12.0)
-    more = {"save": None, "rollout_function_path": DEFAULT_ROLLOUT_FUNCTION, "load_debug_rollout_data": None}
-    args = begin(2, deterministic=True, rollout_batch_size=8, phase_timeout=200.0, **more)
+    args = begin(count, deterministic=True, rollout_batch_size=8, phase_timeout=200.0, **ACCOUNTED)
     source = source_of(args)
     state = RolloutState(args, tmp_path, source)
     GenerateState(args).observer = state.observe
     before = pids(args)
+    struck = before[:lost]  # the second worker has the group that never ends
 
     def strike() -> None:
         while engine.running < 2:  # the group that never ends is in one of them
             time.sleep(0.01)
-        for pid in before:
-            os.kill(pid, number)
+        for pid in struck:
+            os.kill(pid, signal.Signals[number])
         engine.slow = lambda prompt: False
 
     striker = threading.Thread(target=strike)
@@ -244,10 +289,11 @@ def test_the_groups_of_a_lost_worker_are_generated_again(
     state.close()
     report = read_ledger(tmp_path / "ledger.jsonl")
     assert report.closes and report.counts["trained"] == 8
-    after = pids(args)
-    assert len(after) == 2 and not set(after) & set(before)
-    assert not [pid for pid in before if psutil.pid_exists(pid)]
-    assert GenerateState(args).generator.restarts() == 2.0
+    while len(pids(args)) < count:  # those that live may have generated everything meanwhile
+        time.sleep(0.05)
+    assert set(pids(args)) & set(before) == set(before[lost:])
+    assert not [pid for pid in struck if psutil.pid_exists(pid)]
+    assert GenerateState(args).generator.restarts() == lost
     undisturbed = begin(0, deterministic=True, rollout_batch_size=8)
     assert values(flatten(output.samples)) == values(flatten(rollout(undisturbed, source_of(undisturbed)).samples))
 

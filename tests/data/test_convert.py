@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import Args
-from slime.data.convert import samples_to_train_data, shared_prompts, split_train_data
+from slime.config.layout import ParallelLayout
+from slime.data.convert import parts_of_ranks, samples_to_train_data, shared_prompts, split_train_data
 from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.schedule import PackingSettings
 from slime.data.staleness import add_staleness, staleness_metrics
@@ -53,6 +54,23 @@ def test_the_documented_keys() -> None:
     assert data["rollout_mask_sums"] == [2.0, 3.0, 1.0, 2.0]
     assert data["rollout_ids"] == [0, 1, 2, 3] and data["group_indices"] == [0, 0, 1, 1]
     assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_parts_of_ranks_do_not_add_a_copy_of_the_rollout() -> None:
+    """The peak of memory is the samples and one part: each part can go before the next is made."""
+    groups = [[make_sample(2 * group + i, group, 50_000) for i in range(2)] for group in range(8)]
+    args = make_args(global_batch_size=16, rollout_batch_size=8, n_samples_per_prompt=2, max_tokens_per_gpu=50_001)
+    for sample in flatten(groups):
+        sample.pack()
+    tracemalloc.start()
+    ranks, largest = 0, 0
+    for part in parts_of_ranks(args, groups, 3, ParallelLayout(8)):
+        assert part["rollout_id"] == 3 and len(part["partition"]) == 2
+        largest, ranks = max(largest, part["tokens"].values.nbytes + part["loss_masks"].values.nbytes), ranks + 1
+        del part
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert ranks == 8 and peak < 0.7 * 8 * largest
 
 
 def test_fan_out_siblings_share_a_rollout() -> None:

@@ -132,6 +132,7 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
     assert sorted(batch for mine in packed for batch in mine) == [list(range(g, g + 8)) for g in range(0, 32, 8)]
 
 
+@pytest.mark.parametrize("together", [1024, 4])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     ranks=st.integers(1, 5),
@@ -141,10 +142,15 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
     cap=st.integers(46, 120),
 )
 def test_what_holds_for_any_batch(
-    lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
+    together: int, lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
 ) -> None:
-    items = items_of([n + prompt for n in lengths], group_size, prompt)
+    with mock.patch.multiple(lock_step, _TOGETHER=together, _LEAST_ROWS=min(lock_step._LEAST_ROWS, together)):
+        check_what_holds(items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap)
+
+
+def check_what_holds(items: Items, ranks: int, multiple: int, cap: int) -> None:
     packed = pack_in_lock_step(items, ranks, cap, multiple)
+    lengths = items.tokens
     if packed is None:  # as many micro-batches as samples are always possible where that comes out even
         assert len(lengths) % (ranks * multiple)
         return
@@ -153,6 +159,41 @@ def test_what_holds_for_any_batch(
     assert len(packed) == ranks and len({len(mine) for mine in packed}) == 1
     assert len(packed[0]) % multiple == 0
     assert all(batch and items.size(batch)[0] <= cap for mine in packed for batch in mine)
+
+
+@pytest.mark.parametrize("prompt", [0, 50])
+def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
+    """No search has more micro-batches than two parts, so that a sample costs the same in a step of any size."""
+    monkeypatch.setattr(lock_step, "_TOGETHER", 64)
+    monkeypatch.setattr(lock_step, "_LEAST_ROWS", 8)
+    items = items_of([prompt + n for n in long_tailed(1600, 400, 1500, 0)], group_size=8, prompt=prompt)
+    place = lock_step._Packer.place
+    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+        packed = pack_in_lock_step(items, 4, 1600, multiple=2)
+    assert packed is not None
+    sizes = [len(call.args[0].load) for call in attempts.call_args_list]
+    assert len(sizes) > 3 and max(sizes) <= 2 * 64
+    assert sorted(i for mine in packed for batch in mine for i in batch) == list(range(1600))
+    assert len({len(mine) for mine in packed}) == 1 and len(packed[0]) % 2 == 0
+    assert all(batch and items.size(batch)[0] <= 1600 for mine in packed for batch in mine)
+    stored = sum(items.size(batch)[1] for mine in packed for batch in mine)
+    assert lock_step_cost(items, packed) <= 1.02 * stored / 4
+    # Groups are not divided between parts, so the parts store as little as a step that is packed at once.
+    monkeypatch.setattr(lock_step, "_TOGETHER", 10**9)
+    whole = pack_in_lock_step(items, 4, 1600, multiple=2)
+    assert whole is not None and whole != packed
+    assert stored <= 1.01 * sum(items.size(batch)[1] for mine in whole for batch in mine)
+    assert len(packed[0]) <= 1.1 * len(whole[0]), "at most one row and its rounding more in each part of 16 rows"
+
+
+def test_a_part_without_a_schedule_is_packed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three long samples at the end cannot be divided among two ranks, but together with short ones they can."""
+    monkeypatch.setattr(lock_step, "_TOGETHER", 2)
+    monkeypatch.setattr(lock_step, "_LEAST_ROWS", 1)
+    lengths = [1] * 21 + [10] * 3
+    packed = pack_in_lock_step(items_of(lengths), 2, 10)
+    assert packed is not None and sorted(i for mine in packed for b in mine for i in b) == list(range(24))
+    assert pack_forward_only(PackingSettings(), lengths, None, 10, at_least=9)[8:]
 
 
 @given(

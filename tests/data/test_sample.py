@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from slime.config.args import Args
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, groups_from_dicts, groups_to_dicts
+from slime.data.source import deep_copy
 
 
 def encode(values: list[int]) -> str:
@@ -136,6 +137,32 @@ def test_what_is_refused_changes_nothing() -> None:
     with pytest.raises(ValueError, match="1 tokens but 3 nucleus offsets"):
         sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info=meta)
     assert sample == before
+
+
+def test_a_deep_copy_shares_nothing_that_can_change() -> None:
+    """As :func:`copy.deepcopy`, also for values of users' types and attributes that hooks have added."""
+
+    class Own:
+        def __init__(self) -> None:
+            self.entries = [1]
+
+    sample = Sample(prompt=[{"role": "user", "content": "?"}], label="4", metadata={"tags": ["a"], "own": Own()})
+    sample.multimodal_inputs = {"images": [np.zeros(2)]}
+    sample.added = {"list": [1]}  # type: ignore[attr-defined]
+    made, whole = deep_copy(sample), copy.deepcopy(sample)
+    assert vars(made).keys() == vars(whole).keys() and made.to_dict().keys() == whole.to_dict().keys()
+    made.prompt[0]["content"] = "!"
+    made.metadata["tags"].append("b")
+    made.metadata["own"].entries.append(2)
+    made.multimodal_inputs["images"][0][0] = 1.0
+    made.added["list"].append(2)  # type: ignore[attr-defined]
+    made.tokens.append(5)
+    made.weight_versions.append("1")
+    made.spec_info.spec_accept_token_num = 7
+    assert sample.prompt == [{"role": "user", "content": "?"}] and sample.metadata["tags"] == ["a"]
+    assert sample.metadata["own"].entries == [1] and sample.multimodal_inputs["images"][0][0] == 0.0
+    assert sample.added == {"list": [1]} and sample.tokens == [] and sample.weight_versions == []  # type: ignore[attr-defined]
+    assert sample.spec_info.spec_accept_token_num == 0
 
 
 def test_copies_are_extended_separately() -> None:
