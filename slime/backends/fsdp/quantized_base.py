@@ -104,7 +104,7 @@ def quantize_base(layers: Sequence[nn.Module], form: str, device: torch.device) 
         if form == "nf4" and module.weight.numel() % _BLOCK:
             continue
         packed = _PACK[form](module.weight.detach().to(device, torch.float32))
-        _attach(module, packed)
+        _attach(module, packed, form)
         count += 1
     if not count:
         raise ModelError(f"--lora-base-quantization {form}: no linear layer has a multiple of {_BLOCK} weights")
@@ -128,14 +128,15 @@ def rounded_weights(tensors: StateDict, model: nn.Module) -> StateDict:
             yield f"{module}.weight", layer.rounded(torch.float32), True
 
 
-def _attach(module: nn.Linear, packed: _Packed) -> None:
+def _attach(module: nn.Linear, packed: _Packed, form: str) -> None:
     names, context = packed.__tensor_flatten__()
     kind, shape = type(packed), module.weight.shape
     stride = module.weight.stride()
 
     def weight_of(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         whole = kind.__tensor_unflatten__(parts, context, shape, stride)  # type: ignore[attr-defined]
-        return whole.dequantize(dtype) if hasattr(whole, "qdata") else whole.get_original_weight().to(dtype)
+        wide: Tensor = whole.get_original_weight() if form == "nf4" else whole.dequantize(torch.float32)
+        return wide.to(dtype)  # rounded once, so that passes in every dtype compute with what engines get
 
     del module.weight
     for name in names:
