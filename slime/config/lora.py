@@ -232,7 +232,16 @@ def check_lora(args: Args) -> list[str]:
         return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
     problems = _contradictions(args)
     if args.lora_base_quantization:
-        problems += _quantization_problems(args)
+        option = f"--lora-base-quantization {args.lora_base_quantization}"
+        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+        found = _quantization_problems(args.train_backend, ranks, bool(args.compile_layers), args.hf_checkpoint)
+        others = {"--ref-load": args.ref_load, "--opd-teacher-load": args.opd_teacher_load}
+        found += [
+            f"{name} {path} is a whole model, whose weights cannot replace the codes; leave one out"
+            for name, path in others.items()
+            if path not in (None, args.hf_checkpoint)
+        ]
+        problems += [f"{option}: {problem}" for problem in found]
     if args.train_backend == "megatron":
         problems += _check_megatron(args)
     reason = _no_adapters(args)
@@ -267,27 +276,22 @@ def check_lora(args: Args) -> list[str]:
     return problems
 
 
-def _quantization_problems(args: Args) -> list[str]:
+def _quantization_problems(backend: str, ranks: int, compiled: bool, base: str | None) -> list[str]:
+    """Return why a base cannot be quantized, apart from other models that a run needs."""
     problems = []
-    config = (read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {}
-    ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
-    if args.train_backend != "fsdp":
+    config = (read_config(base) if base else None) or {}
+    if backend != "fsdp":
         problems.append("Megatron's parallel layers have no quantized weights; use --train-backend fsdp")
     elif ranks > 1:
         problems.append(
             f"FSDP would shard the base over {ranks} ranks, and of torchao's tensors FSDP2 can gather only 4-bit ones "
             "whose blocks the ranks divide evenly; train on one rank, or leave it out"
         )
-    if args.compile_layers:
+    if compiled:
         problems.append("torchao's tensors are not compiled; leave --compile-layers out")
     if any(config.get(name) for name in _EXPERTS):
         problems.append("routed experts, most of this model's weights, are no linear layers and would stay as they are")
-    others = {"ref_load": args.ref_load, "opd_teacher_load": args.opd_teacher_load}
-    for name, path in others.items():
-        if path not in (None, args.hf_checkpoint):
-            option = f"--{name.replace('_', '-')}"
-            problems.append(f"{option} {path} is a whole model, whose weights cannot replace the codes; leave one out")
-    return [f"--lora-base-quantization {args.lora_base_quantization}: {problem}" for problem in problems]
+    return problems
 
 
 def _check_megatron(args: Args) -> list[str]:
