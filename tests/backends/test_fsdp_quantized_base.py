@@ -71,7 +71,7 @@ def test_log_probs_and_gradients_are_those_of_the_rounded_base(llama: Path, form
     backend = quantized(llama, form, **changes)
     randomize(backend)
     twin = rounded_twin(backend, llama, **changes)
-    near = dict(rtol=2e-2, atol=1e-3) if "train_dtype" in changes else dict(rtol=1e-4, atol=1e-6)
+    near: dict[str, Any] = dict(rtol=2e-2, atol=1e-3) if "train_dtype" in changes else dict(rtol=1e-4, atol=1e-6)
     batch = whole_batch(make_samples())
     for tag in ("actor", "ref"):
         mine, theirs = (x.log_probs(batch, tag)["log_probs"] for x in (backend, twin))  # type: ignore[arg-type]
