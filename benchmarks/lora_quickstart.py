@@ -5,7 +5,8 @@
 
 Each run is ``python train.py`` with the flags of the quickstart. The seconds of each phase are wall-clock times of the
 run; ``train_rank_cpu_seconds`` is the CPU time of the training process, which other load on the machine changes less.
-The memory is the largest resident set of the training process, sampled twice a second.
+The memory is the largest resident set of the training process, sampled four times a second; ``train_rank_by_phase`` has
+both for the phases of the driver that the run's trace files contain, and ``start`` for everything before the first.
 The last line that each run prints, and one file per run in the output folder, is JSON.
 """
 
@@ -19,7 +20,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from run_processes import MARK, of_role
@@ -29,6 +30,7 @@ sys.path.insert(0, str(CHECKOUT / "scripts" / "quickstart"))
 from run import RUN, train_flags  # noqa: E402  # the quickstart's own flags
 
 from slime.cli.make_data import make_products  # noqa: E402
+from slime.observability.trace_file import read_trace  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,19 +54,19 @@ def run_one(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     words = [*train_flags(own, args.model, train, held_out), "--lr", str(lr), "--lora-rank", str(args.rank)]
     words += args.flags.split()
     mark = uuid.uuid4().hex
-    started, peak, seconds = time.monotonic(), 0, 0.0
+    started = time.monotonic()
+    seen: list[Seen] = []
     process = subprocess.Popen(
         [sys.executable, "train.py", *words], cwd=CHECKOUT, env={**os.environ, MARK: mark}, stdout=subprocess.DEVNULL
     )
     while process.poll() is None:
         for rank in of_role(mark, "rank"):
             try:
-                peak = max(peak, rank.memory_info().rss)
                 times = rank.cpu_times()
-                seconds = max(seconds, times.user + times.system)
+                seen.append(Seen(time.time(), rank.memory_info().rss, times.user + times.system))
             except psutil.Error:
                 continue
-        time.sleep(0.5)
+        time.sleep(0.25)
     if process.returncode:
         raise SystemExit(f"the run of seed {seed} ended with status {process.returncode}: see {folder / RUN / 'logs'}")
     summary = json.loads((folder / RUN / "summary.json").read_text(encoding="utf-8"))
@@ -75,9 +77,42 @@ def run_one(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "lr": lr,
         **{name: summary[name] for name in chosen},
         "seconds_total": round(time.monotonic() - started, 2),
-        "train_rank_cpu_seconds": round(seconds, 1),
-        "train_rank_peak_gib": round(peak / 2**30, 3),
+        "train_rank_cpu_seconds": round(max(one.cpu for one in seen), 1),
+        "train_rank_peak_gib": round(max(one.rss for one in seen) / 2**30, 3),
+        "train_rank_by_phase": by_phase(seen, folder / RUN),
     }
+
+
+class Seen(NamedTuple):
+    """The training process at a moment."""
+
+    time: float
+    """Wall time in seconds."""
+    rss: int
+    """Resident memory in bytes."""
+    cpu: float
+    """CPU seconds since it started."""
+
+
+def by_phase(seen: list[Seen], run: Path) -> dict[str, dict[str, float]]:
+    """Return the wall and CPU seconds and the largest resident set of the training process by phase of the driver."""
+    paths = sorted((run / "traces").glob("rollout_*.json.gz"))
+    events = [event for path in paths for event in read_trace(path) if event["ph"] == "X"]
+    of_driver = [event for event in events if event["pid"] == event["tid"] == 0]
+    spans = {(event["name"], event["ts"], event["dur"]) for event in of_driver}
+    phases = [(name, ts / 1e6, (ts + dur) / 1e6) for name, ts, dur in spans]
+    phases.append(("start", 0.0, min(begin for _, begin, _ in phases)))
+    found: dict[str, dict[str, float]] = {}
+    for name, begin, end in sorted(phases, key=lambda phase: phase[1]):
+        inside = [one for one in seen if begin <= one.time <= end]
+        if not inside:
+            continue
+        before = [one for one in seen if one.time < begin] or [Seen(begin, 0, 0.0)]
+        row = found.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0, "peak_gib": 0.0})
+        row["seconds"] = round(row["seconds"] + end - max(begin, seen[0].time), 2)
+        row["cpu_seconds"] = round(row["cpu_seconds"] + inside[-1].cpu - before[-1].cpu, 2)
+        row["peak_gib"] = max(row["peak_gib"], round(max(one.rss for one in inside) / 2**30, 3))
+    return found
 
 
 def main() -> None:

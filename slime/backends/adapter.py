@@ -86,6 +86,7 @@ class TrainedAdapter(ABC):
             named: All parameters of the model, or those on this rank.
         """
         self.settings, self.base_path = settings, str(args.hf_checkpoint)
+        self.quantization = args.lora_base_quantization
         self.trained = [(name, p) for name, p in named if p.requires_grad]
         self.base = [(name, p) for name, p in named if not p.requires_grad]
         self.copies: WeightBank | None = None
@@ -171,7 +172,8 @@ class TrainedAdapter(ABC):
     def describe(self) -> dict[str, Any]:
         """Return what a snapshot says about the adapter. This is a collective operation."""
         computed = {name: asdict(self.settings)[name] for name in ("rank", "alpha", "rslora")}
-        return {**computed, "base": self.base_path, "base_identity": self.identity()}
+        base = {"base": self.base_path, "base_quantization": self.quantization}
+        return {**computed, **base, "base_identity": self.identity()}
 
     def require_fit(self, path: Path, stored: Mapping[str, Any] | None) -> None:
         """Compare the description in a snapshot with this adapter. This is a collective operation.
@@ -189,6 +191,11 @@ class TrainedAdapter(ABC):
             if stored[name] != mine[name]:
                 flag = "--use-rslora" if name == "rslora" else f"--lora-{name}"
                 raise ValueError(f"{path} has an adapter with {name} {stored[name]}, but {flag} is {mine[name]}")
+        if (other := stored.get("base_quantization")) != self.quantization:
+            raise ValueError(
+                f"{path} has an adapter of a base that is {_bits(other)}, but here it is {_bits(self.quantization)}: "
+                "change --lora-base-quantization, because an adapter makes up for the rounding of its base"
+            )
         theirs = stored["base_identity"]
         if any(theirs[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in theirs):
             raise ValueError(
@@ -201,6 +208,10 @@ class TrainedAdapter(ABC):
         if self._identity is None:
             self._identity = self.digests()
         return self._identity
+
+
+def _bits(quantization: object) -> str:
+    return "not quantized" if quantization is None else f"in {quantization}"
 
 
 def require_fit(adapter: TrainedAdapter | None, path: Path, stored: Mapping[str, Any] | None) -> None:

@@ -93,7 +93,8 @@ def _meta(file: Path) -> JsonObject:
 
 
 def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Found:
-    """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several axes of rows."""
+    """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several axes of rows, after
+    that of the experts if it has one."""
     import torch
 
     from slime.backends.tensor_shards import StoredTensors, TensorShard
@@ -114,6 +115,9 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Fou
     factors: dict[str, Factors] = {}
     for module in modules:
         name, a, b = module.removeprefix(prefix), values[f"{module}.lora_A"], values[f"{module}.lora_B"]
-        factors |= per_expert(name, a, b) if is_expert_module(name) else {name: Factors(a, b.flatten(0, -2))}
+        if is_expert_module(name):
+            factors |= per_expert(name, a, b.flatten(1, -2))
+        else:
+            factors[name] = Factors(a, b.flatten(0, -2))
     settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
     return settings, factors, str(stored["base"])

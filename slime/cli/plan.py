@@ -64,7 +64,7 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     if "train_dtype" not in args.explicit:
         args = args.with_values(train_dtype="bfloat16", rollout_dtype="bfloat16")
     if "compile_layers" not in args.explicit:  # this machine may lack triton, the one with the GPUs has it
-        args = args.with_values(compile_layers=True)
+        args = args.with_values(compile_layers=args.lora_base_quantization is None)
     response_tokens, lengths = _lengths(options)
     kind = KINDS[options.kind]
     run = read_run(args, kind, options.asynchronous, options.prompt_tokens, response_tokens, options.sigma, lengths)

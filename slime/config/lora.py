@@ -33,6 +33,7 @@ _WITHOUT_ADAPTER = {
     "lora_target_modules": ["all-linear"],
     "lora_exclude_modules": None,
     "lora_init": "kaiming",
+    "lora_base_quantization": None,
     "lora_sync": "merged",
     "lora_export": "peft",
 }
@@ -66,8 +67,8 @@ class LoraConfig:
     lora_target_modules: list[str] = flag(
         DERIVED,
         help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
-        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts, with "
-        "--train-backend fsdp. Default: those of the adapter in --load, otherwise all-linear",
+        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts. "
+        "Default: those of the adapter in --load, otherwise all-linear",
     )
     lora_exclude_modules: list[str] | None = flag(
         None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
@@ -77,6 +78,13 @@ class LoraConfig:
         choices=("kaiming", "gaussian"),
         help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation "
         "1/rank. The factor B is zero",
+    )
+    lora_base_quantization: str | None = flag(
+        None,
+        choices=("int8", "nf4"),
+        help="FSDP on one rank: keep the weights of the decoder layers' linear layers, which stay as they are, in "
+        "8 bits with one scale per row, or in 4 bits (NormalFloat) with one scale per 64 weights, through torchao "
+        "(QLoRA). Engines get the rounded weights. Default: the base is in --train-dtype",
     )
     lora_sync: str = flag(
         DERIVED,
@@ -223,6 +231,17 @@ def check_lora(args: Args) -> list[str]:
         options = sorted(f"--{name.replace('_', '-')}" for name in idle)
         return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
     problems = _contradictions(args)
+    if args.lora_base_quantization:
+        option = f"--lora-base-quantization {args.lora_base_quantization}"
+        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
+        found = _quantization_problems(args.train_backend, ranks, bool(args.compile_layers), args.hf_checkpoint)
+        others = {"--ref-load": args.ref_load, "--opd-teacher-load": args.opd_teacher_load}
+        found += [
+            f"{name} {path} is a whole model, whose weights cannot replace the codes; leave one out"
+            for name, path in others.items()
+            if path not in (None, args.hf_checkpoint)
+        ]
+        problems += [f"{option}: {problem}" for problem in found]
     if args.train_backend == "megatron":
         problems += _check_megatron(args)
     reason = _no_adapters(args)
@@ -257,14 +276,27 @@ def check_lora(args: Args) -> list[str]:
     return problems
 
 
+def _quantization_problems(backend: str, ranks: int, compiled: bool, base: str | None) -> list[str]:
+    """Return why a base cannot be quantized, apart from other models that a run needs."""
+    problems = []
+    config = (read_config(base) if base else None) or {}
+    if backend != "fsdp":
+        problems.append("Megatron's parallel layers have no quantized weights; use --train-backend fsdp")
+    elif ranks > 1:
+        problems.append(
+            f"FSDP would shard the base over {ranks} ranks, and of torchao's tensors FSDP2 can gather only 4-bit ones "
+            "whose blocks the ranks divide evenly; train on one rank, or leave it out"
+        )
+    if compiled:
+        problems.append("torchao's tensors are not compiled; leave --compile-layers out")
+    if any(config.get(name) for name in _EXPERTS):
+        problems.append("routed experts, most of this model's weights, are no linear layers and would stay as they are")
+    return problems
+
+
 def _check_megatron(args: Args) -> list[str]:
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     problems = megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
-    if EXPERTS in args.lora_target_modules:
-        problems.append(
-            f"--lora-target-modules {EXPERTS}: routed experts have no adapters with --train-backend megatron, whose "
-            "grouped experts keep their weights in other forms: use fsdp, or leave it out"
-        )
     if args.lora_dropout:
         problems.append("--lora-dropout: adapters of --train-backend megatron have no dropout; leave it out")
     if args.ckpt_format == "torch":

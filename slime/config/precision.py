@@ -229,7 +229,7 @@ def check_precision_packages(args: Args, machine: Machine) -> list[str]:
         )
     if args.fsdp_cpu_offload and args.train_backend == "fsdp" and not (machine.cuda or machine.in_cluster):
         problems.append("--fsdp-cpu-offload: without a GPU everything is in CPU memory already; leave it out")
-    given = [name for name in _TORCHAO if getattr(args, name)]
+    given = [name for name in (*_TORCHAO, "lora_base_quantization") if getattr(args, name)]
     if given and not installed("torchao"):
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         problems.append(f"{options}: torchao is not installed; run pip install 'slime[torchao]'")

@@ -131,7 +131,8 @@ def derive_model(args: Args, machine: Machine) -> None:
     if args.train_dtype is None:
         args.train_dtype = "bfloat16" if machine.cuda else "float32"
     if args.compile_layers is None:
-        args.compile_layers = machine.cuda and installed("triton")
+        compiles = args.lora_base_quantization is None  # torchao's tensors are not compiled
+        args.compile_layers = machine.cuda and installed("triton") and compiles
     if args.rollout_dtype is None:
         args.rollout_dtype = args.train_dtype
     if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):

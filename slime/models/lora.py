@@ -73,12 +73,16 @@ class LoraLinear(nn.Linear):
     lora_rows: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        base = linear(input, self.weight, self.bias)
+        base = self.plain(input)
         if not self.lora_on:
             return base
         if self.lora_dropout and torch.is_grad_enabled():
             input = F.dropout(input, self.lora_dropout)
         return base + self.adapter(input)
+
+    def plain(self, input: Tensor) -> Tensor:
+        """Return ``W x`` plus the bias."""
+        return linear(input, self.weight, self.bias)
 
     def adapter(self, input: Tensor) -> Tensor:
         """Return ``s B A x``."""

@@ -53,6 +53,8 @@ def candidates(run: Run, gpus: int) -> Iterator[Run]:
         (gpus - share, share) for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
     ]
     for trained, generating in shares:
+        if run.train.quantized_base and trained > 1:
+            continue  # it is not sharded
         shared = trained == generating == gpus
         for backend, layout in layouts(run, trained, ("fsdp",) if run.train.fsdp_only else ("fsdp", "megatron")):
             for size in (1, 2, 4, 8):

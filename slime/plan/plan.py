@@ -191,6 +191,8 @@ def _untimed(train: TrainSetup) -> list[str]:
         "--offload-activations": train.inputs_on_cpu,
     }
     found = [f"{name}: the memory is computed, the seconds are those without it" for name, on in options.items() if on]
+    if train.quantized_base:
+        found.append("--lora-base-quantization: memory and seconds are those without it")
     if train.float8:
         found.append("--float8-training: memory and seconds are those without it")
     if train.state_on_cpu:
@@ -199,8 +201,9 @@ def _untimed(train: TrainSetup) -> list[str]:
             "weights and gradients take no time here"
         )
     if train.lora_experts:
-        found.append(
-            "--lora-target-modules experts: factors and the sums of one layer are counted, their seconds are not; "
-            "without recomputation, each layer may keep its sum besides"
-        )
+        name = "--lora-target-modules experts: "
+        sums = "factors and the sums of one layer are counted, their seconds are not; without recomputation, each "
+        fsdp = f"{name}{sums}layer may keep its sum besides"
+        megatron = f"{name}the memory of the factors is counted, their seconds are not"
+        found.append(fsdp if train.backend == "fsdp" else megatron)
     return found

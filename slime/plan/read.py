@@ -85,6 +85,7 @@ def _train(args: Args, model: PlannedModel) -> TrainSetup:
         state_on_cpu=args.fsdp_cpu_offload,
         inputs_on_cpu=args.offload_activations,
         float8=args.float8_training is not None,
+        quantized_base=args.lora_base_quantization is not None,
     )
 
 

@@ -71,6 +71,7 @@ class TrainSetup:
         state_on_cpu: ``--fsdp-cpu-offload``.
         inputs_on_cpu: ``--offload-activations``.
         float8: ``--float8-training``.
+        quantized_base: ``--lora-base-quantization``.
         compiled: Whether layers are compiled.
         reshard: FSDP frees gathered weights after the forward pass.
     """
@@ -94,12 +95,13 @@ class TrainSetup:
     state_on_cpu: bool = False
     inputs_on_cpu: bool = False
     float8: bool = False
+    quantized_base: bool = False
 
     @property
     def fsdp_only(self) -> bool:
         """Whether an option is on that Megatron refuses."""
         small = self.master_bytes < 4 or self.moment_bytes < 8
-        return small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.lora_experts
+        return small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.quantized_base
 
     def recomputed_share(self, layers: int) -> float:
         return 1.0 if self.recomputed < 0 else min(self.recomputed / layers, 1.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from config_parts import Workplace
 from make_args import make_args
 
+from slime.config import precision, trainer
 from slime.config.lora import (
     ADAPTER_NAME,
     check_lora,
@@ -18,11 +20,14 @@ from slime.config.lora import (
     sglang_problem,
     sglang_targets,
 )
+from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.rollout.settings import RequestSettings
 from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
+GPU = Machine(gpus=1, cores=8, in_cluster=False)
+INT8 = "--lora-rank 8 --lora-base-quantization int8 "
 
 
 def test_defaults(workplace: Workplace) -> None:
@@ -33,6 +38,26 @@ def test_defaults(workplace: Workplace) -> None:
     assert (args.lora_target_modules, args.lora_exclude_modules) == (["all-linear"], None)
     assert (args.lora_init, args.lora_export, args.lora_sync) == ("kaiming", "peft", "adapter")
     assert not any("--lr" in notice for notice in args.notices)
+
+
+def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
+    monkeypatch.setattr(trainer, "installed", lambda name: True)
+    args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
+    (problem,) = precision.check_precision_packages(args, GPU)
+    assert "--lora-base-quantization: torchao is not installed" in problem
+    for form, compiled in (("nf4", False), (None, True)):
+        args.lora_base_quantization, args.compile_layers = form, None
+        trainer.derive_model(args, GPU)
+        assert args.compile_layers is compiled
+
+
+def test_routed_experts_have_no_codes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    args = make_args(
+        train_backend="fsdp", lora_rank=8, lora_base_quantization="int8", hf_checkpoint=str(tmp_path), ref_load=None
+    )
+    assert any("routed experts, most of this model's weights" in problem for problem in check_lora(args))
 
 
 def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> None:
@@ -57,12 +82,13 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
         (MEGATRON + "--lora-dropout 0.1", "adapters of --train-backend megatron have no dropout"),
-        (
-            MEGATRON + "--lora-target-modules all-linear experts",
-            "experts have no adapters with --train-backend megatron",
-        ),
         ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "of routed experts have no dropout"),
         ("--lora-rank 8 --lora-target-modules experts --lora-sync adapter", "need merged weights of routed experts"),
+        ("--lora-base-quantization nf4", "--lora-base-quantization has no effect without --lora-rank"),
+        (MEGATRON + "--lora-base-quantization nf4", "Megatron's parallel layers have no quantized weights"),
+        (INT8 + "--actor-num-gpus-per-node 2", "FSDP would shard the base over 2 ranks"),
+        (INT8 + "--compile-layers", "torchao's tensors are not compiled"),
+        (INT8 + "--ref-load {other}", "is a whole model, whose weights cannot replace the codes"),
         (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),
         (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate changes the base"),
         ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list excludes --lora-rank"),

@@ -259,7 +259,8 @@ def test_an_adapter_on_megatron_leaves_the_base_without_gradients_and_optimizer(
 @pytest.mark.parametrize(
     "option",
     ["--optimizer-8bit", "--bf16-master-weights", "--fsdp-cpu-offload", "--offload-activations",
-     "--float8-training rowwise", "--rollout-quantization fp8", "--lora-rank 8 --lora-target-modules experts"],
+     "--float8-training rowwise", "--rollout-quantization fp8", "--lora-rank 8 --lora-target-modules experts",
+     "--lora-rank 8 --lora-base-quantization nf4"],
 )  # fmt: skip
 def test_the_command_knows_the_options_of_precision_and_memory(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -270,8 +271,13 @@ def test_the_command_knows_the_options_of_precision_and_memory(
     read(tmp_path, kind)
     main([*WORDS, "--hf-checkpoint", str(tmp_path), "--json", "--gpus", "8", *option.split()])
     made = json.loads(capsys.readouterr().out)
-    first = option.split()[2 if experts else 0]
+    first = option.split()[2 if "--lora-rank" in option else 0]
     assert any(what.startswith(first) for what in made["extrapolated"])
     flags = [words for plan in made["best"] for words in plan["flags"]]
-    assert flags and ("--train-backend megatron" in flags) == (first == "--rollout-quantization")
+    assert flags and ("--train-backend megatron" in flags) == (
+        first in ("--rollout-quantization", "--lora-target-modules")
+    )
+    if first == "--lora-base-quantization":
+        layout = {flag for flag in flags if flag.startswith("--actor-num-")}
+        assert layout == {"--actor-num-nodes 1", "--actor-num-gpus-per-node 1"}
     assert ("--gradient-checkpointing" in made["best"][0]["flags"]) or first != "--offload-activations"

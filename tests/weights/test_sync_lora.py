@@ -46,9 +46,10 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     engines.stop()
 
 
-def trainer(model: Path, lora_sync: str) -> FsdpBackend:
+def trainer(model: Path, lora_sync: str, **changes: Any) -> FsdpBackend:
     flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
-    return FsdpBackend(backend_args(model, **flags, lora_sync=lora_sync), "actor", 0, 1, torch.device("cpu"))
+    args = backend_args(model, **flags, lora_sync=lora_sync, **changes)
+    return FsdpBackend(args, "actor", 0, 1, torch.device("cpu"))
 
 
 def train(backend: FsdpBackend, seed: int) -> None:
@@ -71,9 +72,13 @@ def sync(backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, 
     return report
 
 
-def test_only_the_adapter_travels(model: Path, fleet: Engines) -> None:
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_only_the_adapter_travels(model: Path, fleet: Engines, base: str | None) -> None:
+    """Also to an engine that has the rounded weights of a base in 4 bits."""
+    if base is not None:
+        pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
     (engine,) = fleet.start(1)
-    backend = trainer(model, "adapter")
+    backend = trainer(model, "adapter", lora_base_quantization=base)
     weights = {name for name, _ in backend.named_weights()}
     first = sync(backend, model, engine, "0.0")
     assert first.tensors == len(weights) and len(first.digests) == len(weights)

@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
+from slime.backends.fsdp.quantized_base import rounded_weights
 from slime.models.folder import local_folder
 from slime.models.loading import ModelError
 from slime.weights.export_form import ExportForm
@@ -137,8 +138,12 @@ def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the state dict in order, with tied parameters once and without adapters, and whether each tensor is a
-    parameter."""
+    """Yield the state dict in order, with tied parameters once, weights in place of their codes and without adapters,
+    and whether each tensor is a parameter."""
+    yield from rounded_weights(_stored(model), model)
+
+
+def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     for name, value in model.state_dict().items():

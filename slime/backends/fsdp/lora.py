@@ -14,6 +14,7 @@ from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_fa
 from slime.backends.bank import shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.gathering import whole_tensors
+from slime.backends.fsdp.quantized_base import quantized_layers
 from slime.config.args import Args
 from slime.models.cpu_linear import CpuLinear
 from slime.models.lora import EXPERTS, LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
@@ -98,6 +99,8 @@ class FsdpAdapter(TrainedAdapter):
         super().__init__(args, settings, named)
         self.model, self.layers, self._shard_size = model, lora_layers(model), shard_size
         self.experts = expert_factors(model)
+        layers = quantized_layers(model)
+        self.codes = [(f"{name}.{key}", x) for name, layer in layers.items() for key, x in layer.named_buffers()]
 
     def switches(self) -> list[LoraLinear | ExpertFactors]:
         """See :meth:`TrainedAdapter.switches`."""
@@ -124,7 +127,8 @@ class FsdpAdapter(TrainedAdapter):
         dtypes = [torch.bfloat16]
         if all(p.dtype == torch.float32 for _, p in self.base):
             dtypes.append(torch.float32)
-        return {str(dtype).removeprefix("torch."): base_digest(self.base, dtype, self._shard_size) for dtype in dtypes}
+        named = [*self.base, *self.codes]  # integers of 8 bits are exact in bfloat16
+        return {str(dtype).removeprefix("torch."): base_digest(named, dtype, self._shard_size) for dtype in dtypes}
 
 
 _FACTORS = ("lora_A", "lora_B")

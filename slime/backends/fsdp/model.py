@@ -21,6 +21,7 @@ from slime.backends.fsdp.float8 import use_float8
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.offload_activations import checkpoint_offloaded
+from slime.backends.fsdp.quantized_base import quantize_base
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
@@ -79,6 +80,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
     select_trainable(held, [[name] for name, _ in named], *patterns)
     freeze_untrained(model)
+    if args.lora_base_quantization:
+        quantize_base(decoder_layers(model), args.lora_base_quantization, device)
     if lora is not None or args.bf16_master_weights:
         _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
     if args.float8_training:

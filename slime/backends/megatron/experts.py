@@ -67,18 +67,29 @@ class GroupedExperts(MegatronModule):
         # Megatron's dispatcher leaves the counts on the CPU. Grouped products need them on the device of the tokens.
         counts = tokens_per_expert.to(probs.device, torch.int64)
         biased = self.config.add_bias_linear
-        bias = self.gate_up_bias.flatten(1) if biased else None
-        up = lambda x: grouped_linear(x, self.gate_up.flatten(1, 2), counts, bias)  # noqa: E731
+        up = lambda x: self.project("gate_up", x, counts)  # noqa: E731
         if isinstance(tokens, Routed):
             order = tokens.order
             gate_up = without_keeping(up, lambda hidden: spread(hidden, order), tokens.hidden)
         else:
             gate_up = up(tokens)
-        down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
+        down = lambda inner: self.project("down", inner, counts)  # noqa: E731
         out = without_keeping(down, lambda x: self._activate(x, probs), gate_up)
         if biased:
             out = out + spread_bias(self.down_bias, counts, out) * probs.unsqueeze(-1).to(out.dtype)
         return out, None
+
+    def project(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
+        """Multiply the rows of ``x``, ``[N, in]``, by this rank's part of the weights of their experts.
+
+        Args:
+            name: ``gate_up``, whose bias is added if there is one, or ``down``, whose bias is not.
+            counts: ``[n]``, the number of rows of each expert.
+        """
+        if name == "down":
+            return grouped_linear(x, self.down, counts)
+        bias = self.gate_up_bias.flatten(1) if self.config.add_bias_linear else None
+        return grouped_linear(x, self.gate_up.flatten(1, 2), counts, bias)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         limit = self.config.activation_func_clamp_value
@@ -93,7 +104,7 @@ class GroupedExperts(MegatronModule):
         along the first axis, and ETP along the features."""
         found = {}
         axes = {"gate_up": 2, "gate_up_bias": 2, "down": 2, "down_bias": 1}
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(recurse=False):  # without the factors of adapters
             first = len(sharded_offsets)
             offsets = (
                 *sharded_offsets,
@@ -118,7 +129,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         return grouped_linear(x, weight, counts) + spread_bias(bias, counts, x)
     if not len(x):  # no tokens were routed to these experts; the product gives them a gradient of 0
         return x @ weight[0].t()
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    # The kernel needs rows of a multiple of 16 bytes, which the factors of an adapter may not have.
+    aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
         offsets = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
     parts = x.split(counts.tolist())

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.experts import GroupedExperts
+from slime.backends.megatron.lora_experts import ExpertPair, LoraExperts, attach_experts, expert_weights
 from slime.backends.megatron.lora_layers import FactorPair, LoraLayer, Projection, attach, factors_of
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
@@ -27,11 +29,11 @@ _WEIGHT, _A, _B = ".weight", ".lora_A", ".lora_B"
 
 
 class ModelAdapters:
-    """The adapters on the linear layers of a model.
+    """The adapters on the linear layers of a model, and on its routed experts if the flags name them.
 
     Attributes:
         names: The layers with an adapter, as transformers names them, in the order of the model; also those of other
-            pipeline stages.
+            pipeline stages. Those of experts come after all others.
         linears: The names of all layers that could have one.
         layers: The layers with adapters on this rank.
     """
@@ -49,24 +51,33 @@ class ModelAdapters:
         self.settings, self._seed = settings, seed
         entries = [e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts]
         self.linears = [name for entry in entries for name in _modules(entry)]
-        self.names = choose_layers(self.linears, settings, type(chunks[0]).__name__)
-        self._chosen = frozenset(self.names)
+        chosen = choose_layers(self.linears, settings, type(chunks[0]).__name__)
+        self.experts = {x.source.megatron: x for x in expert_weights(weights.entries.values(), settings)}
+        of_experts = [name for x in self.experts.values() for name in x.all_names()]
+        self.linears += of_experts
+        self.names = chosen + of_experts
+        self._chosen = frozenset(chosen)
         self.shapes = {
             name: shapes
             for entry in entries
             for name, shapes in self._shapes(entry, weights.held)
             if name in self._chosen
         }
+        for megatron, x in self.experts.items():
+            shapes = x.shapes(weights.held[megatron].shape, settings.rank)
+            self.shapes |= dict.fromkeys(x.all_names(), shapes)
         self._stored = stored_factors(load, self.shapes)
         for chunk in chunks:
             chunk.requires_grad_(False)
         for tensor in weights.own.values():
             tensor.requires_grad_(True)
-        self.layers = [layer for chunk in chunks for layer in self._adapt(chunk, weights)]
+        adapted = [layer for chunk in chunks for layer in self._adapt(chunk, weights)]
+        self.layers: list[LoraLayer | LoraExperts] = [*adapted, *(x for c in chunks for x in self._adapt_experts(c))]
         self._stored = None
         found = [(entry, factor) for chunk in chunks for factor, entry in factors_of(chunk)]
         self.local: dict[str, Tensor] = {entry.megatron: factor for entry, factor in found}
         self.entries = {entry.megatron: entry for source in entries for entry in self._factor_entries(source)}
+        self.entries |= {entry.megatron: entry for x in self.experts.values() for entry in x.entries()}
         self.held = who_holds(self.local)
         for chunk in chunks:
             if chunk.pre_process:
@@ -109,6 +120,19 @@ class ModelAdapters:
             projections = tuple(map(Projection, last, _rows(entry, module.weight.shape[0])))
             yield attach(module, pairs, self.settings.scale, projections, _groups(entry))
 
+    def _adapt_experts(self, chunk: PolicyModel) -> Iterator[LoraExperts]:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for local_name, module in chunk.named_modules() if self.experts else ():
+            if not isinstance(module, GroupedExperts):
+                continue
+            pairs = {}
+            for kind, weight in (("gate_up", module.gate_up), ("down", module.down)):
+                x = self.experts[f"{global_name(local_name, numbers)}.{kind}"]
+                values = x.values(self.settings, self._seed, tuple(weight.shape), self._stored)
+                a, b = (value.to(weight, copy=True).contiguous() for value in values)
+                pairs[kind] = ExpertPair(a, b, x.entries())
+            yield attach_experts(module, pairs, self.settings.scale)
+
     def _values(self, name: str, entries: tuple[Entry, Entry], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's parts of the factors of a projection."""
         (_, inputs), b = self.shapes[name]
@@ -125,7 +149,10 @@ class ModelAdapters:
     def whole(self) -> dict[str, Factors]:
         """Return the whole factors by the names of their layers. This is a collective operation."""
         found = dict(gather(self.entries, self.local, self.held))
-        return {name: Factors(found[name + _A], found[name + _B]) for name in self.names}
+        factors = {name: Factors(found[name + _A], found[name + _B]) for name in self.names if name in self._chosen}
+        for x in self.experts.values():
+            factors.update(x.factors(found))
+        return factors
 
     def merge(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights with the names of the checkpoint, with the adapters added. This is a collective
@@ -143,7 +170,7 @@ class MegatronAdapter(TrainedAdapter):
         super().__init__(args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())])
         self.adapters, self._weights = adapters, weights
 
-    def switches(self) -> list[LoraLayer]:
+    def switches(self) -> list[LoraLayer | LoraExperts]:
         """See :meth:`TrainedAdapter.switches`."""
         return self.adapters.layers
 

@@ -53,8 +53,12 @@ class FactorPair(nn.Module):
         self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
         self.entries = entries
         for factor, entry in self.by_entry():
-            if entry.layout.axis is not None:  # the norm of all gradients counts other parameters on one rank only
-                set_tensor_model_parallel_attributes(factor, True, entry.layout.axis, 1)
+            self.mark(factor, entry)
+
+    def mark(self, factor: nn.Parameter, entry: Entry) -> None:
+        """Set the attributes by which Megatron knows on which ranks a factor is the same."""
+        if entry.layout.axis is not None:  # the norm of all gradients counts other parameters on one rank only
+            set_tensor_model_parallel_attributes(factor, True, entry.layout.axis, 1)
 
     def by_entry(self) -> tuple[tuple[nn.Parameter, Entry], ...]:
         return (self.lora_A, self.entries[0]), (self.lora_B, self.entries[1])

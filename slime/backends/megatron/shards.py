@@ -20,6 +20,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from slime.backends.megatron.gathering import tensor_group
 from slime.backends.megatron.lora_layers import factors_of
 from slime.backends.megatron.model import Chunk, unwrapped
 from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, share
@@ -120,13 +121,19 @@ def parameters(chunks: Sequence[Chunk], adapter: bool = False) -> list[Parameter
 
 
 def _factor(tensor: Tensor, entry: Entry) -> Parameter:
-    """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along one axis."""
-    group, axis = mpu.get_tensor_model_parallel_group(), entry.layout.axis
-    full = entry.layout.full_shape(list(tensor.shape), group.size())
+    """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along one axis. Those of
+    experts have all experts of the model, which are divided along the first axis, before those of the layout."""
+    group, axis = tensor_group(entry), entry.layout.axis
+    first = 1 if entry.experts else 0
+    full = [entry.experts, *tensor.shape[1:]] if entry.experts else list(tensor.shape)
+    full[first:] = entry.layout.full_shape(full[first:], group.size())
     shape, offsets = list(full), [0] * len(full)
     if axis is not None:
-        shape[axis] //= group.size()
-        offsets[axis] = shape[axis] * group.rank()
+        shape[first + axis] //= group.size()
+        offsets[first + axis] = shape[first + axis] * group.rank()
+    if entry.experts:
+        shape[0] = len(tensor)
+        offsets[0] = len(tensor) * mpu.get_expert_model_parallel_rank()
     place = Place(entry.megatron, 0, tuple(shape), tuple(offsets), tuple(full), may_be_padded=False)
     return Parameter(tensor, [place], is_written=axis is not None or group.rank() == 0)
 

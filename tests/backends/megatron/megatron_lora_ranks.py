@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ranks import CP, EP, FULL, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
+from megatron_ranks import CP, EP, ETP, FULL, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
 
 from slime.verify.rank import leave_model
 
@@ -35,6 +35,23 @@ def lora(
 
 
 KL = dict(use_kl_loss=True, kl_loss_coef=0.1)
+WITH_EXPERTS = dict(lora_target_modules=("all-linear", "experts"), **KL)
+OF_EXPERTS = [
+    lora("qwen3_moe", 1, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {TP: 2}, **WITH_EXPERTS),  # each expert is divided
+    lora("qwen3_moe", 2, {TP: 2, ETP: 1}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {EP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {TP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {PP: 2, **FULL}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {CP: 2, EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 4, {TP: 2, EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 4, {TP: 2, PP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, lora_target_modules=("experts",), use_rslora=True),
+    lora("glm4_moe", 2, {EP: 2}, lora_target_modules=("all-linear", "experts")),  # the first layer is dense
+]
 PLAN = [
     lora("qwen3", **KL),
     lora("qwen3", 2, {TP: 2}, **KL),
@@ -63,8 +80,10 @@ PLAN = [
     lora("llama", 2, {PP: 2}, kl_coef=0.01),
     lora("llama", 2, {TP: 2, SP: True}, role="critic", advantage_estimator="ppo"),
     lora("qwen3", 2, {PP: 2}, role="critic", advantage_estimator="ppo"),
+    *OF_EXPERTS,
 ]
 KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
+KEPT += OF_EXPERTS[1:3]
 """Those that also write and read files."""
 ORDINARY: dict[str, Any] = dict(lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True)
 

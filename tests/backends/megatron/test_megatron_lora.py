@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ import pytest
 import torch
 from fsdp_helpers import make_args, make_backend
 from launch import run_ranks
-from megatron_lora_ranks import KEPT, PLAN, adapter_key, arguments, results_of
+from megatron_lora_ranks import KEPT, OF_EXPERTS, PLAN, adapter_key, arguments, results_of
 from megatron_ranks import Layout, rank_batch
 from safetensors.torch import load_file
-from tiny_families import save_family
+from tiny_families import CONFIGS, save_family
 
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.tensor_shards import StoredTensors
+from slime.backends.megatron.core import MegatronError
+from slime.backends.tensor_shards import StoredTensors, TensorShard
 from slime.cli.merge_lora import merge_lora
+from slime.models.lora import LoraSettings
 from slime.models.peft_files import Factors, factor_names, write_adapter
+from slime.models.shards import ModelError
+from slime.weights.maps.registry import family_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,6 +60,8 @@ def _random_adapter(layout: Layout, paths: dict[str, Path], folder: Path) -> Non
         name: Factors(*(torch.randn(x.shape, generator=generator) * 0.1 for x in factors))
         for name, factors in adapter.factors().items()
     }
+    for name in [name for name in random if ".experts." in name and name.endswith(".up_proj")]:
+        random[name] = Factors(random[name.replace(".up_proj", ".gate_proj")].a.clone(), random[name].b)  # one for both
     write_adapter(folder, adapter.config(adapter.targets()), random)
 
 
@@ -173,7 +181,7 @@ def test_snapshots_and_exports_hold_the_adapter(
     """The export has the names and the configuration of FSDP's, and merges to the same model as the snapshot."""
     folder, saved = paths["output"] / str(PLAN.index(layout)), result(ranks, layout, 0)["saved"]
     stored = set(StoredTensors(folder / "iter_0000001" / "actor" / "torch_dist").shapes)
-    factors = {name.removeprefix("base_model.model.").removesuffix(".weight") for name in saved}
+    factors = {_fused(name.removeprefix("base_model.model.").removesuffix(".weight")) for name in saved}
     moments = {f"optimizer.state.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in factors}
     assert stored == factors | moments
     written = load_file(str(folder / "adapter" / "adapter_model.safetensors"))
@@ -185,3 +193,47 @@ def test_snapshots_and_exports_hold_the_adapter(
     merge_lora(folder / "iter_0000001", None, tmp_path / "of_snapshot")
     first, second = (load_file(str(tmp_path / x / "model.safetensors")) for x in ("merged", "of_snapshot"))
     assert first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def _fused(name: str) -> str:
+    """Return the name in a snapshot, where the factors of a layer's experts are one tensor."""
+    name = re.sub(r"\.experts\.\d+\.(gate|up)_proj\.", ".experts.gate_up_proj_lora.", name)
+    return re.sub(r"\.experts\.\d+\.down_proj\.", ".experts.down_proj_lora.", name)
+
+
+def test_snapshots_of_experts_do_not_depend_on_the_layout(ranks: list[Results], paths: dict[str, Path]) -> None:
+    """Whole experts on each rank, or a part of each expert: the same tensors at the same places."""
+    both = []
+    for layout in OF_EXPERTS[1:3]:
+        result(ranks, layout, 0)
+        stored = StoredTensors(paths["output"] / str(PLAN.index(layout)) / "iter_0000001" / "actor" / "torch_dist")
+        names = [name for name in stored.shapes if ".experts." in name]
+        values = {name: torch.empty(stored.shapes[name]) for name in names}
+        stored.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
+        both.append(values)
+    divided, whole = both
+    assert divided.keys() == whole.keys() and len(whole) == 4 * 4 * 3  # layers, factors, moments and values
+    for name, tensor in whole.items():
+        # By norms: where a gradient is near zero, Adam makes a whole step of its rounding.
+        assert (divided[name] - tensor).norm() <= 1e-2 * tensor.norm() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("family", "exclude", "said"),
+    [
+        ("gpt_oss", (), r"has the experts of a layer as model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("minimax_m2", (), r"experts\.\{expert\}\.w1\.weight, .*w3\.weight, and with --train-backend megatron only"),
+        ("qwen3", (), "selects nothing, because no decoder layer has routed experts"),
+        ("qwen3_moe", ("experts",), r"'experts' selects model\.layers\.0\.mlp\.experts, but .* of all layers"),
+    ],
+)
+def test_experts_that_cannot_have_adapters(family: str, exclude: tuple[str, ...], said: str) -> None:
+    from slime.backends.megatron.lora_experts import expert_weights
+
+    config = CONFIGS[family]
+    described = family_of(config, None)
+    entries = list(described.entries(described.settings(config.to_dict())))
+    settings = LoraSettings(2, 4.0, targets=("experts",), exclude=exclude)
+    with pytest.raises((MegatronError, ModelError), match=said):
+        expert_weights(entries, settings)
+    assert not expert_weights(entries, replace(settings, targets=("all-linear",)))
