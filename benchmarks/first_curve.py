@@ -63,6 +63,9 @@ def measure(args: argparse.Namespace, name: str, data: Path) -> dict[str, Any]:
     folder = args.output_dir / f"venv-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     package = build_wheel(args.output_dir / "wheel") if name == "slime" else trl_step.TRL
+    # With the checkout on PYTHONPATH, pip would take the metadata that building the wheel has left there for an
+    # installed slime, and install nothing.
+    os.environ.pop("PYTHONPATH", None)
     began = time.monotonic()
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -100,8 +103,7 @@ def run_slime(settings: Any, python: Path) -> tuple[list[float], list[float]]:
     _, _, *flags = trl_step.our_command(settings, "first-curve")
     words = [str(python.with_name("slime")), "train", *flags]
     print("slime:", shlex.join(words), flush=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(words, cwd=settings.output_dir, env=environment, check=True, timeout=settings.timeout)
+    subprocess.run(words, cwd=settings.output_dir, check=True, timeout=settings.timeout)
     lines = (settings.output_dir / "first-curve" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = trl_step.our_figures([json.loads(line) for line in lines], warmup=0)
     return found["rewards"], found["seconds"]
