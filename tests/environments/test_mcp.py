@@ -78,18 +78,17 @@ async def test_calls_reach_a_command_and_errors_reach_the_model(
 async def test_a_server_in_the_sandbox_answers_and_has_no_way_out(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
 ) -> None:
-    says = [call("look"), call("count"), call("count"), "Done.<eos>"]
     try:
         check_servers([f"sandbox:{SERVER}"])
     except EnvironmentProblem as error:
         pytest.skip(str(error))
-    _, free = await talk(monkeypatch, bytes_dir, COMMAND, says)
-    assert "<tool>network, files, program, own folder, scratch<" in free.asked[1]
-    _, script = await talk(monkeypatch, bytes_dir, f"sandbox:{SERVER}", says)
+    _, script = await talk(monkeypatch, bytes_dir, COMMAND, [call("look"), "Done.<eos>"])
+    assert "<tool>network, files, program, own folder, scratch<" in script.asked[1]
+    says = [call("look"), call("count"), call("count"), call("die"), "x<eos>"]
+    sample, script = await talk(monkeypatch, bytes_dir, f"sandbox:{SERVER}", says)
     assert "<tool>scratch<" in script.asked[1], "its own files in memory, and nothing else"
     assert "<tool>call 2<" in script.asked[3], "it lives as long as its sample"
-    _, ended = await talk(monkeypatch, bytes_dir, f"sandbox:{SERVER}", [call("die"), "x<eos>"])
-    assert not ended.says, "the end of the server is not awaited forever"
+    assert sample.remove_sample and "the MCP server of the tool die" in sample.metadata["reward_failure"]
 
 
 def test_a_program_for_the_sandbox_must_exist() -> None:
