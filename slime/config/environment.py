@@ -38,7 +38,7 @@ class EnvironmentConfig:
     mcp_server: list[str] | None = flag(
         None,
         help="MCP servers whose tools the model may call, each as a command in quotes, which is started for each "
-        "sample, or as an http URL",
+        "sample, as sandbox:FILE.py, which is started in the sandbox, or as an http URL",
     )
 
 

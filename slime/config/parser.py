@@ -45,7 +45,8 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        return "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        lines = (f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        return "\n".join([f"{len(self.problems)} problems with the arguments", *lines])
 
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -295,8 +296,8 @@ def parse_args(
         argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
     )
     if problems:
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)} with the arguments"
-        print(f"{prog}: {count}\n{ConfigError(problems)}", file=sys.stderr)
+        title = "1 problem with the arguments\n" if len(problems) == 1 else ""
+        print(f"{prog}: {title}{ConfigError(problems)}", file=sys.stderr)
         raise SystemExit(2)
     for notice in args.notices:
         print(f"{prog}: {notice}", file=sys.stderr)

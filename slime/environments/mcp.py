@@ -12,6 +12,7 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.messages import RAW_ARGUMENTS, CalledFunction, Tool
@@ -19,16 +20,21 @@ from slime.agent.tool_parsers import tool_parser, tools_in_words
 from slime.config.agent import choose_parser
 from slime.config.hf_config import read_config
 from slime.data.sample import Message, Sample
-from slime.environments.base import StepFailed
+from slime.environments.base import EnvironmentProblem, StepFailed
 from slime.environments.registry import missing_package
 from slime.environments.rollout import give_up, said
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.sandbox import Limits, SandboxUnavailable, program_command
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+_SANDBOX = "sandbox:"
+"""Begins the value of ``--mcp-server`` for a Python program that runs in the sandbox."""
+_SANDBOX_LIMITS = Limits(seconds=86_400, memory_bytes=2 << 30, disk_bytes=64 << 20, open_files=256, tasks=64)
 
 
 async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
@@ -94,11 +100,11 @@ class Servers:
 
         found = cls()
         for address in addresses:
-            words = shlex.split(address)
             target: Any = address
-            if not address.startswith(("http://", "https://")):
-                target = stdio_client(StdioServerParameters(command=words[0], args=words[1:]))
             try:
+                if not address.startswith(("http://", "https://")):
+                    command, *words = _command(address)
+                    target = stdio_client(StdioServerParameters(command=command, args=words))
                 client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
                 listed = (await client.list_tools()).tools
             except Exception as error:  # The package, anyio and the HTTP client raise different errors.
@@ -144,12 +150,35 @@ class Servers:
         return f"error: {text}" if result.is_error else text
 
 
-def check_package() -> None:
-    """Raise :class:`~slime.environments.base.EnvironmentProblem` if the package is missing or too old."""
+def _command(address: str) -> list[str]:
+    """Return the words of the command of a server: of a value of ``--mcp-server`` that is no URL."""
+    if not address.startswith(_SANDBOX):
+        return shlex.split(address)
+    file, *arguments = shlex.split(address.removeprefix(_SANDBOX))
+    return program_command(file, arguments, _SANDBOX_LIMITS)
+
+
+def check_servers(addresses: Sequence[str]) -> None:
+    """Check what can be known before a run.
+
+    Raises:
+        EnvironmentProblem: The package is missing or too old, a program for the sandbox does not exist, or the sandbox
+            does not work on this machine.
+    """
     try:
         from mcp import Client, StdioServerParameters  # noqa: F401
     except ImportError as error:
         raise missing_package("mcp", error) from error
+    for address in addresses:
+        if not address.startswith(_SANDBOX):
+            continue
+        words = shlex.split(address.removeprefix(_SANDBOX))
+        if not words or not Path(words[0]).is_file():
+            raise EnvironmentProblem(f"{address}: the form is sandbox:FILE.py ARGUMENTS, with the file of the server")
+        try:
+            _command(address)
+        except SandboxUnavailable as error:
+            raise EnvironmentProblem(f"{address}: {error}") from error
 
 
 def _show_tools(args: Args, sample: Sample, schemas: list[Tool]) -> None:

@@ -158,10 +158,39 @@ def _order(code: str, limits: Limits, isolation: Isolation, readable: Sequence[s
     return json.dumps({"code": code, "isolation": isolation, "readable": readable, **asdict(limits)}).encode()
 
 
+def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list[str]:
+    """Return the command of a Python program in a sandbox, with isolation "full", that keeps its standard input and
+    output: for servers that speak over them.
+
+    Of the machine's files, the program can read its folder and the installed packages. It is killed when the process
+    that starts the command ends. ``seconds`` of the limits is both its longest life and its processor time;
+    ``output_bytes`` is not used.
+
+    Args:
+        file: Path of the program.
+        arguments: Its arguments.
+
+    Raises:
+        SandboxUnavailable: The isolation does not work on this machine.
+    """
+    path = Path(file).resolve()
+    installed = (entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages")))
+    readable = tuple(dict.fromkeys([str(path.parent), *installed]))
+    _try_out("full", readable, sys.executable)
+    code = (
+        f"import runpy, sys\nsys.argv = {[str(path), *arguments]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return [*_launcher(sys.executable), _order(code, limits, "full", readable).decode()]
+
+
+def _launcher(python: str) -> list[str]:
+    """Return the command of the launcher without its argument. It imports only the standard library."""
+    return [python, "-I", "-S", "-B", str(_CHILD)]
+
+
 def _command(python: str, ready: int) -> list[str]:
-    """Return the command of the launcher, which imports only the standard library and writes to the file descriptor
-    ``ready`` when the code starts."""
-    return [python, "-I", "-S", "-B", str(_CHILD), str(ready)]
+    """Return the command of the launcher that writes to the file descriptor ``ready`` when the code starts."""
+    return [*_launcher(python), str(ready)]
 
 
 def _environment() -> dict[str, str]:

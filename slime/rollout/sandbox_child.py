@@ -1,8 +1,9 @@
 """The process in which sandboxed code runs. :mod:`slime.rollout.sandbox` starts this file as a program.
 
 Standard input is one JSON object with the code and its limits. One byte is written to the file descriptor in the
-argument when all limits are active and the code is about to start. This file uses only the standard library, and there
-is no ``exec``: the code runs in a fork of this interpreter, so that the new root needs no Python program.
+argument when all limits are active and the code is about to start. With the JSON object as the argument instead, the
+standard input is that of the code. This file uses only the standard library, and there is no ``exec``: the code runs in
+a fork of this interpreter, so that the new root needs no Python program.
 
 With isolation "full" there are three processes: this one; process 1 of a new process namespace, at whose end the kernel
 kills all others in it; and the process of the code. Sources: namespaces(7), pivot_root(2), mount_setattr(2),
@@ -104,14 +105,16 @@ class Order(TypedDict):
 def main() -> NoReturn:
     """Read the order, isolate this process, and run the code. It ends with the exit status of the code, or with 128
     plus the number of the signal that ended it."""
-    order: Order = json.loads(sys.stdin.buffer.read())
-    order["ready"] = int(sys.argv[1])
+    speaks = not sys.argv[1].isdigit()
+    order: Order = json.loads(sys.argv[1] if speaks else sys.stdin.buffer.read())
+    order["ready"] = os.open(os.devnull, os.O_WRONLY) if speaks else int(sys.argv[1])
     # The kernel counts processes per user id. With an unused id, the limit counts only those of this sandbox. A plain
     # user cannot change its id; a user namespace counts separately.
     order["user"] = unused_user() if os.geteuid() == 0 else None
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    if not speaks:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
     parent_death_signal()
     if order["isolation"] == "process":
         if order["user"]:

@@ -294,7 +294,7 @@ def test_parse_args_prints_a_numbered_list_and_exits_with_2(capsys: pytest.Captu
 
 def test_config_error_is_a_numbered_list_and_survives_pickling() -> None:
     error = ConfigError(["one", "two"])
-    assert str(error) == "  1. one\n  2. two"
+    assert str(error) == "2 problems with the arguments\n  1. one\n  2. two"
     assert pickle.loads(pickle.dumps(error)).problems == ["one", "two"]
     assert str(ConfigError(["alone"])) == "alone"
     with pytest.raises(ConfigError):

@@ -17,6 +17,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps", "--from",
+    "--with", "--torch-backend",
     "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
     "--rooms", "--task", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine",

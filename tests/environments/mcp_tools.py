@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 
 from mcp.server import MCPServer
@@ -28,6 +30,27 @@ def count() -> str:
 def fail() -> str:
     """Always fail."""
     raise ValueError("it is broken")
+
+
+@server.tool()
+def look() -> str:
+    """Say what this process can do to the machine."""
+    found = []
+    for name, attempt in {
+        "network": lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
+        "files": lambda: open("/etc/passwd").close(),
+        "program": lambda: subprocess.run(["/bin/true"], check=False),
+        "own folder": lambda: open(__file__, "a").close(),
+        "scratch": lambda: open("/tmp/scratch", "w").close(),
+    }.items():
+        try:
+            attempt()
+            found.append(name)
+        except ConnectionRefusedError:
+            found.append(name)  # it came to the other end
+        except OSError:
+            continue
+    return ", ".join(found)
 
 
 @server.tool()

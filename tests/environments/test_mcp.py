@@ -19,7 +19,8 @@ from slime.cluster.checks import _check_environment
 from slime.config.environment import MCP_GENERATE
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
-from slime.environments.mcp import generate
+from slime.environments.base import EnvironmentProblem
+from slime.environments.mcp import check_servers, generate
 
 pytest.importorskip("mcp_types", reason="pip install 'slime[mcp]'")
 pytestmark = [pytest.mark.real]
@@ -67,11 +68,33 @@ async def test_calls_reach_a_command_and_errors_reach_the_model(
     assert script.asked[1].endswith("<tool>42<eos><assistant>")
     assert "error: " in script.asked[2].rpartition("<tool>")[2] and "Error executing tool fail" in script.asked[2]
     assert script.asked[3].endswith(
-        "<tool>error: there is no tool 'nothing'; there are add, count, fail, die<eos><assistant>"
+        "<tool>error: there is no tool 'nothing'; there are add, count, fail, look, die<eos><assistant>"
     )
     assert "error: " in script.asked[4].rpartition("<tool>")[2], "arguments of the wrong type"
     assert sample.status is Sample.Status.COMPLETED and sample.reward is None and not sample.reward_timed_out
     assert script.trained(sample) == spoken, "results of tools have no loss"
+
+
+async def test_a_server_in_the_sandbox_answers_and_has_no_way_out(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
+    try:
+        check_servers([f"sandbox:{SERVER}"])
+    except EnvironmentProblem as error:
+        pytest.skip(str(error))
+    _, script = await talk(monkeypatch, bytes_dir, COMMAND, [call("look"), "Done.<eos>"])
+    assert "<tool>network, files, program, own folder, scratch<" in script.asked[1]
+    says = [call("look"), call("count"), call("count"), call("die"), "x<eos>"]
+    sample, script = await talk(monkeypatch, bytes_dir, f"sandbox:{SERVER}", says)
+    assert "<tool>scratch<" in script.asked[1], "its own files in memory, and nothing else"
+    assert "<tool>call 2<" in script.asked[3], "it lives as long as its sample"
+    assert sample.remove_sample and "the MCP server of the tool die" in sample.metadata["reward_failure"]
+
+
+def test_a_program_for_the_sandbox_must_exist() -> None:
+    for value in ("sandbox:", "sandbox:nowhere.py 3"):
+        (problem,) = _check_environment(make_args(mcp_server=[value], rm_type="f1"))
+        assert f"--mcp-server: {value}: the form is sandbox:FILE.py ARGUMENTS" in problem
 
 
 async def test_each_sample_has_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
