@@ -121,7 +121,7 @@ FAULTS = {
     "zero_reward": Case("the reward is always 0", ("--custom-rm-path", "zero.py:reward"), "no_reward"),
     "no_learning_rate": Case("the learning rate is 0", ("--lr", 0), "no_learning_rate"),
     "greedy": Case("all samples of a prompt are the same", ("--rollout-temperature", 0), "no_spread"),
-    "cut_off": Case("responses of two tokens", ("--rollout-max-response-len", 2), "truncated"),
+    "cut_off": Case("responses of two tokens", ("--rollout-max-response-len", 2, "--num-rollout", 8), "truncated"),
     "large_step": Case("a learning rate of 0.1", ("--lr", 0.1, "--num-rollout", 8), "entropy_explosion"),
     "filter": Case(
         "a filter that keeps no group",

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
+from slime.observability.run_dir import RunDir, UnreadableRun, no_run, read_settings
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonValue
 
@@ -144,7 +144,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
 
     run = RunDir(folder)
     if not run.config.is_file():
-        raise NoRun(f"{folder} is not the folder of a run: it has no config.yaml")
+        raise NoRun(no_run(folder))
     try:
         settings = read_settings(run.config)
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []

@@ -302,7 +302,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["kind"] == "no_reward"
     assert main(["doctor", str(tmp_path / "none")]) == 1
-    assert "has no config.yaml" in capsys.readouterr().err
+    assert f"none does not exist; runs near it: {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_run_without_a_state_is_read(tmp_path: Path) -> None:
