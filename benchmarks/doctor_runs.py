@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -219,14 +219,14 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
         for left in alive(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-    problems = [asdict(one) for one in found if not one.hint]
-    first = problems[0]["kind"] if problems else ""
+    problems = {one.kind: one.title for one in found if not one.hint}
+    first = next(iter(problems), "")
     if not case.expected and not problems:
         shutil.copy(folder / "run" / "metrics.jsonl", options.output / f"{name}_cpu.jsonl")
     return {
-        "name": name, "what": case.words, "steps": steps_of(folder), "expected": case.expected, "first": first,
-        "right": first == case.expected, "findings": problems, "hints": [one.kind for one in found if one.hint],
-        "seconds": round(time.monotonic() - begin, 1),
+        "date": time.strftime("%Y-%m-%d"), "what": case.words, "steps": steps_of(folder), "expected": case.expected,
+        "first": first, "right": first == case.expected, "findings": problems,
+        "hints": [one.kind for one in found if one.hint], "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
 
 
