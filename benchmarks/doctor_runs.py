@@ -34,13 +34,16 @@ from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
 from slime.cli.make_data import make_products  # noqa: E402
 from slime.doctor.facts import read_facts  # noqa: E402
+from slime.doctor.findings import Finding  # noqa: E402
 from slime.doctor.report import diagnose  # noqa: E402
 
+REFUSED = "refused"
+"""train.py finds the fault before it makes the folder of a run, and says what it is."""
 STEPS = 4
 SECONDS = 400.0
 CODE = {
     "broken.py": "async def reward(args, sample, **kwargs):\n    return sample.metadata['answer']\n",
-    "missing.py": "import a_package_that_is_not_installed\nasync def reward(args, sample, **kwargs):\n    return 1.0\n",
+    "missing.py": ("async def reward(args, sample, **kwargs):\n    import a_missing_package\n    return 1.0\n"),
     "zero.py": "async def reward(args, sample, **kwargs):\n    return 0.0\n",
     "endless.py": "import asyncio\nasync def generate(args, sample, sampling_params):\n    await asyncio.sleep(3600)\n",
     "nothing.py": "def keep(args, samples, **kwargs):\n    return False\n",
@@ -67,7 +70,7 @@ class Case:
     Attributes:
         words: What is special about it.
         flags: Flags of train.py beside :func:`common`.
-        expected: The kind of the first finding; empty for a healthy run.
+        expected: The kind of the first finding; empty for a healthy run; :data:`REFUSED` if no run begins.
         strike: What is done to the run once its first step is trained.
         again: Flags of a second start, which resumes it.
         script: ``train.py`` or ``train_async.py``.
@@ -140,7 +143,7 @@ FAULTS = {
         "the only engine gets SIGKILL", (), "process_lost", send(signal.SIGKILL, "engine")
     ),
     "rank_killed": Case("the training rank gets SIGKILL", (), "process_lost", send(signal.SIGKILL, "rank")),
-    "damaged_model": Case("model.safetensors is cut off", ("--hf-checkpoint", "damaged"), "bad_checkpoint"),
+    "damaged_model": Case("model.safetensors is cut off", ("--hf-checkpoint", "damaged"), REFUSED),
     "open_files": Case("at most 40 open files", (), "open_files", files=40),
 }  # fmt: skip
 
@@ -214,7 +217,7 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
         for flags in [case.flags, *([case.again] if case.again else [])]:
             process = started(name, case, folder, [*base, *flags])
             wait(process, folder, case, mark)
-        found = diagnose(read_facts(folder / "run", with_stacks=case.strike is not None))
+        found = findings(folder, case)
     finally:
         for left in alive(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -228,6 +231,14 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
         "first": first, "right": first == case.expected, "findings": problems,
         "hints": [one.kind for one in found if one.hint], "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
+
+
+def findings(folder: Path, case: Case) -> list[Finding]:
+    """Return what the doctor finds; for a run that never began, the problem that train.py named."""
+    run_folder, said = folder / "run", (folder / "output.txt").read_text()
+    if not run_folder.exists() and "1 problem with the arguments" in said:
+        return [Finding(REFUSED, said.strip().splitlines()[-1], (), "")]
+    return diagnose(read_facts(run_folder, with_stacks=case.strike is not None))
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path, case: Case, mark: str) -> None:

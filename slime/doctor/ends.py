@@ -20,8 +20,8 @@ LONG_FACTOR = 5.0
 WAIT_SHARE = 0.5
 """A wait is long if it has lasted longer than this part of its deadline."""
 _LOOPS = ("train.py", "train_async.py")
-_LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib/python3(\.\d+)?/")
-"""Files of Python and of installed packages, also of another machine."""
+_LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib/python3(\.\d+)?/|\.pyx$")
+"""Files of Python and of installed packages, also of another machine; Cython's have a path of where it was compiled."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 

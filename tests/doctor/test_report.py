@@ -228,6 +228,23 @@ def test_slime_in_another_folder_is_not_the_users_function() -> None:
     assert named.kind == "own_function"
 
 
+def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
+    """The traceback of a run with at most 40 open files, in which Ray's server died at once."""
+    error = (
+        'Traceback (most recent call last):\n  File "/opt/slime/slime/cluster/session.py", line 65, in connect\n'
+        '    ray.init(\n  File "/opt/lib/python3.11/site-packages/ray/_private/node.py", line 1407, in start_head\n'
+        '  File "python/ray/_raylet.pyx", line 428, in ray._raylet.wait_for_persisted_port\n'
+        "RuntimeError: Timed out waiting for file /tmp/ray/session_1/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e2368"
+    )
+    assert kinds(facts(quickstart(), state=state("failed", error=error), processes=[])) == ["error"]
+    told = (
+        f"{error}\n\nThe above exception was the direct cause of the following exception:\n\n"
+        "slime.cluster.session.ClusterError: Ray did not start: /tmp/ray/session_1/logs/gcs_server.out: "
+        "Unhandled exception: system_error. what(): signal_set_service pipe: Too many open files [system:24]"
+    )
+    assert kinds(facts(quickstart(), state=state("failed", error=told), processes=[])) == ["open_files"]
+
+
 def test_a_driver_that_was_killed() -> None:
     found = facts(quickstart(), state=state(phase="rollout"), processes=[], logs={"engine-0.log": "generated\n"})
     first = diagnose(found)[0]
