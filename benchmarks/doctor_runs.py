@@ -46,6 +46,7 @@ CODE = {
     "missing.py": ("async def reward(args, sample, **kwargs):\n    import a_missing_package\n    return 1.0\n"),
     "zero.py": "async def reward(args, sample, **kwargs):\n    return 0.0\n",
     "endless.py": "import asyncio\nasync def generate(args, sample, sampling_params):\n    await asyncio.sleep(3600)\n",
+    "prompt.py": "async def reward(args, sample, **kwargs):\n    return float(len(str(sample.label)) - 1)\n",
     "nothing.py": "def keep(args, samples, **kwargs):\n    return False\n",
 }
 EVALUATION = (
@@ -123,12 +124,15 @@ FAULTS = {
     ),
     "zero_reward": Case("the reward is always 0", ("--custom-rm-path", "zero.py:reward"), "no_reward"),
     "no_learning_rate": Case("the learning rate is 0", ("--lr", 0), "no_learning_rate"),
-    "greedy": Case("all samples of a prompt are the same", ("--rollout-temperature", 0), "no_spread"),
+    "greedy": Case("a temperature of 0", ("--rollout-temperature", 0), REFUSED),
+    "prompt_reward": Case(
+        "the reward looks at the label alone", ("--custom-rm-path", "prompt.py:reward"), "no_spread"
+    ),
     "cut_off": Case("responses of two tokens", ("--rollout-max-response-len", 2, "--num-rollout", 8), "truncated"),
-    "large_step": Case("a learning rate of 0.1", ("--lr", 0.1, "--num-rollout", 8), "entropy_explosion"),
+    "large_step": Case("a learning rate of 0.1", ("--lr", 0.1), "large_learning_rate"),
     "filter": Case(
         "a filter that keeps no group",
-        ("--dynamic-sampling-filter-path", "nothing.py:keep", "--phase-timeout", 60), "wait_expired",
+        ("--dynamic-sampling-filter-path", "nothing.py:keep", "--phase-timeout", 60), "filter_starvation",
     ),
     "endless": Case(
         "generation does not end", ("--custom-generate-function-path", "endless.py:generate", "--phase-timeout", 30),

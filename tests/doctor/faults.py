@@ -22,6 +22,8 @@ HEALTHY = sorted(
 """Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
 that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was
 killed. And on H200s."""
+FAULTY = sorted((Path(__file__).parent / "faulty").glob("*.jsonl"))
+"""Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first finding."""
 HOSTS = (
     "quickstart_cpu",
     "async_filter_cpu",
@@ -178,7 +180,8 @@ ERRORS = {
     "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
     "data_exhausted": "RuntimeError: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
-    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s) for rank 1 to train rollout 3",
+    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
+    "to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "error": "ValueError: something that nobody has foreseen",
 }

@@ -23,6 +23,7 @@ from slime.observability.run_state import StateFile
 from tests.doctor.faults import (
     CHECKOUT,
     ERRORS,
+    FAULTY,
     HEALTHY,
     HINTS,
     LEARNING,
@@ -226,6 +227,53 @@ def test_slime_in_another_folder_is_not_the_users_function() -> None:
     long = f'  File "/opt/slime/{"x" * 300}.py", line 3, in score\nKeyError: 1'
     named = diagnose(facts(quickstart(), state=state("failed", error=error + long), processes=[]))[0]
     assert named.kind == "own_function"
+
+
+@pytest.mark.parametrize("path", FAULTY, ids=lambda path: path.stem)
+def test_a_run_that_something_really_happened_to(path: Path) -> None:
+    """Recordings of benchmarks/doctor_runs.py; the name of the file is the kind of the first finding."""
+    found = replace(facts(rows_of(path)), settings={"rollout_batch_size": 4, "n_samples_per_prompt": 4})
+    first = diagnose(found)[0]
+    assert (first.kind, first.hint) == (path.stem, False)
+
+
+def test_a_large_learning_rate_is_no_fault_of_an_adapter_or_of_a_run_that_learns() -> None:
+    rows = rows_of(FAULTY[0].with_name("large_learning_rate.jsonl"))
+    known = {"rollout_batch_size": 4}
+
+    def first(rate: float, reward: float, **settings: int) -> str:
+        set_all("train/lr-pg_0", lambda step, steps: rate)(rows)
+        set_all("rollout/raw_reward", lambda step, steps: reward if step else 0.1)(rows)
+        return kinds(replace(facts(rows), settings=known | settings))[0]
+
+    assert [first(rate, 0.0) for rate in (1e-5, 1e-3, 2e-3)] == ["truncated", "truncated", "large_learning_rate"]
+    assert [first(rate, 0.0, lora_rank=8) for rate in (2e-3, 2e-2)] == ["truncated", "large_learning_rate"]
+    assert first(2e-3, 0.2) == "truncated"
+
+
+def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drops_most_groups() -> None:
+    text = (
+        "TimeoutError: rollout 0 did not finish within 60 s (--phase-timeout): {} of 4 groups are accepted{}; it still "
+        "waits for 4 groups, whose first samples are [320, 324, 328, 332]"
+    )
+    for accepted, dropped, kind in (
+        (0, " (80 dropped as no_reason)", "filter_starvation"),
+        (3, " (8 dropped as zero_std; 2 dropped as no_reason)", "filter_starvation"),
+        (3, " (5 dropped as zero_std)", "wait_expired"),
+        (2, "", "wait_expired"),
+    ):
+        failed = state("failed", "rollout", TRACE + text.format(accepted, dropped))
+        assert kinds(facts([], state=failed, processes=[])) == [kind]
+
+
+def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
+    error = (
+        "slime.cluster.polling.WaitExpired: waited 30 s (deadline 30 s, --phase-timeout) for rollout 0 to be made\n"
+        "what the processes say:\n  rollout manager: generate 0/4 for 30 s"
+    )
+    first = diagnose(facts([], state=state("failed", "rollout", TRACE + error), processes=[]))[0]
+    assert first.kind == "wait_expired" and first.evidence[0].endswith("for rollout 0 to be made")
+    assert first.evidence[1:] == ("rollout manager: generate 0/4 for 30 s",)
 
 
 def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
