@@ -2,6 +2,7 @@
 
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor             # all
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --only lora ppo
+    python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --again             # without runs
 
 Each run is a command of train.py on the CPU. A healthy one must have no finding but hints; of a faulty one, the first
 finding must be the expected one. Prints a line for each, writes ``doctor_runs.json``, and keeps the metrics of healthy
@@ -212,7 +213,7 @@ def steps_of(folder: Path) -> int:
 def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
     """Make a run, and return what the doctor finds in its folder."""
     folder = prepare(options, name)
-    mark, begin = f"doctor-{name}-{os.getpid()}", time.monotonic()
+    mark = f"doctor-{name}-{os.getpid()}"
     base = common(options, folder)
     if name == "sft":
         base[base.index("--prompt-data") + 1] = folder / "transcripts.jsonl"
@@ -221,11 +222,17 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
         for flags in [case.flags, *([case.again] if case.again else [])]:
             process = started(name, case, folder, [*base, *flags])
             wait(process, folder, case, mark)
-        found = findings(folder, case)
+        return result(options, name, case)
     finally:
         for left in alive(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
+
+
+def result(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
+    """Return what the doctor finds in the folder of a run, and keep the metrics of a healthy one."""
+    folder = options.output / name
+    found = findings(folder, case)
     problems = {one.kind: one.title for one in found if not one.hint}
     first = next(iter(problems), "")
     if not case.expected and not problems:
@@ -233,7 +240,7 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"), "what": case.words, "steps": steps_of(folder), "expected": case.expected,
         "first": first, "right": first == case.expected, "findings": problems,
-        "hints": [one.kind for one in found if one.hint], "seconds": round(time.monotonic() - begin, 1),
+        "hints": [one.kind for one in found if one.hint],
     }  # fmt: skip
 
 
@@ -269,21 +276,21 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a folder of SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=Path("/tmp/doctor_runs"))
     parser.add_argument("--only", nargs="+", choices=[*HEALTHY, *FAULTS], default=[*HEALTHY, *FAULTS])
+    parser.add_argument("--again", action="store_true", help="read the folders of earlier runs again, without running")
     options = parser.parse_args()
     options.output, options.model = options.output.resolve(), options.model.resolve()
     file = options.output / "doctor_runs.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     for name in options.only:
+        begin = time.monotonic()
         try:
-            known[name] = run(options, name, (HEALTHY | FAULTS)[name])
+            known[name] = (result if options.again else run)(options, name, (HEALTHY | FAULTS)[name])
         except (OSError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", flush=True)
             continue
         one = known[name]
-        print(
-            f"{name}: {one['first'] or 'nothing'} ({'right' if one['right'] else 'WRONG'}), {one['seconds']} s",
-            flush=True,
-        )
+        verdict = "right" if one["right"] else "WRONG"
+        print(f"{name}: {one['first'] or 'nothing'} ({verdict}), {time.monotonic() - begin:.1f} s", flush=True)
         options.output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=1) + "\n")
     return int(not all(known.get(name, {}).get("right") for name in options.only))

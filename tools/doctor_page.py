@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from slime.doctor.report import diagnose  # noqa: E402
-from tests.doctor.faults import HEALTHY, HOSTS, Fault, facts, faults, rows_of  # noqa: E402
+from tests.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "developer_guide" / "debug.md"
 RUNS = ROOT / "benchmarks" / "results" / "doctor_runs_cpu.json"
@@ -30,7 +30,7 @@ END = "<!-- end of the table -->"
 
 def alarms(path: Path) -> list[str]:
     """Return the kinds of findings in a healthy run that are no hints: false alarms."""
-    return [finding.kind for finding in diagnose(facts(rows_of(path))) if not finding.hint]
+    return [finding.kind for finding in diagnose(healthy(path)) if not finding.hint]
 
 
 def first_kinds(fault: Fault) -> str:

@@ -117,6 +117,11 @@ class Facts:
         return float(prompts * each) if isinstance(prompts, int) and isinstance(each, int) else 0.0
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards decide what is trained: not in supervised fine-tuning and in distillation from a teacher."""
+        return self.settings.get("loss_type") != "sft_loss" and not self.settings.get("use_opd")
+
+    @property
     def died(self) -> bool:
         """Whether the driver has ended without saying so, for instance by ``kill -9``."""
         return self.state is not None and self.state.status == "running" and self.processes == []

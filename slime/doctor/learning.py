@@ -40,7 +40,7 @@ def not_finite(facts: Facts) -> Iterator[Finding]:
 def no_reward(facts: Facts) -> Iterator[Finding]:
     """Rewards that are all the same, so that there is nothing to learn from."""
     rewards = facts.series(REWARD)
-    if len(rewards) < 3 or max(rewards) != min(rewards):
+    if len(rewards) < 3 or max(rewards) != min(rewards) or not facts.learns_from_rewards:
         return
     if rewards[0] == 0.0:
         title = "No response has ever got a reward."
@@ -78,7 +78,9 @@ def large_learning_rate(facts: Facts) -> Iterator[Finding]:
     """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
     rates, rewards = facts.series("train/lr-pg_0"), facts.series(REWARD)
     large = LARGE_RATE * (10 if facts.settings.get("lora_rank") else 1)
-    if len(rewards) < 3 or max(rates, default=0.0) <= large or median(rewards[-3:]) > rewards[0]:
+    if len(rewards) < 3 or max(rates, default=0.0) <= large or not facts.learns_from_rewards:
+        return
+    if median(rewards[-3:]) > rewards[0]:
         return
     yield Finding(
         "large_learning_rate",
@@ -111,7 +113,7 @@ def no_spread(facts: Facts) -> Iterator[Finding]:
 def _share_without_spread(facts: Facts) -> float | None:
     """The share of the groups of the latest steps whose samples have the same reward; None if it is not known."""
     prompts, latest = facts.settings.get("rollout_batch_size"), facts.steps[-LATEST:]
-    if not isinstance(prompts, int) or len(latest) < 3:
+    if not isinstance(prompts, int) or len(latest) < 3 or not facts.learns_from_rewards:
         return None
     counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
     return sum(counts) / len(counts) / prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.doctor.facts import Facts, Process, Row
@@ -20,8 +20,8 @@ HEALTHY = sorted(
     ]
 )
 """Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
-that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was
-killed. And on H200s."""
+that was resumed, supervised fine-tuning. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one
+whose engine was killed. And on H200s."""
 FAULTY = sorted((Path(__file__).parent / "faulty").glob("*.jsonl"))
 """Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first finding."""
 HOSTS = (
@@ -44,6 +44,16 @@ def facts(rows: Rows, **known: object) -> Facts:
     steps: list[Row] = [row for row in rows if "rollout/step" in row]
     evaluations: list[Row] = [row for row in rows if "eval/step" in row]
     return Facts(Path("run"), SETTINGS, steps, evaluations, **known)  # type: ignore[arg-type]
+
+
+SETTINGS_OF = {"sft_cpu": {"loss_type": "sft_loss"}}
+"""The settings of recordings that the rules need beside :data:`SETTINGS`."""
+
+
+def healthy(path: Path) -> Facts:
+    """What is known of a healthy run."""
+    known = facts(rows_of(path))
+    return replace(known, settings={**known.settings, **SETTINGS_OF.get(path.stem, {})})
 
 
 def quickstart() -> Rows:

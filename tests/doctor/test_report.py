@@ -35,6 +35,7 @@ from tests.doctor.faults import (
     constant,
     facts,
     faults,
+    healthy,
     kinds,
     quickstart,
     rows_of,
@@ -51,7 +52,7 @@ HINTS_OF_HEALTHY = {
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
 def test_a_healthy_run_has_no_findings(path: Path) -> None:
-    found = diagnose(facts(rows_of(path)))
+    found = diagnose(healthy(path))
     assert [one.kind for one in found if not one.hint] == []
     assert [one.kind for one in found] == HINTS_OF_HEALTHY.get(path.stem, [])
 
@@ -235,6 +236,14 @@ def test_a_run_that_something_really_happened_to(path: Path) -> None:
     found = replace(facts(rows_of(path)), settings={"rollout_batch_size": 4, "n_samples_per_prompt": 4})
     first = diagnose(found)[0]
     assert (first.kind, first.hint) == (path.stem, False)
+
+
+def test_equal_rewards_are_no_fault_of_a_run_that_does_not_learn_from_them() -> None:
+    rows = rows_of(next(path for path in HEALTHY if path.stem == "sft_cpu"))
+    with_rewards = replace(facts(rows), settings={"rollout_batch_size": 4})
+    assert kinds(with_rewards) == ["no_reward", "no_spread"]
+    for known in ({"loss_type": "sft_loss"}, {"use_opd": True}):
+        assert kinds(replace(with_rewards, settings={"rollout_batch_size": 4, **known})) == []
 
 
 def test_a_large_learning_rate_is_no_fault_of_an_adapter_or_of_a_run_that_learns() -> None:
