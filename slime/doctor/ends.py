@@ -114,7 +114,7 @@ PATTERNS = (
     ),
     _pattern(
         "data_exhausted",
-        r"prompts of the data set are longer than --rollout-max-prompt-len|"
+        r"all \d+ prompts[^\n]* are longer than --rollout-max-prompt-len|"
         r"the data source has no more groups",
         "The data has no prompts that can be used.",
         "Raise --rollout-max-prompt-len, or look at the slice of the file and at the columns (--input-key): "
@@ -128,7 +128,9 @@ PATTERNS = (
     ),
     _pattern(
         "wait_expired",
-        r"waited \d+ s \(deadline \d+ s[^)\n]*\) for [^\n]+|did not finish within \S+ s (\(--phase-timeout\)|before a)",
+        r"waited \d+ s( \(deadline \d+ s[^)\n]*\))? for [^\n]+|"
+        r"did not finish within \S+ s (\(--phase-timeout\)|before a)|"
+        r"did not answer for \d+ s \(--status-timeout\)[^\n]*|TimeoutError: [^\n]*\(--phase-timeout\)",
         "A process did not answer within its deadline.",
         "The line names who waited for what. Look at the end of that process's log below; --phase-timeout and the "
         "other flags of deadlines give slow machines more time.",
@@ -140,6 +142,14 @@ PATTERNS = (
         "A process of the run died.",
         "Its log below may say why. With --max-restarts N and --save, a run continues by itself from its last "
         "snapshot.",
+        with_logs=True,
+    ),
+    _pattern(
+        "server_failed",
+        r"\(pid \d+\) (ended with status|was not healthy after)|\.ServerFailed: ",
+        "An engine or a router did not start, ended, or refused a request.",
+        "The end of its log below says why: often too little memory (--sglang-mem-fraction-static), or an option that "
+        "this engine does not know.",
         with_logs=True,
     ),
 )  # fmt: skip

@@ -193,6 +193,7 @@ ERRORS = {
     "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
     "to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "server_failed": "slime.engines.process.ServerFailed: engine 0 (pid 41) was not healthy after 600 s:",
     "error": "ValueError: something that nobody has foreseen",
 }
 

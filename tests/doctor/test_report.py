@@ -275,6 +275,35 @@ def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drop
         assert kinds(facts([], state=failed, processes=[])) == [kind]
 
 
+@pytest.mark.parametrize(
+    ("file", "words", "kind"),
+    [
+        ("cluster/polling.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "did not answer for 3 s (--status-timeout); waited for x", "wait_expired"),
+        ("cluster/prefetch.py", "waited 3 s for x", "wait_expired"),
+        ("rollout/evaluate.py", "the evaluation did not finish within 3 s (--phase-timeout): ", "wait_expired"),
+        ("rollout/fully_async_rollout.py", "3 groups did not finish within 3 s before a weight update", "wait_expired"),
+        ("rollout/abort.py", "3 groups did not end after the abort of all requests (--phase-timeout)", "wait_expired"),
+        ("engines/process.py", "x (pid 3) ended with status ", "server_failed"),
+        ("engines/process.py", "x (pid 3) was not healthy after 3 s:", "server_failed"),
+        ("data/dataset.py", "x: all 3 prompts are longer than --rollout-max-prompt-len 3", "data_exhausted"),
+        ("data/source.py", "all 3 prompts of the data set are longer than --rollout-max-prompt-len", "data_exhausted"),
+        ("rollout/loop.py", "the data source has no more groups: rollout 3 has accepted ", "data_exhausted"),
+    ],
+)
+def test_messages_of_the_package_are_known(file: str, words: str, kind: str) -> None:
+    """The words are those of the source, in which 3 and x stand for values."""
+    text = (CHECKOUT / "slime" / file).read_text(encoding="utf-8")
+    assert words in re.sub(
+        r"\{[^{}]*:\.0f\}|\{[^{}]*:g\}|\{len\([^{}]*\)\}|\{self\.(pid|rollout_id)\}|\{max_length\}",
+        "3",
+        text.replace("{what}", "x").replace("{self.what}", "x").replace("{path}", "x"),
+    )
+    failed = state("failed", error=f"{TRACE}TimeoutError: {words}")
+    assert kinds(facts([], state=failed, processes=[])) == [kind]
+
+
 def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
     error = (
         "slime.cluster.polling.WaitExpired: waited 30 s (deadline 30 s, --phase-timeout) for rollout 0 to be made\n"
