@@ -19,9 +19,9 @@ HEALTHY = sorted(
         *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
     ]
 )
-"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
-that was resumed, supervised fine-tuning. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one
-whose engine was killed. And on H200s."""
+"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, PPO, two
+engines, two ranks, one that was resumed, supervised fine-tuning. On two GPUs: FSDP and Megatron with SGLang, one
+resumed in another layout, one whose engine was killed. And on H200s."""
 FAULTY = sorted((Path(__file__).parent / "faulty").glob("*.jsonl"))
 """Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first finding."""
 HOSTS = (
