@@ -45,7 +45,7 @@ RECORDINGS: dict[str, tuple[str, tuple[object, ...]]] = {
         "--save", "{runs}/quickstart-snapshots", "--save-interval", 3,
     )),
     "fully_async": ("train_async.py", (
-        *COMMON, *PRODUCTS, "--rollout-batch-size", 4, "--rollout-max-response-len", 24, "--num-rollout", 10,
+        *COMMON, *PRODUCTS, "--rollout-batch-size", 4, "--rollout-max-response-len", 24, "--num-rollout", 8,
         "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
         "--async-buffer-size", 2, "--update-weights-interval", 1, "--max-weight-staleness", 2, "--lr", 1e-5,
         "--rollout-num-gpus", 2, "--get-mismatch-metrics", "--dump-details", "{runs}/fully_async-dumps",
