@@ -2,6 +2,7 @@
 
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor             # all
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --only lora ppo
+    python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --again             # without runs
 
 Each run is a command of train.py on the CPU. A healthy one must have no finding but hints; of a faulty one, the first
 finding must be the expected one. Prints a line for each, writes ``doctor_runs.json``, and keeps the metrics of healthy
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,19 @@ from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
 from slime.cli.make_data import make_products  # noqa: E402
 from slime.doctor.facts import read_facts  # noqa: E402
+from slime.doctor.findings import Finding  # noqa: E402
 from slime.doctor.report import diagnose  # noqa: E402
 
+REFUSED = "refused"
+"""train.py finds the fault before it makes the folder of a run, and says what it is."""
 STEPS = 4
 SECONDS = 400.0
 CODE = {
     "broken.py": "async def reward(args, sample, **kwargs):\n    return sample.metadata['answer']\n",
-    "missing.py": "import a_package_that_is_not_installed\nasync def reward(args, sample, **kwargs):\n    return 1.0\n",
+    "missing.py": ("async def reward(args, sample, **kwargs):\n    import a_missing_package\n    return 1.0\n"),
     "zero.py": "async def reward(args, sample, **kwargs):\n    return 0.0\n",
     "endless.py": "import asyncio\nasync def generate(args, sample, sampling_params):\n    await asyncio.sleep(3600)\n",
+    "prompt.py": "async def reward(args, sample, **kwargs):\n    return float(len(str(sample.label)) - 1)\n",
     "nothing.py": "def keep(args, samples, **kwargs):\n    return False\n",
 }
 EVALUATION = (
@@ -67,7 +72,7 @@ class Case:
     Attributes:
         words: What is special about it.
         flags: Flags of train.py beside :func:`common`.
-        expected: The kind of the first finding; empty for a healthy run.
+        expected: The kind of the first finding; empty for a healthy run; :data:`REFUSED` if no run begins.
         strike: What is done to the run once its first step is trained.
         again: Flags of a second start, which resumes it.
         script: ``train.py`` or ``train_async.py``.
@@ -120,12 +125,15 @@ FAULTS = {
     ),
     "zero_reward": Case("the reward is always 0", ("--custom-rm-path", "zero.py:reward"), "no_reward"),
     "no_learning_rate": Case("the learning rate is 0", ("--lr", 0), "no_learning_rate"),
-    "greedy": Case("all samples of a prompt are the same", ("--rollout-temperature", 0), "no_spread"),
-    "cut_off": Case("responses of two tokens", ("--rollout-max-response-len", 2), "truncated"),
-    "large_step": Case("a learning rate of 0.1", ("--lr", 0.1, "--num-rollout", 8), "entropy_explosion"),
+    "greedy": Case("a temperature of 0", ("--rollout-temperature", 0), REFUSED),
+    "prompt_reward": Case(
+        "the reward looks at the label alone", ("--custom-rm-path", "prompt.py:reward"), "no_spread"
+    ),
+    "cut_off": Case("responses of two tokens", ("--rollout-max-response-len", 2, "--num-rollout", 8), "truncated"),
+    "large_step": Case("a learning rate of 0.1", ("--lr", 0.1), "large_learning_rate"),
     "filter": Case(
         "a filter that keeps no group",
-        ("--dynamic-sampling-filter-path", "nothing.py:keep", "--phase-timeout", 60), "wait_expired",
+        ("--dynamic-sampling-filter-path", "nothing.py:keep", "--phase-timeout", 60), "filter_starvation",
     ),
     "endless": Case(
         "generation does not end", ("--custom-generate-function-path", "endless.py:generate", "--phase-timeout", 30),
@@ -140,7 +148,7 @@ FAULTS = {
         "the only engine gets SIGKILL", (), "process_lost", send(signal.SIGKILL, "engine")
     ),
     "rank_killed": Case("the training rank gets SIGKILL", (), "process_lost", send(signal.SIGKILL, "rank")),
-    "damaged_model": Case("model.safetensors is cut off", ("--hf-checkpoint", "damaged"), "bad_checkpoint"),
+    "damaged_model": Case("model.safetensors is cut off", ("--hf-checkpoint", "damaged"), REFUSED),
     "open_files": Case("at most 40 open files", (), "open_files", files=40),
 }  # fmt: skip
 
@@ -205,7 +213,7 @@ def steps_of(folder: Path) -> int:
 def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
     """Make a run, and return what the doctor finds in its folder."""
     folder = prepare(options, name)
-    mark, begin = f"doctor-{name}-{os.getpid()}", time.monotonic()
+    mark = f"doctor-{name}-{os.getpid()}"
     base = common(options, folder)
     if name == "sft":
         base[base.index("--prompt-data") + 1] = folder / "transcripts.jsonl"
@@ -214,20 +222,34 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
         for flags in [case.flags, *([case.again] if case.again else [])]:
             process = started(name, case, folder, [*base, *flags])
             wait(process, folder, case, mark)
-        found = diagnose(read_facts(folder / "run", with_stacks=case.strike is not None))
+        return result(options, name, case)
     finally:
         for left in alive(mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-    problems = [asdict(one) for one in found if not one.hint]
-    first = problems[0]["kind"] if problems else ""
+
+
+def result(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
+    """Return what the doctor finds in the folder of a run, and keep the metrics of a healthy one."""
+    folder = options.output / name
+    found = findings(folder, case)
+    problems = {one.kind: one.title for one in found if not one.hint}
+    first = next(iter(problems), "")
     if not case.expected and not problems:
         shutil.copy(folder / "run" / "metrics.jsonl", options.output / f"{name}_cpu.jsonl")
     return {
-        "name": name, "what": case.words, "steps": steps_of(folder), "expected": case.expected, "first": first,
-        "right": first == case.expected, "findings": problems, "hints": [one.kind for one in found if one.hint],
-        "seconds": round(time.monotonic() - begin, 1),
+        "date": time.strftime("%Y-%m-%d"), "what": case.words, "steps": steps_of(folder), "expected": case.expected,
+        "first": first, "right": first == case.expected, "findings": problems,
+        "hints": [one.kind for one in found if one.hint],
     }  # fmt: skip
+
+
+def findings(folder: Path, case: Case) -> list[Finding]:
+    """Return what the doctor finds; for a run that never began, the problem that train.py named."""
+    run_folder, said = folder / "run", (folder / "output.txt").read_text()
+    if not run_folder.exists() and "1 problem with the arguments" in said:
+        return [Finding(REFUSED, said.strip().splitlines()[-1], (), "")]
+    return diagnose(read_facts(run_folder, with_stacks=case.strike is not None))
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path, case: Case, mark: str) -> None:
@@ -254,21 +276,21 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a folder of SmolLM2-135M-Instruct")
     parser.add_argument("--output", type=Path, default=Path("/tmp/doctor_runs"))
     parser.add_argument("--only", nargs="+", choices=[*HEALTHY, *FAULTS], default=[*HEALTHY, *FAULTS])
+    parser.add_argument("--again", action="store_true", help="read the folders of earlier runs again, without running")
     options = parser.parse_args()
     options.output, options.model = options.output.resolve(), options.model.resolve()
     file = options.output / "doctor_runs.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     for name in options.only:
+        begin = time.monotonic()
         try:
-            known[name] = run(options, name, (HEALTHY | FAULTS)[name])
+            known[name] = (result if options.again else run)(options, name, (HEALTHY | FAULTS)[name])
         except (OSError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", flush=True)
             continue
         one = known[name]
-        print(
-            f"{name}: {one['first'] or 'nothing'} ({'right' if one['right'] else 'WRONG'}), {one['seconds']} s",
-            flush=True,
-        )
+        verdict = "right" if one["right"] else "WRONG"
+        print(f"{name}: {one['first'] or 'nothing'} ({verdict}), {time.monotonic() - begin:.1f} s", flush=True)
         options.output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=1) + "\n")
     return int(not all(known.get(name, {}).get("right") for name in options.only))

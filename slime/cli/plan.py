@@ -53,6 +53,8 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     from slime.plan.read import read_run
 
     args, problems = read_command_line(words, prog="slime plan")
+    if args.hf_checkpoint is None:
+        problems.insert(0, "--hf-checkpoint is needed: a local folder with the config.json of the model")
     machine = Machine(min(options.gpus or 8, 8), 16, False)
     problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
     if not problems and not args.debug_rollout_only:

@@ -68,12 +68,16 @@ def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
     from dataclasses import replace
 
     from slime.ui.runs import Refresher
-    from slime.ui.server import Door, bind, serve
+    from slime.ui.server import Door, PortTaken, bind, serve
 
     try:
         listener = bind(host, port)
+    except PortTaken as error:
+        raise CommandError(str(error)) from error
     except OSError as error:
-        raise CommandError(f"--host {host}: {error}") from error
+        raise CommandError(
+            f"--host {host}: {error.strerror or error}; it takes an address of this machine, or 0.0.0.0 for all of them"
+        ) from error
     door = replace(Door.at(host, 0, token), port=listener.getsockname()[1])
     refresher = Refresher(runs)
     refresher.start()

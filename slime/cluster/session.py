@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,16 +62,36 @@ def connect() -> None:
     # Ray's head keeps a record of the last 100,000 calls, 42 KiB per rollout of a small run, for a dashboard that a
     # private cluster does not have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        num_cpus=max(os.cpu_count() or 1, 4),
-        object_store_memory=_object_store_bytes(),
-        **common,
-    )
+    try:
+        # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            num_cpus=max(os.cpu_count() or 1, 4),
+            object_store_memory=_object_store_bytes(),
+            **common,
+        )
+    except Exception as error:
+        # Ray only says that it has waited for its server in vain; why the server ended is in a log of that.
+        if words := last_words_of_ray(str(error)):
+            raise ClusterError(f"Ray did not start: {words}") from error
+        raise
     _started[:] = [process for process in psutil.Process().children() if process not in before]
+
+
+_SESSION = re.compile(r"(/\S*?/session_[^/\s]+)/")
+_FATAL = re.compile(r"^.*(?:Unhandled exception|Check failed).*$", re.MULTILINE)
+
+
+def last_words_of_ray(error: str) -> str:
+    """Return why a server of Ray ended, from the logs of the session that an error names; empty if they do not say."""
+    found = _SESSION.search(error)
+    for log in sorted(Path(found[1], "logs").glob("*.out")) if found else ():
+        with contextlib.suppress(OSError):
+            if fatal := _FATAL.search(log.read_text(encoding="utf-8", errors="replace")):
+                return f"{log}: {fatal[0][:300]}"
+    return ""
 
 
 def _require_own_token() -> None:

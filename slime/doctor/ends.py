@@ -20,8 +20,8 @@ LONG_FACTOR = 5.0
 WAIT_SHARE = 0.5
 """A wait is long if it has lasted longer than this part of its deadline."""
 _LOOPS = ("train.py", "train_async.py")
-_LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib/python3(\.\d+)?/")
-"""Files of Python and of installed packages, also of another machine."""
+_LIBRARY = re.compile(r"^<|/(site|dist)-packages/|/lib/python3(\.\d+)?/|\.pyx$")
+"""Files of Python and of installed packages, also of another machine; Cython's have a path of where it was compiled."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -114,7 +114,7 @@ PATTERNS = (
     ),
     _pattern(
         "data_exhausted",
-        r"prompts of the data set are longer than --rollout-max-prompt-len|"
+        r"all \d+ prompts[^\n]* are longer than --rollout-max-prompt-len|"
         r"the data source has no more groups",
         "The data has no prompts that can be used.",
         "Raise --rollout-max-prompt-len, or look at the slice of the file and at the columns (--input-key): "
@@ -128,7 +128,9 @@ PATTERNS = (
     ),
     _pattern(
         "wait_expired",
-        r"waited \d+ s \(deadline \d+ s\) for [^\n]+",
+        r"waited \d+ s( \(deadline \d+ s[^)\n]*\))? for [^\n]+|"
+        r"did not finish within \S+ s (\(--phase-timeout\)|before a)|"
+        r"did not answer for \d+ s \(--status-timeout\)[^\n]*|TimeoutError: [^\n]*\(--phase-timeout\)",
         "A process did not answer within its deadline.",
         "The line names who waited for what. Look at the end of that process's log below; --phase-timeout and the "
         "other flags of deadlines give slow machines more time.",
@@ -142,7 +144,20 @@ PATTERNS = (
         "snapshot.",
         with_logs=True,
     ),
+    _pattern(
+        "server_failed",
+        r"\(pid \d+\) (ended with status|was not healthy after)|\.ServerFailed: ",
+        "An engine or a router did not start, ended, or refused a request.",
+        "The end of its log below says why: often too little memory (--sglang-mem-fraction-static), or an option that "
+        "this engine does not know.",
+        with_logs=True,
+    ),
 )  # fmt: skip
+
+_DROPPED = re.compile(
+    r"rollout \d+ did not finish within [^\n]*?(\d+) of (\d+) groups are accepted \((\d+) dropped as .*"
+)
+"""What a rollout says at its deadline if a filter has dropped groups."""
 
 CONSEQUENCES = frozenset(pattern.kind for pattern in PATTERNS if pattern.with_logs)
 """What the driver sees when another process failed first."""
@@ -163,6 +178,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
         found = _cause_in_logs(facts, found) or found
     if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
         found = own
+    found = _starved(error) or found
     if found is not None:
         yield found
     elif facts.died:
@@ -181,6 +197,23 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
             (*lines[-1:], *facts.last_lines()),
             "The whole traceback is in state.json in the folder of the run.",
         )
+
+
+def _starved(error: str) -> Finding | None:
+    """A finding if a rollout was not finished because its filter has dropped most groups."""
+    told = _DROPPED.search(error)
+    if told is None:
+        return None
+    accepted, wanted, dropped = (int(number) for number in told.groups())
+    if dropped < 2 * max(wanted, accepted):
+        return None
+    return Finding(
+        "filter_starvation",
+        f"The filter threw {dropped} groups away and kept {accepted} of {wanted} until the rollout's deadline.",
+        (told[0],),
+        "Look at --dynamic-sampling-filter-path with slime check-hooks; use prompts of another difficulty, or a weaker "
+        "filter. --phase-timeout gives a rollout more time.",
+    )
 
 
 def _cause_in_logs(facts: Facts, consequence: Finding) -> Finding | None:
@@ -253,9 +286,16 @@ def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] =
             if (found := pattern.text.search(text)) is not None:
                 line = _line_at(text, found.start())
                 memory = memory_table(facts, text[found.start() :]) if pattern.kind == "gpu_memory" else ()
-                shown = f"{where}: {line}", *memory, *(facts.last_lines() if pattern.with_logs else ())
+                said = _said(text[found.end() :]) if pattern.kind == "wait_expired" else ()
+                shown = f"{where}: {line}", *memory, *said, *(facts.last_lines() if pattern.with_logs else ())
                 return Finding(pattern.kind, f"{pattern.title[:-1]} ({_phase(facts)}).", shown, pattern.advice)
     return None
+
+
+def _said(rest: str) -> Iterator[str]:
+    """Yield what the processes said, which follows the line of a wait that has expired."""
+    head, _, lines = rest.partition("what the processes say:\n")
+    yield from (line.strip() for line in lines.splitlines()[:4] if not head.strip())
 
 
 def _own_function(error: str) -> Finding | None:

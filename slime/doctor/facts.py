@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
+from slime.observability.run_dir import RunDir, UnreadableRun, no_run, read_settings
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonValue
 
@@ -117,6 +117,11 @@ class Facts:
         return float(prompts * each) if isinstance(prompts, int) and isinstance(each, int) else 0.0
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards decide what is trained: not in supervised fine-tuning and in distillation from a teacher."""
+        return self.settings.get("loss_type") != "sft_loss" and not self.settings.get("use_opd")
+
+    @property
     def died(self) -> bool:
         """Whether the driver has ended without saying so, for instance by ``kill -9``."""
         return self.state is not None and self.state.status == "running" and self.processes == []
@@ -144,7 +149,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
 
     run = RunDir(folder)
     if not run.config.is_file():
-        raise NoRun(f"{folder} is not the folder of a run: it has no config.yaml")
+        raise NoRun(no_run(folder))
     try:
         settings = read_settings(run.config)
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []

@@ -15,6 +15,11 @@ from slime.observability.evaluations import figures
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"
 GAP = "train/train_rollout_logprob_abs_diff"
+LATEST = 5
+ALL_EQUAL = 0.9
+"""Groups have no spread if this share of those in the latest steps has none."""
+LARGE_RATE = 1e-3
+"""Far above what trains a model with Adam; an adapter stands ten times as much."""
 
 
 def not_finite(facts: Facts) -> Iterator[Finding]:
@@ -35,7 +40,7 @@ def not_finite(facts: Facts) -> Iterator[Finding]:
 def no_reward(facts: Facts) -> Iterator[Finding]:
     """Rewards that are all the same, so that there is nothing to learn from."""
     rewards = facts.series(REWARD)
-    if len(rewards) < 3 or max(rewards) != min(rewards):
+    if len(rewards) < 3 or max(rewards) != min(rewards) or not facts.learns_from_rewards:
         return
     if rewards[0] == 0.0:
         title = "No response has ever got a reward."
@@ -59,7 +64,7 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
             (f"train/lr-pg_0 of {len(rates)} steps: 0",),
             "Set --lr, and compare --lr-warmup-iters and --lr-decay-iters with the number of steps.",
         )
-    elif len(norms) >= 3 and max(norms) == 0.0:
+    elif len(norms) >= 3 and max(norms) == 0.0 and (_share_without_spread(facts) or 0.0) < ALL_EQUAL:  # see no_spread
         yield Finding(
             "no_gradient",
             "The gradient is 0 in all steps: nothing is trained.",
@@ -69,16 +74,26 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def large_learning_rate(facts: Facts) -> Iterator[Finding]:
+    """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
+    rates, rewards = facts.series("train/lr-pg_0"), facts.series(REWARD)
+    large = LARGE_RATE * (10 if facts.settings.get("lora_rank") else 1)
+    if len(rewards) < 3 or max(rates, default=0.0) <= large or not facts.learns_from_rewards:
+        return
+    if median(rewards[-3:]) > rewards[0]:
+        return
+    yield Finding(
+        "large_learning_rate",
+        f"The learning rate is {max(rates):g}, at which a step changes the weights by as much as they are large.",
+        (f"{REWARD} {rewards[0]:.3f} in the first step, {median(rewards[-3:]):.3f} in the last ones",),
+        "Start again from the model with a --lr of 1e-6 to 1e-5 (an adapter: 1e-5 to 1e-4).",
+    )
+
+
 def no_spread(facts: Facts) -> Iterator[Finding]:
     """Groups whose samples all have the same reward."""
-    prompts = facts.settings.get("rollout_batch_size")
-    latest = list(facts.steps[-5:])
-    if not isinstance(prompts, int) or len(latest) < 3:
-        return
-    counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
-    share = sum(counts) / len(counts) / prompts
-    reward = facts.lately(REWARD)
-    if share < 0.9 or reward is None:
+    share, reward = _share_without_spread(facts), facts.lately(REWARD)
+    if share is None or share < ALL_EQUAL or reward is None:
         return
     solved = reward > 0.95
     yield Finding(
@@ -86,13 +101,22 @@ def no_spread(facts: Facts) -> Iterator[Finding]:
         "Nearly all groups have only right answers: the task is solved."
         if solved
         else "In nearly all groups, all samples have the same reward, so that they have no advantages.",
-        (f"{share:.0%} of the groups of the last {len(latest)} steps; {REWARD} {reward:.3f}",),
+        (f"{share:.0%} of the groups of the last {min(len(facts.steps), LATEST)} steps; {REWARD} {reward:.3f}",),
         "Use harder prompts, or stop here."
         if solved
         else "Use prompts that the model solves sometimes, more samples per prompt (--n-samples-per-prompt), or drop "
         "such groups (--dynamic-sampling-filter-path).",
         hint=solved,
     )
+
+
+def _share_without_spread(facts: Facts) -> float | None:
+    """The share of the groups of the latest steps whose samples have the same reward; None if it is not known."""
+    prompts, latest = facts.settings.get("rollout_batch_size"), facts.steps[-LATEST:]
+    if not isinstance(prompts, int) or len(latest) < 3 or not facts.learns_from_rewards:
+        return None
+    counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
+    return sum(counts) / len(counts) / prompts
 
 
 def weights_differ(facts: Facts) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     learning.not_finite,
     learning.no_reward,
     learning.nothing_trained,
+    learning.large_learning_rate,
     learning.weights_differ,
     learning.gap_by_age,
     learning.gap_of_tokens,

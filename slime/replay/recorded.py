@@ -15,7 +15,7 @@ from slime.checkpoint.snapshot import Snapshot, kind, snapshots
 from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.config.settings import HIDDEN, RESERVED
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import RunDir, no_run
 from slime.observability.run_record import Attempt, SentWeights, Settled, lineage, read_attempts, read_weights
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def read_run(folder: Path, step: int, flags: Sequence[str] = ()) -> RecordedRun:
     """
     run = RunDir(folder)
     if not run.config.is_file():
-        raise ReplayError(f"{folder} is not the folder of a run: it has no config.yaml")
+        raise ReplayError(no_run(folder))
     try:
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []
     except MetricsError as error:

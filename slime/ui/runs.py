@@ -16,7 +16,7 @@ import orjson
 from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.doctor.facts import processes_of
 from slime.observability import run_dir
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import RunDir, no_run, runs_in
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
 from slime.ui.index import SampleIndex
@@ -135,14 +135,13 @@ class Runs:
         self._folders: dict[Path, str] = {}
         self.find()
         if not self._runs:
-            shown = ", ".join(str(place) for place in self.places)
-            raise NoRuns(f"there is no folder of a run in {shown}: a run's folder has a config.yaml")
+            raise NoRuns(f"there is no folder of a run: {'; '.join(map(no_run, self.places))}")
 
     def find(self) -> None:
         """Add the runs that began since the last call."""
         with self._lock:
             for place in self.places:
-                for folder in folders_of_runs(place):
+                for folder in runs_in(place):
                     if folder not in self._folders:
                         key = self._new_key(folder.name)
                         self._folders[folder] = key
@@ -212,18 +211,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def folders_of_runs(place: Path) -> list[Path]:
-    """Return the folders of runs that a place means: itself, or those in it. Links such as ``latest`` in a folder of
-    runs are not followed, since they point to another run of it."""
-    if (place / "config.yaml").is_file():
-        return [place.resolve()]
-    try:
-        inside = sorted(place.iterdir())
-    except OSError:
-        return []
-    return [folder.resolve() for folder in inside if not folder.is_symlink() and (folder / "config.yaml").is_file()]
 
 
 def read_settings(path: Path) -> Mapping[str, object]:

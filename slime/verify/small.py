@@ -186,7 +186,8 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         text, kind = config.get_text_config(), config.model_type
     except (OSError, StrictDataclassError, *UNKNOWN) as error:
-        raise VerifyError(f"{model}: its config.json cannot be read: {error}") from error
+        absent = "" if Path(model).exists() else "there is no such folder on this machine, and "
+        raise VerifyError(f"{model}: {absent}its config.json cannot be read: {error}") from error
     if text.to_dict().get("num_hidden_layers", 1) < 1:
         raise VerifyError(f"{model}: its config.json has {text.num_hidden_layers} layers")
     try:

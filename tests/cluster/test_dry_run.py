@@ -15,6 +15,8 @@ from slime.cluster.dry_run import dry_run, own_answer
 from slime.cluster.memory_estimate import memory_lines, snapshot_bytes
 from slime.data.sample import Sample
 from slime.engines.background import run
+from slime.plan import warn
+from slime.plan.gpus import KINDS
 from slime.plan.parameters import count_parameters
 from slime.rollout.rm_hub import async_rm
 
@@ -79,6 +81,29 @@ def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(smoll
     dry_run(args, say=lines.append)
     assert any("the model has a chat template" in line for line in lines)
     assert any("reward of its own answer '6': ZeroDivisionError" in line for line in lines)
+
+
+def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
+    smollm2: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(tokens: int, kind: str | None) -> list[str]:
+        monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
+        lines: list[str] = []
+        args = make_args(
+            hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, rollout_batch_size=256,
+            rollout_backend="sglang", max_tokens_per_gpu=tokens, colocate=True, offload_train=True,
+            offload_rollout=True,
+        )  # fmt: skip
+        dry_run(args, say=lines.append)
+        first = next(number for number, line in enumerate(lines) if "slime plan" in line)
+        return [lines[first], *(line for line in lines[first:] if "warning: " in line or " GiB of " in line)]
+
+    fits, too_much = said(2048, "l40s"), said(4_000_000, "l40s")
+    phases = ["generate", "log-probs", "train", "weight", "save"]
+    assert "(l40s;" in fits[0] and [line.split()[0] for line in fits[1:]] == phases
+    assert [line.split()[0] for line in too_much[1:6]] == phases
+    assert too_much[-1].startswith("  warning: train ") and "--max-tokens-per-gpu" in too_much[-1]
+    assert len(said(2048, None)) == 1
 
 
 def test_of_an_asynchronous_run_and_of_static_micro_batches(smollm2: Path, data: Path) -> None:

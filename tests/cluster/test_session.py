@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 import ray
 
 from slime.cluster import session
-from slime.cluster.session import _object_store_bytes, connect, disconnect
+from slime.cluster.session import ClusterError, _object_store_bytes, connect, disconnect
 
 GIB = 2**30
 
@@ -38,3 +39,29 @@ def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pyt
     monkeypatch.setattr(ray, "shutdown", refused)
     connect()
     disconnect()
+
+
+def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Messages of a run that was started with at most 40 open files."""
+    session_folder = tmp_path / "session_2026-11-25_10-15-09_848897_18513"
+    waited = f"Timed out waiting for file {session_folder}/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e23683df98dcb"
+
+    def init(**_: object) -> None:
+        raise RuntimeError(waited)
+
+    monkeypatch.setattr(session, "_connected", False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RuntimeError, match=r"^Timed out waiting"):  # its server has left no log
+        connect()
+    (session_folder / "logs").mkdir(parents=True)
+    (session_folder / "logs" / "gcs_server.out").write_text(
+        "[2026-11-25 10:15:09,899 I 18578 18578] (gcs_server) gcs_server.cc:196: GCS node ID initialized from config\n"
+        "[2026-11-25 10:15:09,900 E 18578 18578] (gcs_server) logging.cc:118: Unhandled exception: "
+        "N5boost10wrapexceptINS_6system12system_errorEEE. what(): signal_set_service pipe: Too many open files "
+        "[system:24] /opt/ray/gcs_server(+0x14c3daa) [0x5596eec14daa]\n"
+    )
+    with pytest.raises(ClusterError, match=r"^Ray did not start: .*gcs_server\.out: .*Too many open files") as raised:
+        connect()
+    assert str(raised.value.__cause__) == waited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.doctor.facts import Facts, Process, Row
@@ -19,9 +19,11 @@ HEALTHY = sorted(
         *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
     ]
 )
-"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, two ranks, one
-that was resumed. On two GPUs: FSDP and Megatron with SGLang, one resumed in another layout, one whose engine was
-killed. And on H200s."""
+"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, PPO, two
+engines, two ranks, one that was resumed, supervised fine-tuning. On two GPUs: FSDP and Megatron with SGLang, one
+resumed in another layout, one whose engine was killed. And on H200s."""
+FAULTY = sorted((Path(__file__).parent / "faulty").glob("*.jsonl"))
+"""Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first finding."""
 HOSTS = (
     "quickstart_cpu",
     "async_filter_cpu",
@@ -42,6 +44,16 @@ def facts(rows: Rows, **known: object) -> Facts:
     steps: list[Row] = [row for row in rows if "rollout/step" in row]
     evaluations: list[Row] = [row for row in rows if "eval/step" in row]
     return Facts(Path("run"), SETTINGS, steps, evaluations, **known)  # type: ignore[arg-type]
+
+
+SETTINGS_OF = {"sft_cpu": {"loss_type": "sft_loss"}}
+"""The settings of recordings that the rules need beside :data:`SETTINGS`."""
+
+
+def healthy(path: Path) -> Facts:
+    """What is known of a healthy run."""
+    known = facts(rows_of(path))
+    return replace(known, settings={**known.settings, **SETTINGS_OF.get(path.stem, {})})
 
 
 def quickstart() -> Rows:
@@ -178,8 +190,10 @@ ERRORS = {
     "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
     "data_exhausted": "RuntimeError: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
-    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s) for rank 1 to train rollout 3",
+    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
+    "to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "server_failed": "slime.engines.process.ServerFailed: engine 0 (pid 41) was not healthy after 600 s:",
     "error": "ValueError: something that nobody has foreseen",
 }
 

@@ -23,6 +23,7 @@ from slime.observability.run_state import StateFile
 from tests.doctor.faults import (
     CHECKOUT,
     ERRORS,
+    FAULTY,
     HEALTHY,
     HINTS,
     LEARNING,
@@ -34,6 +35,7 @@ from tests.doctor.faults import (
     constant,
     facts,
     faults,
+    healthy,
     kinds,
     quickstart,
     rows_of,
@@ -50,7 +52,7 @@ HINTS_OF_HEALTHY = {
 
 @pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
 def test_a_healthy_run_has_no_findings(path: Path) -> None:
-    found = diagnose(facts(rows_of(path)))
+    found = diagnose(healthy(path))
     assert [one.kind for one in found if not one.hint] == []
     assert [one.kind for one in found] == HINTS_OF_HEALTHY.get(path.stem, [])
 
@@ -228,6 +230,107 @@ def test_slime_in_another_folder_is_not_the_users_function() -> None:
     assert named.kind == "own_function"
 
 
+@pytest.mark.parametrize("path", FAULTY, ids=lambda path: path.stem)
+def test_a_run_that_something_really_happened_to(path: Path) -> None:
+    """Recordings of benchmarks/doctor_runs.py; the name of the file is the kind of the first finding."""
+    found = replace(facts(rows_of(path)), settings={"rollout_batch_size": 4, "n_samples_per_prompt": 4})
+    first = diagnose(found)[0]
+    assert (first.kind, first.hint) == (path.stem, False)
+
+
+def test_equal_rewards_are_no_fault_of_a_run_that_does_not_learn_from_them() -> None:
+    rows = rows_of(next(path for path in HEALTHY if path.stem == "sft_cpu"))
+    with_rewards = replace(facts(rows), settings={"rollout_batch_size": 4})
+    assert kinds(with_rewards) == ["no_reward", "no_spread"]
+    for known in ({"loss_type": "sft_loss"}, {"use_opd": True}):
+        assert kinds(replace(with_rewards, settings={"rollout_batch_size": 4, **known})) == []
+
+
+def test_a_large_learning_rate_is_no_fault_of_an_adapter_or_of_a_run_that_learns() -> None:
+    rows = rows_of(FAULTY[0].with_name("large_learning_rate.jsonl"))
+    known = {"rollout_batch_size": 4}
+
+    def first(rate: float, reward: float, **settings: int) -> str:
+        set_all("train/lr-pg_0", lambda step, steps: rate)(rows)
+        set_all("rollout/raw_reward", lambda step, steps: reward if step else 0.1)(rows)
+        return kinds(replace(facts(rows), settings=known | settings))[0]
+
+    assert [first(rate, 0.0) for rate in (1e-5, 1e-3, 2e-3)] == ["truncated", "truncated", "large_learning_rate"]
+    assert [first(rate, 0.0, lora_rank=8) for rate in (2e-3, 2e-2)] == ["truncated", "large_learning_rate"]
+    assert first(2e-3, 0.2) == "truncated"
+
+
+def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drops_most_groups() -> None:
+    text = (
+        "TimeoutError: rollout 0 did not finish within 60 s (--phase-timeout): {} of 4 groups are accepted{}; it still "
+        "waits for 4 groups, whose first samples are [320, 324, 328, 332]"
+    )
+    for accepted, dropped, kind in (
+        (0, " (80 dropped as no_reason)", "filter_starvation"),
+        (3, " (8 dropped as zero_std; 2 dropped as no_reason)", "filter_starvation"),
+        (3, " (5 dropped as zero_std)", "wait_expired"),
+        (2, "", "wait_expired"),
+    ):
+        failed = state("failed", "rollout", TRACE + text.format(accepted, dropped))
+        assert kinds(facts([], state=failed, processes=[])) == [kind]
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "kind"),
+    [
+        ("cluster/polling.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "did not answer for 3 s (--status-timeout); waited for x", "wait_expired"),
+        ("cluster/prefetch.py", "waited 3 s for x", "wait_expired"),
+        ("rollout/evaluate.py", "the evaluation did not finish within 3 s (--phase-timeout): ", "wait_expired"),
+        ("rollout/fully_async_rollout.py", "3 groups did not finish within 3 s before a weight update", "wait_expired"),
+        ("rollout/abort.py", "3 groups did not end after the abort of all requests (--phase-timeout)", "wait_expired"),
+        ("engines/process.py", "x (pid 3) ended with status ", "server_failed"),
+        ("engines/process.py", "x (pid 3) was not healthy after 3 s:", "server_failed"),
+        ("data/dataset.py", "x: all 3 prompts are longer than --rollout-max-prompt-len 3", "data_exhausted"),
+        ("data/source.py", "all 3 prompts of the data set are longer than --rollout-max-prompt-len", "data_exhausted"),
+        ("rollout/loop.py", "the data source has no more groups: rollout 3 has accepted ", "data_exhausted"),
+    ],
+)
+def test_messages_of_the_package_are_known(file: str, words: str, kind: str) -> None:
+    """The words are those of the source, in which 3 and x stand for values."""
+    text = (CHECKOUT / "slime" / file).read_text(encoding="utf-8")
+    assert words in re.sub(
+        r"\{[^{}]*:\.0f\}|\{[^{}]*:g\}|\{len\([^{}]*\)\}|\{self\.(pid|rollout_id)\}|\{max_length\}",
+        "3",
+        text.replace("{what}", "x").replace("{self.what}", "x").replace("{path}", "x"),
+    )
+    failed = state("failed", error=f"{TRACE}TimeoutError: {words}")
+    assert kinds(facts([], state=failed, processes=[])) == [kind]
+
+
+def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
+    error = (
+        "slime.cluster.polling.WaitExpired: waited 30 s (deadline 30 s, --phase-timeout) for rollout 0 to be made\n"
+        "what the processes say:\n  rollout manager: generate 0/4 for 30 s"
+    )
+    first = diagnose(facts([], state=state("failed", "rollout", TRACE + error), processes=[]))[0]
+    assert first.kind == "wait_expired" and first.evidence[0].endswith("for rollout 0 to be made")
+    assert first.evidence[1:] == ("rollout manager: generate 0/4 for 30 s",)
+
+
+def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
+    """The traceback of a run with at most 40 open files, in which Ray's server died at once."""
+    error = (
+        'Traceback (most recent call last):\n  File "/opt/slime/slime/cluster/session.py", line 65, in connect\n'
+        '    ray.init(\n  File "/opt/lib/python3.11/site-packages/ray/_private/node.py", line 1407, in start_head\n'
+        '  File "python/ray/_raylet.pyx", line 428, in ray._raylet.wait_for_persisted_port\n'
+        "RuntimeError: Timed out waiting for file /tmp/ray/session_1/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e2368"
+    )
+    assert kinds(facts(quickstart(), state=state("failed", error=error), processes=[])) == ["error"]
+    told = (
+        f"{error}\n\nThe above exception was the direct cause of the following exception:\n\n"
+        "slime.cluster.session.ClusterError: Ray did not start: /tmp/ray/session_1/logs/gcs_server.out: "
+        "Unhandled exception: system_error. what(): signal_set_service pipe: Too many open files [system:24]"
+    )
+    assert kinds(facts(quickstart(), state=state("failed", error=told), processes=[])) == ["open_files"]
+
+
 def test_a_driver_that_was_killed() -> None:
     found = facts(quickstart(), state=state(phase="rollout"), processes=[], logs={"engine-0.log": "generated\n"})
     first = diagnose(found)[0]
@@ -302,7 +405,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["kind"] == "no_reward"
     assert main(["doctor", str(tmp_path / "none")]) == 1
-    assert "has no config.yaml" in capsys.readouterr().err
+    assert f"none does not exist; runs near it: {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_run_without_a_state_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from make_args import make_args
 
-from slime.observability.run_dir import RunDir, RunDirError
+from slime.observability.run_dir import MOST_NAMED, RunDir, RunDirError, no_run, runs_in
 
 
 @dataclass
@@ -57,3 +58,24 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match="--output-dir"):
         RunDir.create(make_args().with_values(output_dir=str(tmp_path / "file"), run_name="x"))
+
+
+def test_the_runs_of_a_folder(tmp_path: Path) -> None:
+    run = RunDir.create(Arguments(str(tmp_path), "first")).path
+    (tmp_path / "data").mkdir()
+    assert runs_in(tmp_path) == [run] == runs_in(run) == runs_in(tmp_path / "latest")
+    assert runs_in(tmp_path / "data") == runs_in(tmp_path / "none") == runs_in(run / "config.yaml") == []
+
+
+def test_a_path_that_is_no_run_is_explained_with_the_runs_near_it(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    assert no_run(outputs).startswith(f"{outputs} does not exist; a run writes its folder to --output-dir")
+    names = [f"run{number}" for number in range(MOST_NAMED + 2)]
+    for number, name in enumerate(names):
+        config = RunDir.create(Arguments(str(outputs), name)).config
+        os.utime(config, (number, number))
+    newest = ", ".join(str(outputs / name) for name in names[:1:-1]) + " and 2 more"
+    assert no_run(outputs) == f"{outputs} is not the folder of a run: it has no config.yaml; runs near it: {newest}"
+    assert no_run(outputs / "rnu7") == f"{outputs / 'rnu7'} does not exist; runs near it: {newest}"
+    inside = outputs / "run3" / "config.yaml"
+    assert no_run(inside) == f"{inside} is a file, not the folder of a run; runs near it: {outputs / 'run3'}"

@@ -201,7 +201,9 @@ def test_a_file_that_would_undo_the_flags_to_copy_is_named(tmp_path: Path, capsy
 
 def test_the_command_needs_the_config_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--hf-checkpoint", str(tmp_path / "none")]) == 1
-    assert "config.json" in capsys.readouterr().err
+    assert "none is not on this machine" in capsys.readouterr().err
+    assert main(WORDS) == 1
+    assert "--hf-checkpoint is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

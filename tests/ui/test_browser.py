@@ -212,6 +212,9 @@ async def test_ticks_have_as_many_digits_as_they_need(runs: Runs, tmp_path: Path
             ([12400, 12450], ["12.40k", "12.45k"]),
         ):
             assert await browser.run(f"import('slime/chart.js').then((one) => one.tickTexts({ticks}))") == texts
+        for steps, shown in (([0], [0, 1]), ([7], [6, 8]), ([2, 9], [2, 5]), ([], [0, 1])):
+            asked = f"{{ data: [{steps}] }}, 2, 5"
+            assert await browser.run(f"import('slime/chart.js').then((one) => one.xRange({asked}))") == shown
         last = "one.ticks(SECONDS, (x) => 9 * x, 50).at(-1).getAttribute('text-anchor')"
         last = f"import('slime/timeline.js').then((one) => {last})"
         assert await browser.run(last.replace("SECONDS", "100.5")) == "end", "it would be cut off at the right edge"

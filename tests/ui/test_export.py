@@ -72,6 +72,8 @@ def test_the_command(
     assert "no folder of a run" in capsys.readouterr().err
     assert main(["ui", str(folder), "--export", str(tmp_path / "run.html" / "x")]) == 1
     assert "cannot write" in capsys.readouterr().err
+    assert main(["ui", str(folder), "--host", "192.0.2.1"]) == 1  # no machine has this address
+    assert "it takes an address of this machine" in capsys.readouterr().err
 
 
 def test_items_at_even_distances() -> None:

@@ -276,6 +276,6 @@ def test_layouts_that_cannot_be_are_refused(llama: str) -> None:
         verify(target(llama, sizes={"tensor_model_parallel_size": 2}))
     with pytest.raises(VerifyError, match="at most 4"):
         verify(target(llama, data=8))
-    with pytest.raises(VerifyError, match=r"config\.json cannot be read"):
+    with pytest.raises(VerifyError, match=r"no such folder on this machine, and its config\.json cannot be read"):
         verify(target(str(Path(llama) / "missing")))
     assert AutoConfig.from_pretrained(llama).num_hidden_layers == 24

@@ -54,14 +54,14 @@ function draw(holder, curves, options, state) {
     width: holder.clientWidth,
     height: options.height ?? 180,
     series,
-    scales: { x: { time: false }, y: { range } },
+    scales: { x: { time: false, range: xRange }, y: { range } },
     axes: [
       { ...axis, values: (_, ticks) => ticks.map((tick) => (options.xText ? options.xText(tick) : number(tick))), size: 30, incrs: INCREMENTS },
       { ...axis, values: (_, ticks) => tickTexts(ticks), size: 58 },
     ],
     cursor: { sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
     legend: { live: true, show: options.legend ?? true },
-    padding: [8, 8, 0, 0],
+    padding: [8, options.xLabel === "time" ? 30 : 16, 0, 0], // half of a label at the right end
   }, data, holder);
   state.plot = plot;
   if (options.onpick) {
@@ -96,6 +96,12 @@ function tables(curves, weight, dots, xLabel) {
     });
   }
   return { data, series };
+}
+
+// Around a single step, for which uPlot asks with a range of a hundred steps.
+export function xRange({ data: [xs] }, low, high) {
+  if (!xs.length) return [0, 1];
+  return xs.length === 1 ? [Math.max(xs[0] - 1, 0), xs[0] + 1] : [low, high];
 }
 
 // A curve whose values are all equal gets a narrow axis around them; uPlot's own would go from 0 to 100 for zeros.

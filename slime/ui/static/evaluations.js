@@ -23,7 +23,7 @@ function figures(run, name, entries) {
   const curves = keys.filter((key) => key === "reward" || key.startsWith("pass@")).slice(0, 5).map((key, i) => ({
     label: key, colour: `--c${i + 1}`, x: entries.map((entry) => entry.step), y: entries.map((entry) => entry.figures[key] ?? null),
   }));
-  return card(`Evaluation ${name}`, h("div", { class: "columns" }, chart(curves, { title: "by step" }),
+  return card(`Evaluation ${name}`, h("div", { class: "columns uneven" }, chart(curves, { title: "by step" }),
     table([{ name: "at step", value: (e) => e.step }, ...keys.map((key) => ({ name: key, value: (e) => e.figures[key] ?? null }))], entries, { id: "figures" })));
 }
 
