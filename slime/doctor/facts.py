@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
+from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import FILE as STATE
 from slime.observability.run_state import RunState, read_state
@@ -213,9 +214,7 @@ def _logs_of_nccl(settings: object) -> list[Path]:
 
 def _end_of(path: Path) -> str:
     try:
-        if not path.is_file():  # reading a pipe would wait for its writer
-            return ""
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - LOG_BYTES, 0))
             return file.read().decode("utf-8", "replace")
