@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.environments.base import EnvironmentProblem
 from slime.environments.registry import Spec, environment, own_seed
@@ -61,7 +61,7 @@ def spec(random_: Random, folder: Path) -> str:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_values(tmp_path: Path, chunk: int) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         text = spec(Random(f"environment {case}"), tmp_path)
         try:
             whole = own_seed(text, 42)

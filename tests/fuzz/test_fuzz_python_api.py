@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from config_parts import Workplace
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.api import arguments
 from slime.api.arguments import RowsError, parse
@@ -59,7 +59,7 @@ def rows(random_: Random) -> Any:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_rows(tmp_path: Path, chunk: int) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         data = rows(Random(f"rows {case}"))
         try:
             path = arguments._file_of(data, tmp_path / "data.jsonl")
@@ -77,7 +77,7 @@ def test_rows(tmp_path: Path, chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_keywords(workplace: Workplace, tmp_path: Path, chunk: int) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_ = Random(f"keywords {case}")
         keywords: dict[str, Any] = {"model": str(tmp_path / "model"), "data": [{"prompt": "1 + 1 =", "label": "2"}]}
         for _ in range(random_.randrange(1, 5)):
@@ -91,7 +91,7 @@ def test_keywords(workplace: Workplace, tmp_path: Path, chunk: int) -> None:
 
 
 def test_prompts() -> None:
-    for case in range(CASES):
+    for case in numbers():
         random_ = Random(f"prompts {case}")
         message = {"role": random_.choice(("user", odd(random_))), "content": odd(random_)}
         asked = random_.choice((odd(random_), [message], [[message], odd(random_)], "x", ["x", "y"]))

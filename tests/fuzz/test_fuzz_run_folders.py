@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
@@ -169,7 +169,7 @@ def addresses(random_: Random) -> Iterator[str]:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_pages_and_commands(base: Path, tmp_path: Path, chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_, folder = Random(f"run folder {case}"), tmp_path / "outputs" / "tiny"
         shutil.copytree(base, folder)
         damage = [spoil(random_, folder) for _ in range(random_.randrange(1, 4))]
