@@ -23,9 +23,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from slime.config.parent import adopt_orphans, kill_with_parent
+
+if TYPE_CHECKING:
+    import psutil
 
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
@@ -36,7 +39,10 @@ FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN
 """Signals by which this process forwards those that it receives. They differ from the originals because Ctrl-C reaches
 the whole process group, and therefore the driver directly as well: the driver must be able to tell a second Ctrl-C from
 the forwarded copy of the first."""
+HEAD = ("raylet", "gcs_server")
+"""Names of the processes of a private Ray cluster. Ray itself waits for a frozen one without an end."""
 _POLL_SECONDS = 0.5
+_LOOK_SECONDS = 5.0  # between two looks for the processes of the cluster, each of which reads all of /proc
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
@@ -141,7 +147,9 @@ class Driver:
     said: dict[str, Any] = field(default_factory=dict)
     _rest: bytes = b""
     _looked: float = field(default_factory=time.monotonic)
-    _stopped: float = 0.0  # seconds
+    _searched: float = 0.0  # time.monotonic()
+    _head: list[tuple[str, psutil.Process]] = field(default_factory=list)
+    _stopped: dict[int, float] = field(default_factory=dict)  # seconds, by process id
 
     def listen(self, seconds: float) -> None:
         """Wait for a report, at most ``seconds``, and take in all that has arrived."""
@@ -158,7 +166,8 @@ class Driver:
                 self.child.wait(seconds)
 
     def kill_if_stopped(self) -> None:
-        """Kill a driver that a signal (SIGSTOP) has stopped for longer than ``--status-timeout``; 0 disables this.
+        """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has stopped for longer than
+        ``--status-timeout``; 0 disables this. Without them, the driver is lost.
 
         After Ctrl-Z, this process is stopped as well, and that time does not count.
         """
@@ -166,13 +175,30 @@ class Driver:
 
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _POLL_SECONDS), now
-        with contextlib.suppress(psutil.NoSuchProcess):
-            stopped = psutil.Process(self.child.pid).status() == psutil.STATUS_STOPPED
-            self._stopped = self._stopped + passed if stopped else 0.0
         limit = self.said["began"]["status_timeout"] if "began" in self.said else 0.0
-        if 0 < limit < self._stopped:
-            print(f"the driver was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
-            self.child.kill()
+        for what, process in self._watched(now) if limit > 0 else ():
+            stopped = False
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped = process.status() == psutil.STATUS_STOPPED
+            self._stopped[process.pid] = self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
+            if limit < self._stopped[process.pid]:
+                self._stopped[process.pid] = 0.0
+                print(f"{what} was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def _watched(self, now: float) -> list[tuple[str, psutil.Process]]:
+        import psutil
+
+        if now > self._searched + _LOOK_SECONDS:
+            self._searched, self._head = now, []
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if process.name() in HEAD:
+                        self._head.append((f"Ray's {process.name()}", process))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [("the driver", psutil.Process(self.child.pid)), *self._head]
+        return self._head
 
     def ended_in_order(self) -> bool:
         """Whether the driver reported that the run is over.

@@ -19,7 +19,7 @@ from slime.cluster import supervisor
 pytestmark = pytest.mark.real
 
 DRIVER = """
-import json, os, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS, SETTINGS_VARIABLE
@@ -53,6 +53,12 @@ if how in ("vanish", "vanish always", "killed", "asks"):
         REPORTS.over()
         os._exit(LOST_CODE)
     os._exit(1)
+if how == "head" and restarts == 1:
+    (here / "raylet").symlink_to(shutil.which("sleep"))
+    child = subprocess.Popen([here / "raylet", "600"])
+    (here / "head").write_text(str(child.pid))
+    child.wait()
+    os._exit(1)  # as Ray's C++ code does when the raylet is gone
 if how == "fails":
     REPORTS.over()
     raise SystemExit(5)
@@ -173,6 +179,19 @@ def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     _, words = run.communicate(timeout=60)
     assert run.returncode == 143
     assert "the driver was stopped for 1 s (--status-timeout)" in words and "(signal 9): going on from" in words
+
+
+def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path) -> None:
+    run = start("head", restarts=1)
+    wait_until(lambda: (tmp_path / "head").exists() and bool((tmp_path / "head").read_text()))
+    head = psutil.Process(int((tmp_path / "head").read_text()))
+    head.suspend()
+    wait_until((tmp_path / "pid").exists)
+    assert not psutil.pid_exists(head.pid)
+    run.terminate()
+    _, words = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert "Ray's raylet was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:
