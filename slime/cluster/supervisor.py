@@ -39,8 +39,9 @@ FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN
 """Signals by which this process forwards those that it receives. They differ from the originals because Ctrl-C reaches
 the whole process group, and therefore the driver directly as well: the driver must be able to tell a second Ctrl-C from
 the forwarded copy of the first."""
-HEAD = ("raylet", "gcs_server")
-"""Names of the processes of a private Ray cluster. Ray itself waits for a frozen one without an end."""
+OF_RAY = ("raylet", "gcs_server", "ray::")
+"""Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one without an end, and the
+driver waits for an actor that freezes before its first answer until ``--start-timeout``."""
 _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 5.0  # between two looks for the processes of the cluster, each of which reads all of /proc
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
@@ -148,7 +149,7 @@ class Driver:
     _rest: bytes = b""
     _looked: float = field(default_factory=time.monotonic)
     _searched: float = 0.0  # time.monotonic()
-    _head: list[tuple[str, psutil.Process]] = field(default_factory=list)
+    _of_ray: list[tuple[str, psutil.Process]] = field(default_factory=list)
     _stopped: dict[int, float] = field(default_factory=dict)  # seconds, by process id
 
     def listen(self, seconds: float) -> None:
@@ -167,7 +168,7 @@ class Driver:
 
     def kill_if_stopped(self) -> None:
         """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has stopped for longer than
-        ``--status-timeout``; 0 disables this. Without them, the driver is lost.
+        ``--status-timeout``; 0 disables this. What follows is the same as if the process had died.
 
         After Ctrl-Z, this process is stopped as well, and that time does not count.
         """
@@ -191,14 +192,14 @@ class Driver:
         import psutil
 
         if now > self._searched + _LOOK_SECONDS:
-            self._searched, self._head = now, []
+            self._searched, self._of_ray = now, []
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if process.name() in HEAD:
-                        self._head.append((f"Ray's {process.name()}", process))
+                    if (name := process.name()).startswith(OF_RAY):
+                        self._of_ray.append((name if name.startswith("ray::") else f"Ray's {name}", process))
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [("the driver", psutil.Process(self.child.pid)), *self._head]
-        return self._head
+            return [("the driver", psutil.Process(self.child.pid)), *self._of_ray]
+        return self._of_ray
 
     def ended_in_order(self) -> bool:
         """Whether the driver reported that the run is over.

@@ -53,10 +53,10 @@ if how in ("vanish", "vanish always", "killed", "asks"):
         REPORTS.over()
         os._exit(LOST_CODE)
     os._exit(1)
-if how == "head" and restarts == 1:
-    (here / "raylet").symlink_to(shutil.which("sleep"))
-    child = subprocess.Popen([here / "raylet", "600"])
-    (here / "head").write_text(str(child.pid))
+if how in ("raylet", "ray::TrainActor") and restarts == 1:
+    (here / how).symlink_to(shutil.which("sleep"))
+    child = subprocess.Popen([here / how, "600"])
+    (here / "child").write_text(str(child.pid))
     child.wait()
     os._exit(1)  # as Ray's C++ code does when the raylet is gone
 if how == "fails":
@@ -181,17 +181,18 @@ def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     assert "the driver was stopped for 1 s (--status-timeout)" in words and "(signal 9): going on from" in words
 
 
-def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path) -> None:
-    run = start("head", restarts=1)
-    wait_until(lambda: (tmp_path / "head").exists() and bool((tmp_path / "head").read_text()))
-    head = psutil.Process(int((tmp_path / "head").read_text()))
-    head.suspend()
+@pytest.mark.parametrize(("name", "told"), [("raylet", "Ray's raylet"), ("ray::TrainActor", "ray::TrainActor")])
+def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name: str, told: str) -> None:
+    run = start(name, restarts=1)
+    wait_until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    child.suspend()
     wait_until((tmp_path / "pid").exists)
-    assert not psutil.pid_exists(head.pid)
+    assert not psutil.pid_exists(child.pid)
     run.terminate()
     _, words = run.communicate(timeout=60)
     assert run.returncode == 143
-    assert "Ray's raylet was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
+    assert f"{told} was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:
