@@ -71,5 +71,5 @@ def _checked(prompt: object, place: str) -> Prompt:
 def _sendable(value: object) -> None:
     from slime.data.rows import check_values
 
-    check_values(value)
     json.dumps(value, allow_nan=False)
+    check_values(value)
