@@ -116,7 +116,19 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
     if 8 + length + end != size:
         what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
         raise ValueError(f"{what}: it has {size} bytes, but its header describes {8 + length + end}")
+    _open_once(path)
     return headers
+
+
+def _open_once(path: Path) -> None:
+    """Let the library that reads the tensors check the header as well: it knows fewer dtypes, and types of metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot be read as safetensors ({error})") from error
 
 
 def _header(file: str, name: str, entry: object) -> TensorHeader:
