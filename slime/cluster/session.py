@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ QUIET_ENVIRONMENT = {
 }
 
 SHUTDOWN_SECONDS = 3.0
+_STARTS = 3  # attempts to start a private cluster
+_LATE = "timed out during startup"
+"""Part of Ray's message when its processes have not registered within 30 s, a limit that has no setting. On a machine
+that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
 _connected = False
@@ -62,15 +67,34 @@ def connect() -> None:
     # private cluster does not have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        num_cpus=max(os.cpu_count() or 1, 4),
-        object_store_memory=_object_store_bytes(),
-        **common,
-    )
+    common |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": _object_store_bytes()}
+    for left in reversed(range(_STARTS)):
+        try:
+            ray.init(**common)
+            break
+        except Exception as error:  # Ray raises no class of its own
+            if _LATE not in str(error) or not left:
+                raise
+            print(f"Ray did not start in the 30 s that it gives itself; trying again: {error}", file=sys.stderr)
+            _kill([process for process in psutil.Process().children() if process not in before])
     _started[:] = [process for process in psutil.Process().children() if process not in before]
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """Kill processes and their descendants, and wait until they are gone."""
+    import psutil
+
+    from slime.engines.process import wait_gone
+
+    every = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            every += process.children(recursive=True)
+    for process in every:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_gone(every, SHUTDOWN_SECONDS)
 
 
 def _require_own_token() -> None:
