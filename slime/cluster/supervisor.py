@@ -6,7 +6,8 @@ the driver only reports over a pipe how far it is (:class:`Reports`), and the de
 processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
 ended before the next driver starts.
 
-This process imports only the standard library, psutil and :mod:`slime.config.parent`. It lives as long as the run, and
+This process imports only the standard library, psutil, :mod:`slime.config.parent` and, at the end,
+:mod:`slime.cluster.leftovers`. It lives as long as the run, and
 must not be affected by what happens in it.
 """
 
@@ -101,6 +102,10 @@ class Reports:
     def over(self) -> None:
         """The run ends, successfully or not, and must not be run again."""
         self._send({"over": True})
+
+    def shuts_down(self, complete: bool) -> None:
+        """Its processes are ended from now on (``complete``: all work is done); or they have ended (False)."""
+        self._send({"complete": complete})
 
     def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
@@ -246,6 +251,12 @@ class Supervisor:
                 end_descendants(LEFT_SECONDS)
             following = driver.next_settings()
             if self.stopped_by is not None or following is None:
+                if code:
+                    _sweep()
+                if code and driver.said.get("complete"):
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    print(f"the run is complete; its driver was lost in the shutdown ({how})", file=sys.stderr)
+                    return 0
                 return self._status(code)
             if "lost" not in driver.said:  # The driver could not print this itself.
                 left = driver.said["began"]["max_restarts"] - 1
@@ -281,6 +292,13 @@ class Supervisor:
         if self.stopped_by is not None and -code in FORWARDED.values():
             return 128 + self.stopped_by
         return 128 - code
+
+
+def _sweep() -> None:
+    """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
+    from slime.cluster.leftovers import sweep_leftovers
+
+    sweep_leftovers()
 
 
 def end_descendants(seconds: float) -> None:

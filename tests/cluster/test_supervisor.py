@@ -59,6 +59,12 @@ if how in ("raylet", "ray::TrainActor") and restarts == 1:
     (here / "child").write_text(str(child.pid))
     child.wait()
     os._exit(1)  # as Ray's C++ code does when the raylet is gone
+if how in ("lost at the end", "fails afterwards"):
+    REPORTS.over()
+    REPORTS.shuts_down(complete=True)
+    if how == "fails afterwards":
+        REPORTS.shuts_down(complete=False)
+    os._exit(3)
 if how == "fails":
     REPORTS.over()
     raise SystemExit(5)
@@ -193,6 +199,26 @@ def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name:
     _, words = run.communicate(timeout=60)
     assert run.returncode == 143
     assert f"{told} was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
+
+
+def test_what_a_driver_leaves_that_ends_in_its_shutdown_is_removed(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of torch's shared memory manager, which the driver sweeps as the last of all."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = tmp_path / "torch-shm-dir-dead00"
+    folder.mkdir()
+    os.utime(folder, (time.time() - 60,) * 2)
+    run = start("fails")
+    assert run.wait(120) == 5 and not folder.exists()
+
+
+@pytest.mark.parametrize(("how", "code"), [("lost at the end", 0), ("fails afterwards", 3)])
+def test_a_complete_run_does_not_fail_in_its_shutdown(start: Callable, how: str, code: int) -> None:
+    run = start(how)
+    _, words = run.communicate(timeout=120)
+    assert run.returncode == code
+    assert ("the run is complete; its driver was lost in the shutdown (exit code 3)" in words) is (code == 0)
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:
