@@ -103,7 +103,7 @@ class RunEnd:
             (REPORTS.lost if restarts else REPORTS.over)()
             REPORTS.shuts_down(complete=error is None)
             shut_down(self.parts, failed=error is not None and not stopped)
-            REPORTS.shuts_down(complete=False)
+            REPORTS.shut_down()
             self.parts.stop.__exit__(None, None, None)
         if restarts:
             exit_for_restart()

@@ -6,8 +6,8 @@ the driver only reports over a pipe how far it is (:class:`Reports`), and the de
 processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
 ended before the next driver starts.
 
-This process imports only the standard library, psutil, :mod:`slime.config.parent` and, at the end,
-:mod:`slime.cluster.leftovers`. It lives as long as the run, and
+This process imports only the standard library, psutil, :mod:`slime.config.parent` and, to clean up at the end, two
+modules more. It lives as long as the run, and
 must not be affected by what happens in it.
 """
 
@@ -104,8 +104,12 @@ class Reports:
         self._send({"over": True})
 
     def shuts_down(self, complete: bool) -> None:
-        """Its processes are ended from now on (``complete``: all work is done); or they have ended (False)."""
-        self._send({"complete": complete})
+        """The processes of the run are ended from now on; ``complete``: all of its work is done."""
+        self._send({"in_shutdown": True, "complete": complete})
+
+    def shut_down(self) -> None:
+        """The processes of the run have ended."""
+        self._send({"in_shutdown": False})
 
     def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
@@ -246,14 +250,15 @@ class Supervisor:
             driver.listen(0.0)  # The last reports may have come after the last look into the pipe.
             os.close(driver.pipe)
             code = driver.child.returncode
+            cut_off = code != 0 and bool(driver.said.get("in_shutdown"))
             # Before the next driver starts: engines and ranks of the old one still hold GPU memory and ports.
-            if not driver.ended_in_order():
+            if cut_off or not driver.ended_in_order():
                 end_descendants(LEFT_SECONDS)
             following = driver.next_settings()
             if self.stopped_by is not None or following is None:
-                if code:
+                if cut_off:
                     _sweep()
-                if code and driver.said.get("complete"):
+                if cut_off and driver.said["complete"]:
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
                     print(f"the run is complete; its driver was lost in the shutdown ({how})", file=sys.stderr)
                     return 0
@@ -297,7 +302,9 @@ class Supervisor:
 def _sweep() -> None:
     """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
     from slime.cluster.leftovers import sweep_leftovers
+    from slime.weights.transports.shared_memory import sweep_shared_memory
 
+    sweep_shared_memory()
     sweep_leftovers()
 
 
