@@ -124,8 +124,8 @@ def collectives(facts: Facts) -> Iterator[Finding]:
         return
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
-    found = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)
-    for role, ranks in found.items():
+    recordings = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)
+    for role, ranks in recordings.items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
         finding = next((found for name in groups if (found := _compare(role, name, ranks)) is not None), None)
         if finding is not None:
