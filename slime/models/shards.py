@@ -128,7 +128,7 @@ def _open_once(path: Path) -> None:
         with safe_open(str(path), framework="np"):
             pass
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot be read as safetensors ({error})") from error
+        raise ValueError(f"cannot be read as safetensors ({error})"[:2000]) from error
 
 
 def _header(file: str, name: str, entry: object) -> TensorHeader:
@@ -137,7 +137,7 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
             raise TypeError("not a JSON object")
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error
     bits = DTYPE_BITS.get(dtype)
     if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):

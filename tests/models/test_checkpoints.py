@@ -79,6 +79,10 @@ def unknown_dtype(path: Path) -> None:
     edit_header(path, lambda header, name: header[name].update(dtype="a:b"))
 
 
+def infinite_shape(path: Path) -> None:
+    edit_header(path, lambda header, name: header[name].update(shape=[float("inf")]))
+
+
 def list_in_metadata(path: Path) -> None:
     edit_header(path, lambda header, _: header.update(__metadata__={"format": []}))
 
@@ -94,6 +98,7 @@ def list_in_metadata(path: Path) -> None:
         (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"nope"), "cannot be read as safetensors"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has bytes after its last tensor"),
         (wrong_size, "has a damaged header"),
+        (infinite_shape, "has a damaged header"),
         (unknown_dtype, "cannot be read as safetensors .*unknown variant `a:b`"),
         (list_in_metadata, "cannot be read as safetensors .*invalid type"),
         (Path.unlink, "is missing"),
