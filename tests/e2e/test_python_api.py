@@ -39,7 +39,8 @@ with slime.train(
         refused = str(error)
     (sample,) = result.sample([{"role": "user", "content": "Hi"}], max_new_tokens=4)
     facts = {
-        "rewards": result.rewards, "heard": heard, "greedy": greedy, "length": sample.response_length, "refused": refused,
+        "rewards": result.rewards, "heard": heard, "greedy": greedy, "length": sample.response_length,
+        "refused": refused,
         "log_probs": len(sample.rollout_log_probs), "evaluations": len(result.evaluations),
         "checkpoints": [str(path) for path in result.checkpoints], "interrupted": result.interrupted,
     }
