@@ -22,6 +22,9 @@ ABSENT = {("verifier", "start"): "verifiers start with the first judgement"}
 NO_WORKER = "only the mode of this name has rollout workers: in the others the rollout manager generates"
 WORKERS = "rollout workers"
 FIRST = 1  # the rollout of the first strike
+FROZEN = {"engine actor": 1, "verifier": 1, "worker": 2, "router": 2, "engine": 3, "rank": 3, "driver": 3, "manager": 4}
+"""How long it takes, beside other strikes, until a process of this role that froze was replaced."""
+UNWATCHED = 5  # a frozen raylet or GCS
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,7 @@ class Found:
 
 
 def all_cells() -> list[Cell]:
-    """The cells in the order in which they are struck: the widest coverage first."""
-    order = [("synchronous", "SIGKILL"), ("synchronous", "SIGSTOP")]
-    order += [(mode, number) for number in SIGNALS for mode in MODES if mode != "synchronous"]
-    return [Cell(mode, target, phase, number) for mode, number in order for phase in PHASES for target in TARGETS]
+    return [Cell(*parts) for parts in itertools.product(MODES, TARGETS, PHASES, SIGNALS)]
 
 
 def absent(cell: Cell) -> str:
@@ -105,25 +105,27 @@ def absent(cell: Cell) -> str:
     return NO_WORKER if cell.target == "worker" and cell.mode != WORKERS else ABSENT.get((cell.target, cell.phase), "")
 
 
+def price(cell: Cell) -> int:
+    """How long a strike takes beside others: a killed process is noticed at once, a frozen one after its deadline."""
+    return 1 if cell.signal == "SIGKILL" else FROZEN.get(cell.target, UNWATCHED)
+
+
 def chains(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
-    """Cells that are struck in one run, in the order of time: at most ``most`` of the middle, a start and an end."""
+    """Runs of one mode with cells of any phases and signals: at most ``most`` of the middle, a start and an end.
+
+    The cells of one target are spread over the runs of their mode, since an engine that is lost five times in ten
+    minutes is given up. A frozen raylet or GCS comes last: nothing replaces it before the others are struck.
+    """
     made: list[list[Cell]] = []
-    for _, some in itertools.groupby(cells, lambda cell: (cell.mode, cell.signal)):
-        same = list(some)
-        starts = [cell for cell in same if cell.phase == "start"]
-        ends = [cell for cell in same if cell.phase == "end"]
-        parts = []
-        for phase in MIDDLE:  # cells of one phase have different targets
-            parts += _parts([cell for cell in same if cell.phase == phase], most)
-        while starts or ends or parts:
-            middle = parts.pop(0) if parts else []
-            made.append([*starts[:1], *middle, *ends[:1]])
-            del starts[:1], ends[:1]
+    for mode in dict.fromkeys(cell.mode for cell in cells):
+        same = [cell for cell in cells if cell.mode == mode]
+        middle = sorted((cell for cell in same if cell.phase in MIDDLE), key=lambda cell: cell.target)
+        starts, ends = ([cell for cell in same if cell.phase == phase] for phase in ("start", "end"))
+        count = max(-(-len(middle) // most), len(starts), len(ends))
+        for number in range(count):
+            part = sorted(middle[number::count], key=lambda cell: (price(cell) == UNWATCHED, PHASES.index(cell.phase)))
+            made.append([*starts[number : number + 1], *part, *ends[number : number + 1]])
     return made
-
-
-def _parts(cells: list[Cell], most: int) -> list[list[Cell]]:
-    return [cells[i : i + most] for i in range(0, len(cells), most)]
 
 
 def rollouts_of(chain: Sequence[Cell]) -> list[int]:

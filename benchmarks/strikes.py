@@ -3,6 +3,7 @@
     python benchmarks/strikes.py --output strikes.jsonl                     # all cells, those of the file are skipped
     python benchmarks/strikes.py --only 'engine:*:SIGKILL' --mode synchronous
     python benchmarks/strikes.py --sample 10 --seed 1
+    python benchmarks/strikes.py --cover                # every pair of mode, target, phase and signal (strike_cover.py)
     python benchmarks/strikes.py --table                                    # Markdown of what the output file has
 
 A cell is a mode, a target, a phase and a signal. A run (a tiny random model on the CPU, embedded engine behind the
@@ -53,6 +54,7 @@ from strike_cells import (
     rollouts_of,
     steps_of,
 )  # fmt: skip
+from strike_cover import cover
 from strike_hooks import BATCH, EVALUATED, FOLDER
 from strike_results import clear, differences, last_words, read_results, steps_in, table
 
@@ -299,7 +301,7 @@ class Campaign:
         """Strike a chain and write what came of its cells; those that it leaves open are struck alone."""
         mode = chain[0].mode
         # All chains of a mode are compared with one run: how long a run is changes nothing in its steps.
-        reference = self.reference(mode, max(steps_of(chain), FIRST + 6 * MODES[mode].apart))
+        reference = self.reference(mode, max(steps_of(chain), FIRST + 8 * MODES[mode].apart))
         run = StruckRun(self.work, chain, mode, steps_of(chain), self.deadline)
         try:
             run.strike_all()
@@ -342,10 +344,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all; may be given several times")
     parser.add_argument("--only", action="append", help="target:phase:signal, each a name or a pattern such as *")
     parser.add_argument("--sample", type=int, help="so many cells, drawn by --seed")
+    parser.add_argument("--cover", action="store_true", help="the fewest cells with what is not covered yet")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chain", type=int, default=5, help="most cells of the middle of one run (default: 5)")
+    parser.add_argument("--chain", type=int, default=7, help="most cells of the middle of one run (default: 7)")
     parser.add_argument("--runs", type=int, help="stop after so many chains")
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds without a step (default: 180)")
+    parser.add_argument("--list", action="store_true", help="print the chains, strike nothing")
     parser.add_argument("--table", action="store_true", help="print the table of --output, strike nothing")
     return parser.parse_args()
 
@@ -359,6 +363,8 @@ def chosen(options: argparse.Namespace, known: Iterable[Cell]) -> list[Cell]:
         drawn = set(random.Random(options.seed).sample(cells, min(options.sample, len(cells))))
         cells = [cell for cell in cells if cell in drawn]
     done = set(known)
+    if options.cover:
+        return cover(cells, done, options.seed)
     return [cell for cell in cells if cell not in done]
 
 
@@ -367,16 +373,20 @@ def main() -> int:
     if options.table:
         print(table(read_results(options.output)))
         return 0
+    cells = chosen(options, read_results(options.output))
+    made = chains([cell for cell in cells if not absent(cell)], options.chain)[: options.runs]
+    if options.list:
+        print("\n".join(f"{chain[0].mode}: {' '.join(cell.place for cell in chain)}" for chain in made))
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(Work(options.work), options.output, options.deadline)
     campaign.work.prepare()
-    cells = chosen(options, read_results(options.output))
     for cell in cells:
         if reason := absent(cell):
             campaign.write(cell, Found("absent", account=True, message=reason, ok=True))
-    for chain in chains([cell for cell in cells if not absent(cell)], options.chain)[: options.runs]:
+    for chain in made:
         campaign.strike(chain)
     results = read_results(options.output)
     return 0 if all(results[cell]["ok"] for cell in cells if cell in results) else 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -64,9 +66,13 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     from slime.config.parser import ConfigError, check_args
 
     settings, problems = _settings(keywords, folder)
-    words = [word for name in _FILES if settings.get(name) for word in (f"--{name.replace('_', '-')}", settings[name])]
+    words = []
     for name in _FILES:
-        settings.pop(name, None)
+        file = settings.pop(name, None)
+        if file is not None and not isinstance(file, str):
+            problems.append(f"{name} is the path of a file, not a {type(file).__name__}")
+        elif file:
+            words.append(f"--{name.replace('_', '-')}={file}")
     args, found = check_args(words, extra_checks=all_checks(), settings=settings)
     problems += found
     if problems:
@@ -91,7 +97,8 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
         try:
             settings |= _setting(given, name, value, folder)
         except (NotShippable, UnknownParameters, RowsError) as error:
-            problems.append(f"{given}: {error}")
+            told = error.problems if isinstance(error, RowsError) else [str(error)]
+            problems += [f"{given}: {one}" for one in told]
             settings |= _stand_in(name, folder)
     return settings, problems
 
@@ -142,49 +149,94 @@ def stand_in(*args: object, **keywords: object) -> float:
 
 
 class RowsError(ValueError):
-    """Rows that cannot be written as JSON; the message says which and why."""
+    """Rows that cannot be used; ``problems`` says which and why."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(problems))
 
 
 def _file_of(data: Data, file: Path) -> str:
     """Return the path of data: the one that it is, or that of ``file``, to which rows are written."""
+    from slime.data.rows import Problems
+
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    count = 0
+    count, problems = 0, Problems()
     with file.open("w", encoding="utf-8") as lines:
         for count, row in enumerate(_rows(data), start=1):
             try:
-                lines.write(json.dumps(_row(row, count), ensure_ascii=False, default=_plain) + "\n")
-            except TypeError as error:
-                raise RowsError(f"row {count} cannot be written as JSON: {error}") from error
+                lines.write(_line(row) + "\n")
+            except RowsError as error:
+                problems.add(f"row {count} {error}")
     if not count:
         raise RowsError("there are no rows")
+    if problems.count:
+        raise RowsError(*problems.lines())
     return str(file)
 
 
+def _line(row: object) -> str:
+    """Return a row as JSON.
+
+    Raises:
+        RowsError: It is no row, or it cannot be read again as it is. The message goes on after the row's number.
+    """
+    from slime.data.rows import RawRow
+
+    if not isinstance(row, str | Mapping):
+        raise RowsError(f"is a {type(row).__name__}, not a dict or a text")
+    try:
+        line = json.dumps({"prompt": row} if isinstance(row, str) else dict(row), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowsError(f"cannot be written as JSON: {error}") from error
+    try:
+        RawRow("", line.encode()).decode()
+    except ValueError as error:
+        raise RowsError(f"cannot be used: {error}") from error
+    return line
+
+
 def _rows(data: Rows) -> Iterable[Any]:
-    if isinstance(data, ArrowTable):
-        return data.to_pylist()
-    if isinstance(data, DataFrame):
-        return data.to_dict("records")
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+    try:
+        if isinstance(data, ArrowTable):
+            return data.to_pylist()
+        if isinstance(data, DataFrame):
+            return [_present(row) for row in data.to_dict("records")]
+    except Exception as error:  # tables of any package, whose columns can hold what cannot be converted
+        raise RowsError(f"the table cannot be read: {type(error).__name__}: {error}") from error
+    if isinstance(data, io.IOBase):
+        raise RowsError(
+            "rows are a list of dicts or texts, a table, or a path: give the path of the file, not the file"
+        )
+    if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
         raise RowsError(f"rows are a list of dicts or texts, a table, or a path, not a {type(data).__name__}")
     return data
 
 
-def _row(row: object, number: int) -> Mapping[str, Any]:
-    if isinstance(row, str):
-        return {"prompt": row}
-    if isinstance(row, Mapping):
-        return row
-    raise RowsError(f"row {number} is a {type(row).__name__}, not a dict or a text")
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a data frame, in which a missing value is None. pandas marks it with NaN."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
 def _plain(value: object) -> object:
     """Convert NumPy's numbers and arrays, which data frames hold; anything else cannot be written."""
+    if isinstance(value, Mapping):
+        return dict(value)
     for method in ("tolist", "item"):
         if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"{value!r:.80} is a {type(value).__name__}")
+            try:
+                return getattr(value, method)()
+            except Exception as error:  # a class instead of an object, or a tensor that must not be read
+                raise TypeError(f"a {type(value).__name__}: {error}") from error
+    raise TypeError(f"{_shown(value)} is a {type(value).__name__}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # whatever a class of the program's raises
+        return "a value that cannot be shown"
 
 
 def input_folder() -> tempfile.TemporaryDirectory[str]:

@@ -41,3 +41,16 @@ class OnStep(Callback):
 
     def on_step(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         self.function(trainer, metrics)
+
+
+def as_callback(given: Callback | Callable[[Trainer, Mapping[str, float]], object]) -> Callback:
+    """Return a callback, or one that calls the function ``given`` after each step.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(given, Callback):
+        return given
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(f"a callback is a slime.Callback or a function of (trainer, metrics), not {given!r:.80}")
+    return OnStep(given)

@@ -11,15 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from slime.api.arguments import Data, input_folder, parse
-from slime.api.callbacks import Callback, OnStep
+from slime.api.callbacks import Callback, as_callback
+from slime.api.prompts import Prompt, check_prompts, is_single
 from slime.api.table import Table
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
-    from slime.data.sample import Message, Sample
+    from slime.data.sample import Sample
     from slime.observability.run_dir import RunDir
 
-Prompt = str | list["Message"]
 Listener = Callback | Callable[["Trainer", Mapping[str, float]], object]
 _current: Trainer | None = None
 """The trainer whose run is open. A process has at most one, since it has one connection to Ray."""
@@ -69,11 +69,12 @@ class Trainer:
         global _current
         from slime.cluster.run import open_run
 
+        listeners = [as_callback(one) for one in callbacks]
         self._inputs = input_folder()
         self.args = parse({"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name))
         if _current is not None:
             _current.close()
-        self.callbacks = [one if isinstance(one, Callback) else OnStep(one) for one in callbacks]
+        self.callbacks = listeners
         self.stopped = False
         self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
         self._stack = contextlib.ExitStack()
@@ -201,18 +202,22 @@ class Trainer:
 
         Returns:
             The samples of the prompt; for a list of prompts, a list of these.
+
+        Raises:
+            ValueError: A prompt or a parameter is wrong; the run goes on.
         """
         from slime.cluster.rollout_manager import RolloutManager
 
-        run, single = self._open(), _is_single(prompts)
-        asked: list[Any] = [prompts] if single else list(prompts)
+        run, asked = self._open(), check_prompts(prompts, n, sampling)
         with self._working(run):
             made = run.manager.call("responses to prompts", RolloutManager.complete, asked, n, sampling)
-        return made[0] if single else made
+        if isinstance(made, str):
+            raise ValueError(made)
+        return made[0] if is_single(prompts) else made
 
     def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: object) -> Any:
         """Do the same as :meth:`sample`, but return texts: one for a prompt, a list for more prompts or ``n > 1``."""
-        single = _is_single(prompts)
+        single = is_single(prompts)
         made: list[Any] = [self.sample(prompts, n, **sampling)] if single else self.sample(prompts, n, **sampling)
         texts = [[sample.response for sample in group] for group in made]
         answers = [group[0] if n == 1 else group for group in texts]
@@ -331,8 +336,3 @@ class Trainer:
         folder = run.log.display.run_dir
         assert folder is not None, "open_run creates the folder of the run"
         return folder
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: a text, or a list of messages."""
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))

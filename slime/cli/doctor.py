@@ -13,7 +13,7 @@ def doctor(folder: Path, as_json: bool = False, outside: bool = False) -> int:
     """Print the diagnosis of a run.
 
     Args:
-        outside: Whether logs of NCCL outside of the folder are read.
+        outside: Whether logs outside of the folder are read, to which a link or ``NCCL_DEBUG_FILE`` leads.
 
     Returns:
         1 if something is wrong, otherwise 0; hints do not count.

@@ -29,11 +29,12 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     from rich.console import Console
 
     from slime.checkpoint.ledger_report import read_ledger
+    from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
 
     file = RunDir(path.resolve()).ledger if path.is_dir() else path
     try:
-        report = read_ledger(file)
+        report = read_ledger(regular(file) if path.is_dir() else file)
     except FileNotFoundError as error:
         raise CommandError(f"{file} does not exist: pass the folder of a run, e.g. outputs/latest") from error
     except OSError as error:

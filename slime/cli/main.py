@@ -158,7 +158,7 @@ def _add_doctor(commands: Subparsers) -> None:
     doctor.add_argument(
         "--outside",
         action="store_true",
-        help="also read the logs that NCCL_DEBUG_FILE of the run names outside of its folder",
+        help="also read logs outside of the run's folder, to which NCCL_DEBUG_FILE or a link in the folder leads",
     )
     doctor.set_defaults(run=_doctor)
 

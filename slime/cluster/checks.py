@@ -78,11 +78,15 @@ def _check_environment(args: Args) -> list[str]:
     if args.environment is None:
         return []
     from slime.environments.base import EnvironmentProblem
-    from slime.environments.registry import own_seed
+    from slime.environments.reasoning_gym import try_sizes
+    from slime.environments.registry import Spec, own_seed
     from slime.environments.source import task_sample
 
     try:
-        first = task_sample(own_seed(args.environment, args.rollout_seed), 0)
+        whole = own_seed(args.environment, args.rollout_seed)
+        if (spec := Spec.parse(whole)).name == "reasoning_gym":
+            try_sizes(spec.what, spec.options, args.environment_timeout)
+        first = task_sample(whole, 0)
     except EnvironmentProblem as error:
         return [f"--environment {args.environment}: {error}"]
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None

@@ -56,11 +56,17 @@ class ManagerClient:
         return self.wait(self.start(method, *arguments, **keywords), what)
 
     def wait(
-        self, ref: ObjectRef[T], what: str, deadline: float | None = None, meanwhile: Callable[[], None] | None = None
+        self,
+        ref: ObjectRef[T],
+        what: str,
+        deadline: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        flag: str = "--phase-timeout",
     ) -> T:
         """Wait for the result of a call that :meth:`start` began.
 
         See :meth:`Waiter.get <slime.cluster.ray_wait.Waiter.get>` for the arguments and errors.
         """
         named = {"rollout manager": self.handle}
-        return self._waiter.get([ref], what, deadline or self.timeout, actors=named, meanwhile=meanwhile)[0]
+        limit = deadline or self.timeout
+        return self._waiter.get([ref], what, limit, actors=named, meanwhile=meanwhile, flag=flag)[0]

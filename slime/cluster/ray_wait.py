@@ -57,6 +57,7 @@ class Waiter:
         *,
         actors: Mapping[str, ActorHandle] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        flag: str = "--phase-timeout",
     ) -> list[T]:
         """Wait for ``refs`` and return their results in order.
 
@@ -68,6 +69,7 @@ class Waiter:
             actors: Actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
                 part of the report.
             meanwhile: Called about four times a second; an exception that it raises ends the wait.
+            flag: The flag of the deadline, for the message.
 
         Raises:
             WaitExpired: The deadline has passed; the message tells what each actor is doing.
@@ -95,7 +97,7 @@ class Waiter:
             waited = time.monotonic() - start
             if pending and waited > deadline:
                 raise WaitExpired(
-                    f"waited {waited:.0f} s (deadline {deadline:.0f} s, --phase-timeout) for {what}\n{status.report()}"
+                    f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n{status.report()}"
                 )
             silent = status.silent(self.silence) if pending and self.silence is not None else []
             if silent:

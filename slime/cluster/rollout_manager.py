@@ -254,11 +254,19 @@ class RolloutManager(EngineManager):
         metrics["perf/eval_time"] = time.perf_counter() - start
         return metrics
 
-    def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]]:
-        """Generate responses outside of any rollout; see :func:`slime.rollout.complete.complete`."""
-        from slime.rollout.complete import complete
+    def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]] | str:
+        """Generate responses outside of any rollout; see :func:`slime.rollout.complete.complete`.
 
-        return run(complete(self.args, prompts, n, changes))
+        Returns:
+            The samples of each prompt; or the reason for which a prompt or a parameter was refused. An exception would
+            reach the driver as one of Ray, which ends the run.
+        """
+        from slime.rollout.complete import NotCompleted, complete
+
+        try:
+            return run(complete(self.args, prompts, n, changes))
+        except NotCompleted as error:
+            return str(error)
 
     # --- state -------------------------------------------------------------------------------
 

@@ -101,7 +101,9 @@ class RunEnd:
             self._record_end(error, stopped, restarts)
             # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
             (REPORTS.lost if restarts else REPORTS.over)()
+            REPORTS.shuts_down(complete=error is None)
             shut_down(self.parts, failed=error is not None and not stopped)
+            REPORTS.shut_down()
             self.parts.stop.__exit__(None, None, None)
         if restarts:
             exit_for_restart()

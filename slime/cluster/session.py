@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ QUIET_ENVIRONMENT = {
 }
 
 SHUTDOWN_SECONDS = 3.0
+_STARTS = 3  # attempts to start a private cluster
+_LATE = "timed out during startup"
+"""Part of Ray's message when its processes have not registered within 30 s, a limit that has no setting. On a machine
+that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
 _connected = False
@@ -62,21 +67,21 @@ def connect() -> None:
     # Ray's head keeps a record of the last 100,000 calls, 42 KiB per rollout of a small run, for a dashboard that a
     # private cluster does not have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    try:
-        # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            num_cpus=max(os.cpu_count() or 1, 4),
-            object_store_memory=_object_store_bytes(),
-            **common,
-        )
-    except Exception as error:
-        # Ray only says that it has waited for its server in vain; why the server ended is in a log of that.
-        if words := last_words_of_ray(str(error)):
-            raise ClusterError(f"Ray did not start: {words}") from error
-        raise
+    # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
+    common |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": _object_store_bytes()}
+    for left in reversed(range(_STARTS)):
+        try:
+            ray.init(**common)
+            break
+        except Exception as error:  # Ray raises no class of its own
+            # Ray only says that it has waited for its server in vain; why the server ended is in a log of that.
+            if words := last_words_of_ray(str(error)):
+                raise ClusterError(f"Ray did not start: {words}") from error
+            if _LATE not in str(error) or not left:
+                raise
+            print(f"Ray did not start in the 30 s that it gives itself; trying again: {error}", file=sys.stderr)
+            _kill([process for process in psutil.Process().children() if process not in before])
     _started[:] = [process for process in psutil.Process().children() if process not in before]
 
 
@@ -92,6 +97,22 @@ def last_words_of_ray(error: str) -> str:
             if fatal := _FATAL.search(log.read_text(encoding="utf-8", errors="replace")):
                 return f"{log}: {fatal[0][:300]}"
     return ""
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """Kill processes and their descendants, and wait until they are gone."""
+    import psutil
+
+    from slime.engines.process import wait_gone
+
+    every = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            every += process.children(recursive=True)
+    for process in every:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_gone(every, SHUTDOWN_SECONDS)
 
 
 def _require_own_token() -> None:

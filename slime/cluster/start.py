@@ -231,7 +231,7 @@ def _wait_for_engines(
     seconds: float, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
 ) -> list[str]:
     """Wait until all engines answer, and return their URLs; with ``release``, they then release their memory."""
-    urls = manager.wait(starting, "the engines to start", seconds + START_MARGIN_SECONDS)
+    urls = manager.wait(starting, "the engines to start", seconds + START_MARGIN_SECONDS, flag="--start-timeout")
     parts.engines_started = bool(urls)
     if release and urls:
         manager.call("the engines to release memory", RolloutManager.offload)

@@ -6,7 +6,8 @@ the driver only reports over a pipe how far it is (:class:`Reports`), and the de
 processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
 ended before the next driver starts.
 
-This process imports only the standard library, psutil and :mod:`slime.config.parent`. It lives as long as the run, and
+This process imports only the standard library, psutil, :mod:`slime.config.parent` and, to clean up at the end, two
+modules more. It lives as long as the run, and
 must not be affected by what happens in it.
 """
 
@@ -23,9 +24,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from slime.config.parent import adopt_orphans, kill_with_parent
+
+if TYPE_CHECKING:
+    import psutil
 
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
@@ -36,7 +40,11 @@ FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN
 """Signals by which this process forwards those that it receives. They differ from the originals because Ctrl-C reaches
 the whole process group, and therefore the driver directly as well: the driver must be able to tell a second Ctrl-C from
 the forwarded copy of the first."""
+OF_RAY = ("raylet", "gcs_server", "ray::")
+"""Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one without an end, and the
+driver waits for an actor that freezes before its first answer until ``--start-timeout``."""
 _POLL_SECONDS = 0.5
+_LOOK_SECONDS = 5.0  # between two looks for the processes of the cluster, each of which reads all of /proc
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
@@ -95,6 +103,14 @@ class Reports:
         """The run ends, successfully or not, and must not be run again."""
         self._send({"over": True})
 
+    def shuts_down(self, complete: bool) -> None:
+        """The processes of the run are ended from now on; ``complete``: all of its work is done."""
+        self._send({"in_shutdown": True, "complete": complete})
+
+    def shut_down(self) -> None:
+        """The processes of the run have ended."""
+        self._send({"in_shutdown": False})
+
     def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # The supervisor was killed; this process is killed with its parent.
@@ -141,7 +157,9 @@ class Driver:
     said: dict[str, Any] = field(default_factory=dict)
     _rest: bytes = b""
     _looked: float = field(default_factory=time.monotonic)
-    _stopped: float = 0.0  # seconds
+    _searched: float = 0.0  # time.monotonic()
+    _of_ray: list[tuple[str, psutil.Process]] = field(default_factory=list)
+    _stopped: dict[int, float] = field(default_factory=dict)  # seconds, by process id
 
     def listen(self, seconds: float) -> None:
         """Wait for a report, at most ``seconds``, and take in all that has arrived."""
@@ -158,7 +176,8 @@ class Driver:
                 self.child.wait(seconds)
 
     def kill_if_stopped(self) -> None:
-        """Kill a driver that a signal (SIGSTOP) has stopped for longer than ``--status-timeout``; 0 disables this.
+        """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has stopped for longer than
+        ``--status-timeout``; 0 disables this. What follows is the same as if the process had died.
 
         After Ctrl-Z, this process is stopped as well, and that time does not count.
         """
@@ -166,13 +185,30 @@ class Driver:
 
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _POLL_SECONDS), now
-        with contextlib.suppress(psutil.NoSuchProcess):
-            stopped = psutil.Process(self.child.pid).status() == psutil.STATUS_STOPPED
-            self._stopped = self._stopped + passed if stopped else 0.0
         limit = self.said["began"]["status_timeout"] if "began" in self.said else 0.0
-        if 0 < limit < self._stopped:
-            print(f"the driver was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
-            self.child.kill()
+        for what, process in self._watched(now) if limit > 0 else ():
+            stopped = False
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped = process.status() == psutil.STATUS_STOPPED
+            self._stopped[process.pid] = self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
+            if limit < self._stopped[process.pid]:
+                self._stopped[process.pid] = 0.0
+                print(f"{what} was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def _watched(self, now: float) -> list[tuple[str, psutil.Process]]:
+        import psutil
+
+        if now > self._searched + _LOOK_SECONDS:
+            self._searched, self._of_ray = now, []
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if (name := process.name()).startswith(OF_RAY):
+                        self._of_ray.append((name if name.startswith("ray::") else f"Ray's {name}", process))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [("the driver", psutil.Process(self.child.pid)), *self._of_ray]
+        return self._of_ray
 
     def ended_in_order(self) -> bool:
         """Whether the driver reported that the run is over.
@@ -214,11 +250,18 @@ class Supervisor:
             driver.listen(0.0)  # The last reports may have come after the last look into the pipe.
             os.close(driver.pipe)
             code = driver.child.returncode
+            cut_off = code != 0 and bool(driver.said.get("in_shutdown"))
             # Before the next driver starts: engines and ranks of the old one still hold GPU memory and ports.
-            if not driver.ended_in_order():
+            if cut_off or not driver.ended_in_order():
                 end_descendants(LEFT_SECONDS)
             following = driver.next_settings()
             if self.stopped_by is not None or following is None:
+                if cut_off:
+                    _sweep()
+                if cut_off and driver.said["complete"]:
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    print(f"the run is complete; its driver was lost in the shutdown ({how})", file=sys.stderr)
+                    return 0
                 return self._status(code)
             if "lost" not in driver.said:  # The driver could not print this itself.
                 left = driver.said["began"]["max_restarts"] - 1
@@ -254,6 +297,15 @@ class Supervisor:
         if self.stopped_by is not None and -code in FORWARDED.values():
             return 128 + self.stopped_by
         return 128 - code
+
+
+def _sweep() -> None:
+    """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
+    from slime.cluster.leftovers import sweep_leftovers
+    from slime.weights.transports.shared_memory import sweep_shared_memory
+
+    sweep_shared_memory()
+    sweep_leftovers()
 
 
 def end_descendants(seconds: float) -> None:

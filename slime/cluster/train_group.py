@@ -69,7 +69,9 @@ class TrainGroup:
         """What is on the accelerator; changes only if trainers and engines take turns (``--offload-train``)."""
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
-        self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
+        self.host, port = self._call(
+            [self.ranks[0].address.remote()], "to start", self.args.start_timeout, "--start-timeout"
+        )[0]
         self._processes: list[ActorProcess] = []
         self._asked = [rank.process.remote() for rank in self.ranks]
         # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
@@ -77,13 +79,13 @@ class TrainGroup:
         self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
 
     def wait_started(self) -> None:
-        self._processes = self._call(self._asked, "to start", self.args.start_timeout)
-        self._call(self.starting, "to load the model", self.args.start_timeout)
+        self._processes = self._call(self._asked, "to start", self.args.start_timeout, "--start-timeout")
+        self._call(self.starting, "to load the model", self.args.start_timeout, "--start-timeout")
 
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        answers = self._call(refs, "to look into --save", self.args.start_timeout)
+        answers = self._call(refs, "to look into --save", self.args.start_timeout, "--start-timeout")
         return dict(zip(self._named, answers, strict=True))
 
     def train(
@@ -221,5 +223,5 @@ class TrainGroup:
         """Call all ranks and wait for their results."""
         return self._call(self._start(method, *arguments, **keywords), what, self.args.phase_timeout)
 
-    def _call(self, refs: Sequence[ObjectRef[T]], what: str, deadline: float) -> list[T]:
-        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named)
+    def _call(self, refs: Sequence[ObjectRef[T]], what: str, deadline: float, flag: str = "--phase-timeout") -> list[T]:
+        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag)

@@ -177,20 +177,28 @@ def _prompt(data: Mapping[str, object], keys: RowKeys, as_messages: bool) -> str
         if not as_messages:
             return value
         value = [{"role": "user", "content": value}]
-    messages = _messages(value, keys.prompt)
+    messages = check_messages(value, repr(keys.prompt))
     return _insert_media(messages, data, keys.multimodal) if keys.multimodal else messages
 
 
-def _messages(value: object, key: str) -> list[Message]:
+def check_messages(value: object, where: str) -> list[Message]:
+    """Check that a prompt is a list of messages, and return it without the fields that are None.
+
+    Args:
+        where: Names the prompt in an error.
+
+    Raises:
+        RowError: It is not a list, or a message has no role or no content.
+    """
     if not isinstance(value, list) or not value:
-        raise RowError(f"the prompt {key!r} must be a text or a list of messages, not {_describe(value)}")
+        raise RowError(f"the prompt {where} must be a text or a list of messages, not {_describe(value)}")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {i} of {key!r} must be an object with a role, not {_describe(message)}")
+            raise RowError(f"message {i} of {where} must be an object with a role, not {_describe(message)}")
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise RowError(f"message {i} of {key!r} has a content that is {_describe(content)}, not a text or parts")
+            raise RowError(f"message {i} of {where} has a content that is {_describe(content)}, not a text or parts")
         # In Parquet, every message has every field; those that a message does not use are None.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages

@@ -86,13 +86,17 @@ class RawRow(NamedTuple):
             raise ValueError(f"not valid JSON: {_explain(error)}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
-        _check_values(data)
+        check_values(data)
         return Row(self.where, data)
 
 
-def _check_values(data: dict[str, object]) -> None:
+def check_values(data: object) -> None:
     """Refuse values that JSON can hold but a run cannot: deep nesting, since code that copies, renders or writes a row
-    is recursive, and unpaired surrogates, which UTF-8 cannot encode."""
+    is recursive, and unpaired surrogates, which UTF-8 cannot encode.
+
+    Raises:
+        ValueError: The value has one of them.
+    """
     if too_deep(data):
         raise ValueError(f"it nests more than {MOST_NESTED} objects and lists")
     if clean(data) != data:

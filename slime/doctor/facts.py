@@ -13,7 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
+from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, UnreadableRun, no_run, read_settings
+from slime.observability.run_state import FILE as STATE
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonValue
 
@@ -24,6 +26,8 @@ Row = Mapping[str, float | None]
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
 MOST_NCCL_LOGS = 64
+DUMPS = "flight_recorder_"
+"""The beginning of the names of PyTorch's dumps, see :mod:`slime.doctor.flight`."""
 
 
 class NoRun(ValueError):
@@ -59,7 +63,9 @@ class Facts:
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
         stacks: Returns the stacks of processes, given by id and name; None if they are not wanted.
-        outside: Number of logs of NCCL that were not read because they are outside of the folder.
+        outside: Number of logs and dumps that were not read because they are outside of the folder, where
+            ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
+        reads_outside: Whether such files are read.
     """
 
     folder: Path
@@ -73,6 +79,7 @@ class Facts:
     free_bytes: int | None = None
     stacks: Callable[[Sequence[tuple[int, str]]], list[str]] | None = None
     outside: int = 0
+    reads_outside: bool = False
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric in the steps that have it."""
@@ -137,11 +144,12 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
 
     Args:
         with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
-        outside: Whether logs of NCCL outside of the folder are read. A folder that somebody else made can name any file
-            of this machine, and the report would show lines of it.
+        outside: Whether files outside of the folder are read, to which a link in it or ``NCCL_DEBUG_FILE`` leads. A
+            folder that somebody else made can name any file of this machine, and the report would show lines of it.
 
     Raises:
-        NoRun: The folder has no ``config.yaml``, or it or ``metrics.jsonl`` is damaged.
+        NoRun: The folder has no ``config.yaml``; or it, ``metrics.jsonl`` or ``state.json`` is damaged or a link to
+            another folder.
     """
     import shutil
 
@@ -150,29 +158,44 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
     run = RunDir(folder)
     if not run.config.is_file():
         raise NoRun(no_run(folder))
+    for path in () if outside else (run.config, run.metrics, folder / STATE):
+        if path.exists() and not is_inside(path, folder):
+            raise NoRun(
+                f"{path} leads out of the run's folder or is no file. If the run is yours: slime doctor --outside"
+            )
     try:
         settings = read_settings(run.config)
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []
     except (UnreadableRun, MetricsError) as error:
         raise NoRun(str(error)) from error
     state = read_state(folder)
-    logs, left = _logs_of_nccl(settings), 0
+    logs, left = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)], 0
     if not outside:
-        inside = [path for path in logs if path.resolve().is_relative_to(folder.resolve())]
-        logs, left = inside, len(logs) - len(inside)
+        inside = [path for path in logs if is_inside(path, folder)]
+        dumps = [path for path in run.logs.glob(f"{DUMPS}*") if not is_inside(path, folder)]
+        logs, left = inside, len(logs) - len(inside) + len(dumps)
     return Facts(
         folder,
         settings,
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
-        {path.name: _end_of(path) for path in (*sorted(run.logs.glob("*.log")), *logs)},
+        {path.name: _end_of(path) for path in logs},
         state,
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
         stacks if with_stacks else None,
         left,
+        outside,
     )
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path is a regular file in ``folder`` or below it, also when links are followed."""
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a circle of links
+        return False
 
 
 def _environment(settings: object) -> Mapping[str, str]:
@@ -196,7 +219,7 @@ def _logs_of_nccl(settings: object) -> list[Path]:
 
 def _end_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - LOG_BYTES, 0))
             return file.read().decode("utf-8", "replace")

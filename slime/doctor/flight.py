@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.doctor.facts import Facts
+from slime.doctor.facts import DUMPS, Facts, is_inside
 from slime.doctor.findings import Finding
 
-_NAME = re.compile(r"flight_recorder_(\w+?)_rank_(\d+)")
+_NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Environment variables with the beginning of the dumps' paths, to which PyTorch adds the rank; the second is older."""
 MOST_BYTES = 64 * 2**20
@@ -60,7 +60,7 @@ class Recording:
 
 
 def read_recordings(
-    folder: Path, newer_than: float = 0.0, environment: Mapping[str, str] | None = None
+    folder: Path, newer_than: float = 0.0, environment: Mapping[str, str] | None = None, links: bool = True
 ) -> dict[str, dict[int, Recording]]:
     """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left out.
 
@@ -68,9 +68,12 @@ def read_recordings(
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
         environment: The run's ``--train-env-vars``, which may name another place (see :data:`PREFIXES`). The role of
             those dumps is ``trainer``.
+        links: Whether dumps are read to which a link leads out of the folder of the run.
     """
     found: dict[str, dict[int, Recording]] = {}
     for role, rank, path in _dumps(folder, environment or {}):
+        if not path.is_file() or (not links and path.parent == folder and not is_inside(path, folder.parent)):
+            continue
         try:
             status = path.stat()
             if status.st_mtime < newer_than or status.st_size > MOST_BYTES:
@@ -84,7 +87,7 @@ def read_recordings(
 
 def _dumps(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int, Path]]:
     """Yield role, rank and path of the files that have the name of a dump."""
-    for path in sorted(folder.glob("flight_recorder_*_rank_*")):
+    for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
         if (match := _NAME.fullmatch(path.name)) is not None:
             yield match[1], int(match[2]), path
     for prefix in (Path(environment[name]) for name in PREFIXES if environment.get(name)):
@@ -121,7 +124,8 @@ def collectives(facts: Facts) -> Iterator[Finding]:
         return
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
-    for role, ranks in read_recordings(facts.folder / "logs", since, facts.train_environment).items():
+    recordings = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)
+    for role, ranks in recordings.items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
         finding = next((found for name in groups if (found := _compare(role, name, ranks)) is not None), None)
         if finding is not None:

@@ -56,8 +56,8 @@ def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:
         yield f"   -> {finding.advice}"
     if facts.outside:
         yield (
-            f"\n{facts.outside} log(s) of NCCL (NCCL_DEBUG_FILE) outside of the run's folder were not read. If the run "
-            "is yours: slime doctor --outside"
+            f"\n{facts.outside} log(s) outside of the run's folder, to which NCCL_DEBUG_FILE or a link leads, were not "
+            "read. If the run is yours: slime doctor --outside"
         )
 
 

@@ -7,7 +7,6 @@ between ``base_model.model.`` and ``.lora_A.weight`` or ``.lora_B.weight``.
 from __future__ import annotations
 
 import json
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from slime.models.shards import ModelError, shorten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MOST_ALPHA = 1e9  # far above any of a run; with 1e308, merged weights would be infinite
 _MOST_RANK = 2**16
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _FACTORS = {"lora_A.weight": 0, "lora_B.weight": 1}
@@ -124,7 +124,9 @@ def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
             exclude=tuple(config.get("exclude_modules") or ()),
         )
         names = (*settings.targets, *settings.exclude)
-        sound = 0 < settings.alpha < math.inf and 0 <= settings.dropout < 1 and all(isinstance(n, str) for n in names)
+        sound = (
+            0 < settings.alpha <= _MOST_ALPHA and 0 <= settings.dropout < 1 and all(isinstance(n, str) for n in names)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}"[:2000]) from error
     if not sound:
@@ -152,7 +154,7 @@ def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {error}"[:2000]) from error
     return factors_of(tensors, rank, str(path))
 
 

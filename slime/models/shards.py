@@ -116,7 +116,19 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
     if 8 + length + end != size:
         what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
         raise ValueError(f"{what}: it has {size} bytes, but its header describes {8 + length + end}")
+    _open_once(path)
     return headers
+
+
+def _open_once(path: Path) -> None:
+    """Let the library that reads the tensors check the header as well: it knows fewer dtypes, and types of metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot be read as safetensors ({error})"[:2000]) from error
 
 
 def _header(file: str, name: str, entry: object) -> TensorHeader:
@@ -125,7 +137,7 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
             raise TypeError("not a JSON object")
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error
     bits = DTYPE_BITS.get(dtype)
     if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):

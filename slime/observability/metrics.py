@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from slime.config.observability import chosen_trackers
 from slime.config.settings import redacted_words
 from slime.observability.best_effort import AppendedFile, best_effort, replacing
+from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, public_settings
 from slime.observability.samples import KeptTexts, read_samples, sample_files
 from slime.observability.trackers import COLUMNS, Cells, Trackers, table_cell
@@ -159,7 +160,7 @@ def roll_back(path: Path, step: int) -> int:
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path).read_text(encoding="utf-8")
     except OSError as error:
         raise MetricsError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

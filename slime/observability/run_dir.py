@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.settings import redacted
+from slime.observability.regular import regular
 from slime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ def read_settings(path: Path) -> JsonObject:
 
     try:
         # The C parser is ten times faster; the page reads the settings of many runs.
-        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        settings = yaml.load(
+            regular(path).read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
     except OSError as error:
         raise UnreadableRun(f"{path} cannot be read: {error.strerror or error}") from error
     except RecursionError:

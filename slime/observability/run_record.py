@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from slime.observability.best_effort import best_effort
+from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, read_settings
 from slime.types import JsonObject
 
@@ -110,7 +111,7 @@ def read_attempts(run: RunDir) -> list[Attempt]:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines()
+        return regular(path).read_bytes().splitlines()
     except OSError:
         return []
 

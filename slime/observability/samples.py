@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.config.observability import log_samples_count
 from slime.data.sample import Nested, Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
+from slime.observability.regular import regular
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -112,7 +113,7 @@ def unpacked(path: Path) -> bytes:
 
     content = bytearray()
     try:
-        with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
+        with regular(path).open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
             while piece := packed.read(_PIECE):
                 content += piece
                 if len(content) > MOST_BYTES:
@@ -128,7 +129,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: The file is damaged or too large.
     """
-    text = path.read_text(encoding="utf-8") if path.suffix != COMPRESSED else unpacked(path).decode("utf-8")
+    text = regular(path).read_text(encoding="utf-8") if path.suffix != COMPRESSED else unpacked(path).decode("utf-8")
     # Not splitlines(): it also splits at separators such as U+2028, which texts can contain.
     return [json.loads(line) for line in text.split("\n") if line]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.samples import remove_older
+from slime.observability.regular import regular
+from slime.observability.samples import MOST_BYTES, remove_older
 from slime.observability.timers import Span
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
@@ -44,8 +45,16 @@ def trace_of(run_dir: Path, rollout_id: int) -> Path:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a trace file."""
-    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    """Read the events of a trace file.
+
+    Raises:
+        ValueError: The file is damaged, or its content is larger than :data:`MOST_BYTES`.
+    """
+    with gzip.open(regular(path)) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES / 2**30:g} GiB of text: it is not read")
+    events: list[dict[str, Any]] = json.loads(content)["traceEvents"]
     return events
 
 

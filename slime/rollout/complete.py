@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slime.data.sample import Message, Sample
+from slime.engines.http import HttpError
 from slime.rollout.generate import generate
 from slime.rollout.settings import seeded
 from slime.rollout.state import GenerateState
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 Prompt = str | list[Message]
+
+
+class NotCompleted(ValueError):
+    """A prompt or a sampling parameter was refused; nothing is wrong with the run."""
 
 
 async def complete(
@@ -31,6 +36,9 @@ async def complete(
 
     Returns:
         The samples of each prompt, with token ids and the engine's log-probs.
+
+    Raises:
+        NotCompleted: The chat template or the engine refused a prompt, or the engine refused a parameter.
     """
     state = GenerateState(args)
     params = state.sampling_params.copy()
@@ -41,7 +49,28 @@ async def complete(
         sample = Sample(prompt=prompts[place], group_index=place, index=place * n + position)
         sample.apply_chat_template_kwargs = kwargs
         async with state.semaphore:
-            return await generate(args, sample, seeded(state.seed, params, sample, position, "complete"))
+            return await _answered(
+                place, generate(args, sample, seeded(state.seed, params, sample, position, "complete"))
+            )
 
-    made = await asyncio.gather(*(one(place, position) for place in range(len(prompts)) for position in range(n)))
+    asked = [asyncio.ensure_future(one(place, number)) for place in range(len(prompts)) for number in range(n)]
+    try:
+        made = await asyncio.gather(*asked)
+    finally:
+        for task in asked:  # after an error, the others would go on
+            task.cancel()
     return [list(made[place * n : (place + 1) * n]) for place in range(len(prompts))]
+
+
+async def _answered(place: int, answer: Awaitable[Sample]) -> Sample:
+    """Await a response to the prompt ``place``."""
+    from jinja2 import TemplateError
+
+    try:
+        return await answer
+    except HttpError as error:
+        if error.retryable:
+            raise
+        raise NotCompleted(str(error)) from error
+    except (TemplateError, TypeError, ValueError) as error:
+        raise NotCompleted(f"prompt {place}: {type(error).__name__}: {error}") from error

@@ -20,6 +20,7 @@ import orjson
 import xxhash
 
 from slime.data.staleness import step_of
+from slime.observability.regular import regular
 from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 
@@ -244,7 +245,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _lines(path: Path) -> list[bytes]:
     if path.suffix != COMPRESSED:
-        return path.read_bytes().split(b"\n")
+        return regular(path).read_bytes().split(b"\n")
     return unpacked(path).split(b"\n")
 
 

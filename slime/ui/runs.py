@@ -16,6 +16,7 @@ import orjson
 from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.doctor.facts import processes_of
 from slime.observability import run_dir
+from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, no_run, runs_in
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
@@ -51,7 +52,7 @@ class Ledger:
         found = self.path.stat()
         stamp = found.st_mtime_ns, found.st_size
         if self._report is None or self._report[0] != stamp:
-            self._report = stamp, read_ledger(self.path)
+            self._report = stamp, read_ledger(regular(self.path))
         return self._report[1]
 
     def refresh(self) -> None:

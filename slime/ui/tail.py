@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime.observability.regular import regular
+
 _MARK = 64
 """So many bytes before the position are compared, to notice that the file was cut and written again."""
 
@@ -22,7 +24,7 @@ class Tail:
     def read(self) -> tuple[bool, list[bytes]]:
         """Return whether what was read before is no longer valid, and the new lines. A missing file has none."""
         try:
-            file = self.path.open("rb")
+            file = regular(self.path).open("rb")
         except OSError:
             return self._restart(), []
         with file:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from slime.observability.regular import regular
 from slime.observability.run_state import RunState
 from slime.observability.summary import REWARD_KEYS
 from slime.ui.index import Row
@@ -266,7 +267,7 @@ def evaluations(run: Run) -> View:
 
 def _evaluation(path: Path) -> Mapping[str, object]:
     try:
-        sets = json.loads(path.read_text(encoding="utf-8"))["datasets"]
+        sets = json.loads(regular(path).read_text(encoding="utf-8"))["datasets"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return sets if isinstance(sets, dict) else {}
@@ -381,7 +382,7 @@ def engines(run: Run) -> View:
 
 def _end_of(path: Path) -> tuple[str, int]:
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - _LOG_BYTES, 0))
             return file.read().decode("utf-8", "replace"), size

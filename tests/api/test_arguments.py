@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,29 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
     assert len(raised.value.problems) == 6, text
 
 
+class Hidden:
+    def __repr__(self) -> str:
+        raise RuntimeError("not for others")
+
+
+class Refusing:
+    def tolist(self) -> list[int]:
+        raise RuntimeError("not now")
+
+
+def circle() -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": "x"}
+    row["metadata"] = row
+    return row
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [
@@ -111,13 +135,55 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
         ([1], "data: row 1 is a int, not a dict or a text"),
         ({"prompt": "x"}, "data: rows are a list of dicts or texts, a table, or a path, not a dict"),
         (5, "not a int"),
+        (b"abc", "data: rows are a list of dicts or texts, a table, or a path, not a bytes"),
+        (
+            io.StringIO("a line"),
+            "data: rows are a list of dicts or texts, a table, or a path: give the path of the file",
+        ),
         ([{"prompt": "x", "label": object()}], "data: row 1 cannot be written as JSON"),
+        ([{"prompt": "x", "label": Hidden()}], "a value that cannot be shown is a Hidden"),
+        ([{"prompt": "x", "label": Refusing()}], "data: row 1 cannot be written as JSON: a Refusing: not now"),
+        ([{"prompt": "x", "label": np.float32}], "data: row 1 cannot be written as JSON: a type"),
+        ([{"prompt": "x", "label": float("nan")}], "data: row 1 cannot be used: not valid JSON: NaN is not JSON"),
+        ([{"prompt": "x", "label": 10**5000}], "data: row 1 cannot be written as JSON"),
+        ([{("a", 1): "x"}], "data: row 1 cannot be written as JSON: keys must be"),
+        (["\ud83d"], "data: row 1 cannot be used: its text has half of a surrogate pair"),
+        ([{"prompt": "x", "metadata": {"\ud83d": 1}}], "half of a surrogate pair"),
+        ([circle()], "data: row 1 cannot be written as JSON: Circular reference"),
+        ([{"prompt": "x", "metadata": nested(5000)}], "data: row 1 cannot be written as JSON"),
+        ([{"prompt": "x", "metadata": nested(200)}], "data: row 1 cannot be used: it nests more than 100"),
     ],
 )
 def test_wrong_rows_are_told(base: dict[str, Any], tmp_path: Path, data: Any, told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(base | {"data": data}, tmp_path)
     assert len(raised.value.problems) == 1 and told in raised.value.problems[0]
+
+
+def test_all_wrong_rows_are_told_at_once(base: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": "x"}, 5, {"prompt": "\ud83d"}, None, *[[]] * 30]
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"data": rows, "eval_data": {"one": [7]}, "lr": -1}, tmp_path)
+    problems = [one for one in raised.value.problems if one.startswith("data: ")]
+    assert [one.partition(" is a")[0] for one in problems[:3:2]] == ["data: row 2", "data: row 4"]
+    assert "row 3 cannot be used" in problems[1] and len(problems) == 21 and "13 more" in problems[-1]
+    rest = [one for one in raised.value.problems if one not in problems]
+    assert len(rest) == 2 and "eval_data: row 1 is a int" in rest[0] and rest[1].startswith("lr -1")
+
+
+def test_a_table_that_cannot_be_read_is_told(base: dict[str, Any], tmp_path: Path) -> None:
+    column = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
+    with pytest.raises(ConfigError, match="data: the table cannot be read: UnicodeDecodeError"):
+        parse(base | {"data": pyarrow.table({"prompt": column})}, tmp_path)
+
+
+def test_missing_values_of_a_data_frame_are_none(tmp_path: Path) -> None:
+    class Missing(Frame):
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            return [{"prompt": "x", "label": float("nan")}, {"prompt": "y", "label": np.float64(2)}]
+
+    path = Path(arguments._file_of(Missing(), tmp_path / "data.jsonl"))
+    assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [None, 2.0]
 
 
 def test_rows_without_a_label_are_told_as_on_the_command_line(base: dict[str, Any], tmp_path: Path) -> None:
@@ -141,6 +207,10 @@ class Frame:
     [
         (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
         (iter(ROWS), ROWS),
+        (
+            [MappingProxyType({"prompt": "x", "metadata": MappingProxyType({"a": 1})})],
+            [{"prompt": "x", "metadata": {"a": 1}}],
+        ),
         (pyarrow.Table.from_pylist(ROWS), ROWS),
         (Frame(), [{"prompt": "x", "label": 3, "metadata": {"list": [1, 2]}}]),
     ],
@@ -155,6 +225,14 @@ def test_files_of_flags_are_read_before_single_settings(base: dict[str, Any], tm
     file.write_text(yaml.safe_dump({"rollout_batch_size": 2, "n_samples_per_prompt": 2}))
     args = parse(base | {"override": file, "n_samples_per_prompt": 4}, tmp_path)
     assert (args.rollout_batch_size, args.n_samples_per_prompt) == (2, 4)
+
+
+@pytest.mark.parametrize("file", [5, {"lr": 1.0}, ["x.yaml"], "--lr"])
+def test_a_file_of_flags_that_is_none_is_told(base: dict[str, Any], tmp_path: Path, file: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"override": file, "lr": -1}, tmp_path)
+    assert len(raised.value.problems) == 2, raised.value.problems
+    assert any("override" in problem for problem in raised.value.problems)
 
 
 def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path) -> None:

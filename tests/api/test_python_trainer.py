@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -267,6 +268,54 @@ def test_responses_to_prompts(program: Program) -> None:
     assert trainer.generate("a", n=2) == ["0.0", "0.1"]
     assert [one.response for one in trainer.sample("a", n=2)] == ["0.0", "0.1"]  # type: ignore[union-attr]
     assert asked[0] == (["hi"], 1, {"temperature": 0.5}) and asked[1][0] == [messages]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "told"),
+    [
+        (5, {}, "prompts are a text, a list of messages, or a list of these, not a int"),
+        ({"role": "user"}, {}, "not a dict"),
+        (b"a", {}, "not a bytes"),
+        (["a", 5], {}, "the prompt 1 must be a text or a list of messages, not int 5"),
+        ([[{"role": "user"}]], {}, "message 0 of 0 has a content that is NoneType None"),
+        ("\ud83d", {}, "the prompt 0: its text has half of a surrogate pair"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], {}, "half of a surrogate pair"),
+        ([{"role": "user", "content": [{"image": b"x"}]}], {}, "the prompt 0: Object of type bytes"),
+        ("a", {"n": 0}, "n must be a whole number from 1 to 10000, not 0"),
+        ("a", {"n": True}, "not True"),
+        ("a", {"n": 10**9}, "n must be"),
+        ("a", {"temperature": float("nan")}, "temperature=nan: Out of range float"),
+        ("a", {"stop": {"x"}}, "stop={'x'}: Object of type set"),
+    ],
+)
+def test_wrong_prompts_are_told_and_the_run_goes_on(program: Program, prompts: Any, more: Any, told: str) -> None:
+    trainer = program.trainer()
+    program.driver.actor_manager.results["complete"] = lambda asked, *_: [[_answer("x")] for _ in asked]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        trainer.generate(prompts, **more)
+    assert trainer.is_open and trainer.generate("a") == "x"
+
+
+def test_all_that_is_wrong_with_prompts_is_told_at_once(program: Program) -> None:
+    trainer = program.trainer()
+    with pytest.raises(ValueError) as raised:
+        trainer.sample(iter(["a", 1, None]), n=0, temperature=object())
+    assert [line.split()[0] for line in str(raised.value).splitlines()] == ["n", "temperature=<object", "the", "the"]
+
+
+def test_what_the_engine_refuses_is_told_and_the_run_goes_on(program: Program) -> None:
+    trainer = program.trainer()
+    program.driver.actor_manager.results["complete"] = lambda *_: "temperature must be at least 0"
+    with pytest.raises(ValueError, match="temperature must be at least 0"):
+        trainer.sample("a", temperature=-1)
+    assert trainer.is_open
+
+
+@pytest.mark.parametrize("wrong", [5, "on_step", slime.Callback])
+def test_what_is_no_callback_is_told_before_the_start(program: Program, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"a callback is a slime\.Callback or a function"):
+        program.trainer([wrong])
+    assert trainer_module._current is None
 
 
 def _answer(text: str) -> Sample:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import strike_cells
+import strike_cover
 import strike_results
 import strikes
 from strike_cells import Cell
@@ -78,7 +79,7 @@ def test_every_cell_is_in_one_chain_in_the_order_of_time() -> None:
     made = strike_cells.chains(there, 4)
     assert sorted(map(str, there)) == sorted(str(cell) for chain in made for cell in chain)
     for chain in made:
-        assert len({(cell.mode, cell.signal) for cell in chain}) == 1
+        assert len({cell.mode for cell in chain}) == 1
         assert [cell.phase for cell in chain if cell.phase in ("start", "end")] in (
             [],
             ["start"],
@@ -91,14 +92,37 @@ def test_every_cell_is_in_one_chain_in_the_order_of_time() -> None:
         assert struck == sorted(set(struck)) and strike_cells.steps_of(chain) > max(struck, default=-1) + 1
 
 
+def test_a_process_that_nothing_watches_is_frozen_last() -> None:
+    frozen, killed = cell("reward", "GCS", "SIGSTOP"), cell("save", "engine")
+    assert strike_cells.chains([frozen, killed, cell("end")], 5) == [[killed, frozen, cell("end")]]
+
+
+def test_a_cover_has_each_pair_and_takes_little() -> None:
+    cells = [cell for cell in strike_cells.all_cells() if cell.mode != strike_cells.WORKERS]
+    taken = strike_cover.cover(cells, [])
+    # Of 5 modes, 9 targets (no worker), 8 phases and 2 signals, verifiers have no start.
+    parts = 5 * 9 + 5 * 8 + (9 * 8 - 1) + 9 * 2 + 8 * 2 + 5 * 8 * 2
+    assert len(strike_cover.missing(cells, [])) == parts and not strike_cover.missing(cells, taken)
+    assert 80 <= len(taken) <= 88  # each mode, phase and signal needs a cell
+    assert taken == strike_cover.cover(cells, []) != strike_cover.cover(cells, [], seed=1)
+    assert not any(strike_cells.absent(cell) for cell in taken)
+    rest = strike_cover.cover(cells, taken[:60])
+    assert len(rest) < 40 and not strike_cover.missing(cells, taken[:60] + rest)
+
+
 def test_cells_of_the_output_are_skipped_and_samples_repeat() -> None:
-    ask = argparse.Namespace(mode=["one-step"], only=["engine:*:SIGKILL", "router:end:*"], sample=None, seed=0)
+    ask = argparse.Namespace(
+        mode=["one-step"], only=["engine:*:SIGKILL", "router:end:*"], sample=None, cover=False, seed=0
+    )
     found = strikes.chosen(ask, [])
     assert len(found) == 10 and {cell.mode for cell in found} == {"one-step"}
     assert strikes.chosen(ask, found[:4]) == found[4:]
     ask.sample = 3
     drawn = strikes.chosen(ask, [])
     assert len(drawn) == 3 and drawn == strikes.chosen(ask, [])
+    ask.only, ask.sample, ask.cover = None, None, True
+    covering = strikes.chosen(ask, found)
+    assert covering == strike_cover.cover([cell for cell in strike_cells.all_cells() if cell.mode == "one-step"], found)
 
 
 @pytest.mark.real

@@ -104,9 +104,11 @@ def test_a_rank_that_stops_answering_ends_the_wait(clock: FakeRay, monkeypatch: 
 def test_a_rank_that_never_answered_is_still_being_started(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monotonic(monkeypatch, 1.0)
     actors = {"rank 0": FakeActor(clock, delay=float("inf"))}
-    with pytest.raises(WaitExpired, match="deadline 5000 s") as raised:
+    with pytest.raises(WaitExpired, match=r"deadline 5000 s, --phase-timeout\)") as raised:
         Waiter(StopSignals(), silence=100.0).get([Answer(float("inf"))], "to load", 5000, actors=actors)
     assert not isinstance(raised.value, NoStatus)
+    with pytest.raises(WaitExpired, match=r"deadline 50 s, --start-timeout\) for to load"):
+        Waiter(StopSignals()).get([Answer(float("inf"))], "to load", 50, actors=actors, flag="--start-timeout")
 
 
 def test_an_answer_that_came_while_nobody_looked_counts(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,3 +67,49 @@ def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(ClusterError, match=r"^Ray did not start: .*gcs_server\.out: .*Too many open files") as raised:
         connect()
     assert str(raised.value.__cause__) == waited
+
+
+@pytest.mark.parametrize(("failures", "starts"), [(2, True), (3, False)])
+def test_a_cluster_that_starts_too_slowly_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int, starts: bool
+) -> None:
+    """What is left of the attempt before is killed first."""
+    left: list[subprocess.Popen[bytes]] = []
+
+    def init(**_: object) -> None:
+        assert all(child.poll() is not None for child in left)
+        if len(left) < failures:
+            left.append(subprocess.Popen(["sleep", "600"]))
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(session, "_connected", False)
+    try:
+        if starts:
+            connect()
+        else:
+            with pytest.raises(Exception, match="timed out during startup"):
+                connect()
+        assert capsys.readouterr().err.count("trying again") == 2
+    finally:
+        for child in left:
+            child.kill()
+            child.wait()
+
+
+def test_other_errors_of_ray_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def init(**_: object) -> None:
+        asked.append(1)
+        raise RuntimeError("no port")
+
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(session, "_connected", False)
+    with pytest.raises(RuntimeError, match="no port"):
+        connect()
+    assert asked == [1]

@@ -19,7 +19,7 @@ from slime.cluster import supervisor
 pytestmark = pytest.mark.real
 
 DRIVER = """
-import json, os, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS, SETTINGS_VARIABLE
@@ -53,6 +53,20 @@ if how in ("vanish", "vanish always", "killed", "asks"):
         REPORTS.over()
         os._exit(LOST_CODE)
     os._exit(1)
+if how in ("raylet", "ray::TrainActor") and restarts == 1:
+    (here / how).symlink_to(shutil.which("sleep"))
+    child = subprocess.Popen([here / how, "600"])
+    (here / "child").write_text(str(child.pid))
+    child.wait()
+    os._exit(1)  # as Ray's C++ code does when the raylet is gone
+if how in ("lost at the end", "fails afterwards"):
+    REPORTS.over()
+    REPORTS.shuts_down(complete=True)
+    if how == "fails afterwards":
+        REPORTS.shut_down()
+    pid = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, close_fds=False).stdout
+    (here / "left").write_text(pid)
+    os._exit(3)
 if how == "fails":
     REPORTS.over()
     raise SystemExit(5)
@@ -173,6 +187,39 @@ def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     _, words = run.communicate(timeout=60)
     assert run.returncode == 143
     assert "the driver was stopped for 1 s (--status-timeout)" in words and "(signal 9): going on from" in words
+
+
+@pytest.mark.parametrize(("name", "told"), [("raylet", "Ray's raylet"), ("ray::TrainActor", "ray::TrainActor")])
+def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name: str, told: str) -> None:
+    run = start(name, restarts=1)
+    wait_until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    child.suspend()
+    wait_until((tmp_path / "pid").exists)
+    assert not psutil.pid_exists(child.pid)
+    run.terminate()
+    _, words = run.communicate(timeout=60)
+    assert run.returncode == 143
+    assert f"{told} was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
+
+
+@pytest.mark.parametrize(("how", "code"), [("lost at the end", 0), ("fails afterwards", 3)])
+def test_a_complete_run_does_not_fail_in_its_shutdown(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
+) -> None:
+    """What a driver leaves that ends in its shutdown is removed: processes, and the folder of torch's shared memory
+    manager. After the shutdown, both are the user's own."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = tmp_path / "torch-shm-dir-dead00"
+    folder.mkdir()
+    os.utime(folder, (time.time() - 60,) * 2)
+    run = start(how)
+    _, words = run.communicate(timeout=120)
+    left = int((tmp_path / "left").read_text())
+    assert run.returncode == code and folder.exists() == psutil.pid_exists(left) == (code != 0)
+    assert ("the run is complete; its driver was lost in the shutdown (exit code 3)" in words) is (code == 0)
+    if code:
+        os.kill(left, signal.SIGKILL)
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--with", "--torch-backend",
     "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
     "--rooms", "--task", "--host", "--token", "--export", "--export-steps", "--export-samples",
-    "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine",
+    "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
 }  # fmt: skip

@@ -137,9 +137,68 @@ def test_a_run_of_somebody_else_cannot_have_any_file_shown(
     assert read_facts(run).logs == {} and list(read_facts(run, outside=True).logs) == [name.name]
     main(["doctor", str(run)])
     page = capsys.readouterr().out
-    assert "1 log(s) of NCCL" in page and "--outside" in page and "token-of-mine" not in page
+    assert "1 log(s) outside" in page and "--outside" in page and "token-of-mine" not in page
     main(["doctor", str(run), "--outside"])
     assert "were not read" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("linked", ["driver.log", "folder", "dump"])
+def test_links_out_of_the_folder_are_not_followed(
+    linked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        state = RunState("failed", 1, "elsewhere", "train", 0.0)
+        (folder / "state.json").write_text(json.dumps(asdict(state)))
+        (folder / "config.yaml").write_text("{}\n")
+    secret = entry(2, False)
+    secret["profiling_name"] = "token-of-mine"
+    plant(other, {0: [entry(1), secret], 1: [entry(1)]})
+    (other / "logs" / "driver.log").write_text("token-of-mine\n")
+    if linked == "folder":
+        (run / "logs").symlink_to(other / "logs")
+    else:
+        (run / "logs").mkdir()
+        for path in (other / "logs").iterdir():
+            if ("flight" in path.name) == (linked == "dump"):
+                (run / "logs" / path.name).symlink_to(path)
+    (run / "logs" / "within.log").write_text("x\n")
+    (run / "logs" / "kept.log").symlink_to(run / "logs" / "within.log")
+    facts = read_facts(run)
+    assert "driver.log" not in facts.logs and facts.outside == {"driver.log": 1, "dump": 2, "folder": 5}[linked]
+    assert (set(facts.logs) == {"kept.log", "within.log"}) is (linked != "folder")
+    main(["doctor", str(run)])
+    page = capsys.readouterr().out
+    assert "token-of-mine" not in page and f"{facts.outside} log(s) outside" in page and "--outside" in page
+    main(["doctor", str(run), "--outside"])
+    page = capsys.readouterr().out
+    assert "token-of-mine" in page and "were not read" not in page
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "state.json"])
+def test_files_of_a_run_that_lead_out_of_it_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}\n")
+    (tmp_path / "mine").write_text("token-of-mine: [")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "mine")
+    assert main(["doctor", str(run)]) == 1
+    told = capsys.readouterr()
+    assert f"{name} leads out of the run's folder" in told.err and "token" not in told.err + told.out
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    (tmp_path / "logs").mkdir()
+    for name in ("driver.log", "flight_recorder_actor_rank_0"):
+        os.mkfifo(tmp_path / "logs" / name)
+    for outside in (False, True):
+        assert read_facts(tmp_path, outside=outside).logs.get("driver.log", "") == ""
+    assert read_recordings(tmp_path / "logs") == {}
 
 
 @pytest.mark.parametrize("name", ["/", "a\\0b", "n" * 300])

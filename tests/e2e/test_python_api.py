@@ -33,9 +33,14 @@ with slime.train(
     eval_interval=3, save_interval=3, callbacks=[lambda trainer, metrics: heard.append(metrics["rollout/raw_reward"])],
 ) as result:
     greedy = [result.generate("Write", temperature=0, max_new_tokens=4) for _ in range(2)]
+    try:
+        result.generate("Write", temperature=-1)
+    except ValueError as error:
+        refused = str(error)
     (sample,) = result.sample([{"role": "user", "content": "Hi"}], max_new_tokens=4)
     facts = {
         "rewards": result.rewards, "heard": heard, "greedy": greedy, "length": sample.response_length,
+        "refused": refused,
         "log_probs": len(sample.rollout_log_probs), "evaluations": len(result.evaluations),
         "checkpoints": [str(path) for path in result.checkpoints], "interrupted": result.interrupted,
     }
@@ -99,6 +104,7 @@ def test_a_whole_run_and_its_result(runner, tiny_model: Path, tmp_path: Path) ->
     facts = facts_of(result.output)
     assert len(facts["rewards"]) == 3 and facts["heard"] == pytest.approx(facts["rewards"])
     assert facts["greedy"][0] == facts["greedy"][1] and facts["length"] == facts["log_probs"] > 0
+    assert "temperature" in facts["refused"], "a wrong parameter does not end the run"
     assert facts["evaluations"] == 2 and not facts["interrupted"]
     assert [Path(path).name for path in facts["checkpoints"]] == ["iter_0000002"]
     assert (tmp_path / "curve.png").stat().st_size > 1000

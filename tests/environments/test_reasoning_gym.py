@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_args import make_args
 
+from slime.cluster.checks import _check_environment
 from slime.environments.base import EnvironmentProblem
-from slime.environments.reasoning_gym import make, score
+from slime.environments.reasoning_gym import make, score, try_sizes
 from slime.environments.registry import environment, own_seed
 from slime.environments.source import task_sample
 
@@ -63,6 +65,24 @@ def test_scorers_of_other_kinds_of_answers_run() -> None:
 def test_mistakes_are_told(spec: str, said: str) -> None:
     with pytest.raises(EnvironmentProblem, match=said):
         environment(spec)
+
+
+def test_sizes_without_bounds_are_refused_before_a_task_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = "reasoning_gym:chain_sum?min_terms=1000000000&max_terms=1000000000"
+    (problem,) = _check_environment(make_args(environment=spec, environment_timeout=0.3))
+    assert "cannot generate a task within 0.3 s" in problem and "choose smaller sizes" in problem
+    (tmp_path / "large.py").write_text("def generate(key, number):\n    return len(bytes(2 ** 40))\n")
+    monkeypatch.setattr("slime.environments.reasoning_gym._GENERATE", f"{tmp_path}/large.py:generate")
+    with pytest.raises(EnvironmentProblem, match=r"2 GiB of memory \(MemoryError\)"):
+        try_sizes("chain_sum", {}, 60.0)
+
+
+def test_sizes_that_fit_and_other_mistakes_pass_on() -> None:
+    assert _check_environment(make_args(environment=SUMS)) == []
+    (problem,) = _check_environment(make_args(environment="reasoning_gym:chain_sum?terms=1"))
+    assert "its options are allow_negation" in problem
 
 
 async def test_a_scorer_that_hangs_is_killed_and_counted(

@@ -8,6 +8,14 @@ from typing import Any
 
 CASES = int(os.environ.get("SLIME_FUZZ_CASES", "300"))
 """The number of cases of each fuzzer. CONTRIBUTING has the command for more of them."""
+FIRST = int(os.environ.get("SLIME_FUZZ_FIRST", "0"))
+"""The number of the first case. A case is the same by its number, whatever the first one is."""
+
+
+def numbers(chunk: int = 0, chunks: int = 1, each: int = 1) -> range:
+    """The numbers of the cases of a chunk; one of ``each`` where a case takes long."""
+    return range(FIRST // each + chunk, (FIRST + CASES) // each, chunks)
+
 
 TEXTS = (
     *(

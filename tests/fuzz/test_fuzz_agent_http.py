@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
-from odd_values import CASES, value
+from odd_values import numbers, value
 
 from slime.agent.server import AgentServer
 from slime.data.sample import Sample
@@ -114,7 +114,7 @@ async def test_requests(gateway: AgentServer, checkpoint: Path, chunk: int) -> N
             async with client.post(url, data=content, headers=headers) as answer:
                 return answer.status, await answer.read()
 
-        for case in range(chunk, CASES, CHUNKS):
+        for case in numbers(chunk, CHUNKS):
             path, content = request(random.Random(f"agent {case}"))
             status, answer = await ask(path, content)
             assert status == 200 or 400 <= status < 500, (case, path, content[:500], status, answer)

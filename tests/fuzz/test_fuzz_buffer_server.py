@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from example_scripts import load_example
-from odd_values import CASES, value
+from odd_values import numbers, value
 
 server = load_example("rollout_buffer/server.py")
 CHUNKS = 5
@@ -68,7 +68,7 @@ async def test_requests(chunk: int) -> None:
             async with client.post(url + route, data=content) as answer:
                 return answer.status, await answer.json()
 
-        for case in range(chunk, CASES, CHUNKS):
+        for case in numbers(chunk, CHUNKS):
             route, content = request(random.Random(f"buffer {case}"))
             status, answer = await ask(route, content)
             assert status == 200 or 400 <= status < 500, (case, route, content[:300], status, answer)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_parts import save_tiny_llama
-from odd_values import CASES, value
+from odd_values import numbers, value
 from safetensors.torch import load_file, save_file
 
 from slime.engines.embedded.weights import WeightError, Weights
@@ -130,7 +130,7 @@ def test_updates_from_disk_and_checks_at_the_start(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     weights = Weights(load_hf_model(base, torch.float32, "cpu"))
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_, folder = random.Random(f"checkpoint {case}"), tmp_path / "spoilt"
         kind = spoil(random_, base, folder)
         before, compared = weights.checksums(), True

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.config import passthrough
 from slime.config.args import FLAGS
@@ -60,7 +60,7 @@ def words(random_: random.Random, folder: Any) -> list[str]:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_command_lines(workplace: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_ = random.Random(f"command line {case}")
         line = [*workplace.required, *words(random_, workplace.root)]
         try:

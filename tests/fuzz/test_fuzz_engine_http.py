@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_parts import save_tiny_llama
-from odd_values import CASES, value
+from odd_values import numbers, value
 from served_engine import Served, served
 
 CHUNKS = 10
@@ -129,7 +129,7 @@ def request(random_: random.Random) -> tuple[str, Any]:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_requests(engine: Served, chunk: int) -> None:
     before = engine.greedy()
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_ = random.Random(f"http {case}")
         route, body = request(random_)
         status, answer = engine.ask(route, body)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.environments.base import EnvironmentProblem
 from slime.environments.registry import Spec, environment, own_seed
@@ -46,7 +46,7 @@ def spec(random_: Random, folder: Path) -> str:
     pairs = []
     for _ in range(random_.randrange(4)):
         key = random_.choice(KEYS)
-        # A package builds texts of as many terms as it is told, until memory ends: that is up to the user.
+        # As many terms as it is told, until memory ends: before a run starts, try_sizes bounds what a package builds.
         found = random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
         text = yaml.safe_dump(found, default_flow_style=True).removesuffix("...\n").strip()
         text = text if random_.random() < 0.8 or key in TERMS else random_.choice(TEXTS)
@@ -61,7 +61,7 @@ def spec(random_: Random, folder: Path) -> str:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_values(tmp_path: Path, chunk: int) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         text = spec(Random(f"environment {case}"), tmp_path)
         try:
             whole = own_seed(text, 42)

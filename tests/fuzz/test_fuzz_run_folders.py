@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
@@ -36,6 +37,7 @@ COMMANDS = (
     ("replay", "--step", "2"),
 )
 PAGES = ("overview", "doctor", "steps", "prompts", "evaluations", "ledger", "engines")
+SECRET = "a-token-of-the-reader"
 Random = random.Random
 
 
@@ -118,7 +120,7 @@ def spoil(random_: Random, folder: Path) -> str:
     """Damage one file of the folder, and say how."""
     file = random_.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content, name = file.read_bytes(), str(file.relative_to(folder))
-    kind = random_.choice(("content", "content", "content", "bytes", "gone", "folder", "link", "renamed"))
+    kind = random_.choice(("content", "content", "content", "bytes", "gone", "folder", "link", "pipe", "renamed"))
     if kind == "content" and file.suffix == ".jsonl":
         file.write_bytes(in_lines(random_, content))
     elif kind == "content" and file.suffix == ".json":
@@ -137,7 +139,11 @@ def spoil(random_: Random, folder: Path) -> str:
         if kind == "folder":
             file.mkdir()
         elif kind == "link":
-            file.symlink_to(random_.choice(("/dev/null", file.name, "nothing", "..")))
+            secret = folder.parents[1] / "secret"
+            secret.write_text(SECRET)
+            file.symlink_to(random_.choice(("/dev/null", file.name, "nothing", "..", secret)))
+        elif kind == "pipe":  # reading it waits for a writer
+            os.mkfifo(file)
     return f"{kind} of {name}"
 
 
@@ -163,7 +169,7 @@ def addresses(random_: Random) -> Iterator[str]:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_pages_and_commands(base: Path, tmp_path: Path, chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_, folder = Random(f"run folder {case}"), tmp_path / "outputs" / "tiny"
         shutil.copytree(base, folder)
         damage = [spoil(random_, folder) for _ in range(random_.randrange(1, 4))]
@@ -173,6 +179,7 @@ def test_pages_and_commands(base: Path, tmp_path: Path, chunk: int, capsys: pyte
             said = capsys.readouterr()
             assert status in (0, 1) and (status == 0 or said.out or said.err), (case, damage, asked)
             assert "Traceback" not in said.err, (case, damage, asked, said.err)
+            assert asked[0] != "doctor" or SECRET not in said.out + said.err, (case, damage)
             ask(folder, random_)
         except AssertionError:
             raise

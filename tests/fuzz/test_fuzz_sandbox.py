@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from make_args import make_args
-from odd_values import CASES, TEXTS, value
+from odd_values import TEXTS, numbers, value
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub import async_rm, check_label
@@ -69,7 +69,7 @@ async def test_programs(chunk: int) -> None:
         pytest.skip(str(error))
     args = make_args(rm_type="code", code_timeout=0.5, code_memory_mb=128)
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    for case in range(chunk, CASES // EACH, CHUNKS):
+    for case in numbers(chunk, CHUNKS, EACH):
         text, right = program(random.Random(f"program {case}"))
         sample = Sample(response=text, label=LABEL, index=case, metadata={})
         try:
@@ -83,7 +83,7 @@ async def test_programs(chunk: int) -> None:
 
 
 def test_labels() -> None:
-    for case in range(CASES):
+    for case in numbers():
         random_ = random.Random(f"label {case}")
         label = value(random_) if random_.random() < 0.5 else {"inputs": value(random_), "outputs": value(random_)}
         try:

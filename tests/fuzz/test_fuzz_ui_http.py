@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import pytest
 from aiohttp.http_exceptions import HttpProcessingError
-from odd_values import CASES, TEXTS
+from odd_values import TEXTS, numbers
 
 from slime.ui.runs import Runs
 from slime.ui.server import Door, bind, serve
@@ -127,7 +127,7 @@ async def test_requests(tmp_path: Path, chunk: int, token: str | None, caplog: p
         sound = lines + "Connection: close\r\n\r\n"
         before = (await send(port, sound.encode(), whole=True)).partition(b"\r\n\r\n")[2]
         assert before.startswith(b'{"step":1')
-        for case in range(2 * chunk + (token is None), CASES, CHUNKS):
+        for case in numbers(2 * chunk + (token is None), CHUNKS):
             raw, stranger = request(Random(f"ui {case}"), port, token)
             answer = await send(port, raw)
             status = int(answer.split(maxsplit=2)[1]) if answer.startswith(b"HTTP/1.") else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd_values import CASES, value
+from odd_values import numbers, value
 from safetensors.torch import load_file, save_file
 from test_fuzz_checkpoints import spoil_bytes, spoil_tensors
 
@@ -89,7 +89,7 @@ def spoil(random_: Random, base: Path, folder: Path, weights: str, config: str, 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_adapters(bases: dict[str, Path], tmp_path: Path, chunk: int) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         folder = tmp_path / "adapter"
         kind = spoil(Random(f"adapter {case}"), bases["adapter"], folder, WEIGHTS, CONFIG, None)
         try:
@@ -111,7 +111,7 @@ def test_adapters(bases: dict[str, Path], tmp_path: Path, chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_quantized_checkpoints(bases: dict[str, Path], tmp_path: Path, chunk: int) -> None:
-    for case in range(chunk, CASES, CHUNKS):
+    for case in numbers(chunk, CHUNKS):
         random_, folder = Random(f"quantized {case}"), tmp_path / "model"
         base = bases[random_.choice(sorted(LAYOUTS))]
         kind = spoil(random_, base, folder, SINGLE, "config.json", "quantization_config")

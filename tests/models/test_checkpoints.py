@@ -62,14 +62,29 @@ def cut_header(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20])
 
 
-def wrong_size(path: Path) -> None:
+def edit_header(path: Path, edit: Callable[[dict[str, Any], str], Any]) -> None:
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
-    name = next(n for n in header if n != "__metadata__")
-    header[name]["shape"] = [1, 2, 3]
+    edit(header, next(n for n in header if n != "__metadata__"))
     packed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(packed)) + packed + content[8 + length :])
+
+
+def wrong_size(path: Path) -> None:
+    edit_header(path, lambda header, name: header[name].update(shape=[1, 2, 3]))
+
+
+def unknown_dtype(path: Path) -> None:
+    edit_header(path, lambda header, name: header[name].update(dtype="a:b"))
+
+
+def infinite_shape(path: Path) -> None:
+    edit_header(path, lambda header, name: header[name].update(shape=[float("inf")]))
+
+
+def list_in_metadata(path: Path) -> None:
+    edit_header(path, lambda header, _: header.update(__metadata__={"format": []}))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,9 @@ def wrong_size(path: Path) -> None:
         (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"nope"), "cannot be read as safetensors"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has bytes after its last tensor"),
         (wrong_size, "has a damaged header"),
+        (infinite_shape, "has a damaged header"),
+        (unknown_dtype, "cannot be read as safetensors .*unknown variant `a:b`"),
+        (list_in_metadata, "cannot be read as safetensors .*invalid type"),
         (Path.unlink, "is missing"),
     ],
 )

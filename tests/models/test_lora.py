@@ -118,6 +118,22 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
             read_factors(tmp_path, 2)
 
 
+@pytest.mark.parametrize("alpha", [1e308, 0, -1.0, float("nan")])
+def test_a_scale_that_makes_weights_infinite_is_refused(tmp_path: Path, alpha: float) -> None:
+    config = peft_config(LoraSettings(2, 4.0), ["q"], "base") | {"lora_alpha": alpha}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="see lora_alpha"):
+        read_config(tmp_path)
+
+
+def test_a_long_error_of_a_library_is_cut(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": ["x" * 9000], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError) as raised:
+        read_factors(tmp_path, 2)
+    assert "cannot be read" in str(raised.value) and len(str(raised.value)) <= 2000
+
+
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [

@@ -15,7 +15,7 @@ from slime.rollout.metrics import sample_metrics
 from slime.rollout.rm_hub import async_rm, check_label
 from slime.rollout.rm_hub.checks import check_rewards
 from slime.rollout.rm_hub.code import program_of
-from slime.rollout.rm_hub.code_tests import read_tests, same_output
+from slime.rollout.rm_hub.code_tests import BadTests, read_tests, same_output
 from slime.rollout.sandbox import Sandbox, SandboxUnavailable
 
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
@@ -188,3 +188,8 @@ def test_outputs_are_compared_word_by_word(found: str, expected: str, same: bool
 
 def test_a_text_of_asserts_is_read() -> None:
     assert read_tests("assert f(1)", {}).asserts == "assert f(1)"
+
+
+def test_a_label_that_nests_too_deeply_is_told() -> None:
+    with pytest.raises(BadTests, match="looks like JSON, but is not"):
+        read_tests('{"a":' * 3000, {})

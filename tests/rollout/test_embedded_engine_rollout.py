@@ -8,6 +8,7 @@ from rollout_parts import Prompts, arguments, source_of
 
 from slime.data.sample import Sample, flatten
 from slime.rollout.abort import worker_urls
+from slime.rollout.complete import NotCompleted, complete
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
 
@@ -76,6 +77,19 @@ async def test_a_deterministic_rollout_is_the_same_in_any_order(smollm2, engine,
             assert tokenizer.decode(sample.tokens).startswith("<|im_start|>system\nAnswer briefly.")
     assert results[0] == results[1]
     assert len({tuple(tokens) for _, tokens, *_ in results[0]}) > 2, "the samples of a group differ"
+
+
+async def test_prompts_and_parameters_that_are_refused_are_no_error_of_the_run(smollm2, engine):
+    args = run_arguments(smollm2, engine.url)
+    for prompts, changes, told in (
+        (["a"], {"temperature": -1}, "temperature"),
+        (["a"], {"no_such_parameter": 1}, "no_such_parameter"),
+        ([[{"role": "user", "content": [{"type": "nothing"}, 3]}]], {}, "prompt 0"),
+    ):
+        with pytest.raises(NotCompleted, match=told):
+            await complete(args, prompts, 2, changes)
+    ((answer,),) = await complete(args, ["a"], 1, {"max_new_tokens": 2})
+    assert answer.response_length == 2
 
 
 async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, tmp_path):

@@ -154,7 +154,7 @@ def _decoded(label: object) -> Any:
     if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(label)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadTests(f"the label looks like JSON, but is not: {error}") from error
     return label
 
