@@ -298,7 +298,7 @@ def test_messages_of_the_package_are_known(file: str, words: str, kind: str) -> 
     assert words in re.sub(
         r"\{[^{}]*:\.0f\}|\{[^{}]*:g\}|\{len\([^{}]*\)\}|\{self\.(pid|rollout_id)\}|\{max_length\}",
         "3",
-        text.replace("{what}", "x").replace("{self.what}", "x").replace("{path}", "x"),
+        text.replace("{what}", "x").replace("{self.what}", "x").replace("{path}", "x").replace("{flag}", "--phase-timeout"),
     )
     failed = state("failed", error=f"{TRACE}TimeoutError: {words}")
     assert kinds(facts([], state=failed, processes=[])) == [kind]
