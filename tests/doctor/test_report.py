@@ -295,11 +295,10 @@ def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drop
 def test_messages_of_the_package_are_known(file: str, words: str, kind: str) -> None:
     """The words are those of the source, in which 3 and x stand for values."""
     text = (CHECKOUT / "slime" / file).read_text(encoding="utf-8")
-    assert words in re.sub(
-        r"\{[^{}]*:\.0f\}|\{[^{}]*:g\}|\{len\([^{}]*\)\}|\{self\.(pid|rollout_id)\}|\{max_length\}",
-        "3",
-        text.replace("{what}", "x").replace("{self.what}", "x").replace("{path}", "x").replace("{flag}", "--phase-timeout"),
-    )
+    for place, value in (("what", "x"), ("self.what", "x"), ("path", "x"), ("flag", "--phase-timeout")):
+        text = text.replace(f"{{{place}}}", value)
+    numbers = r"\{[^{}]*:\.0f\}|\{[^{}]*:g\}|\{len\([^{}]*\)\}|\{self\.(pid|rollout_id)\}|\{max_length\}"
+    assert words in re.sub(numbers, "3", text)
     failed = state("failed", error=f"{TRACE}TimeoutError: {words}")
     assert kinds(facts([], state=failed, processes=[])) == [kind]
 
