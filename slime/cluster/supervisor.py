@@ -44,6 +44,9 @@ OF_RAY = ("raylet", "gcs_server", "ray::")
 """Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one without an end, and the
 driver waits for an actor that freezes before its first answer until ``--start-timeout``."""
 _POLL_SECONDS = 0.5
+_AFTER_DRIVER = 2.0
+"""Seconds after ``--status-timeout`` until a frozen process of the cluster is killed. The driver, which asks actors for
+their status, says more about one that no longer answers, and comes first."""
 _LOOK_SECONDS = 5.0  # between two looks for the processes of the cluster, each of which reads all of /proc
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
@@ -177,7 +180,8 @@ class Driver:
 
     def kill_if_stopped(self) -> None:
         """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has stopped for longer than
-        ``--status-timeout``; 0 disables this. What follows is the same as if the process had died.
+        ``--status-timeout``, for the latter plus :data:`_AFTER_DRIVER`; 0 disables this. What follows is the same as if
+        the process had died.
 
         After Ctrl-Z, this process is stopped as well, and that time does not count.
         """
@@ -187,11 +191,12 @@ class Driver:
         passed, self._looked = min(now - self._looked, 2 * _POLL_SECONDS), now
         limit = self.said["began"]["status_timeout"] if "began" in self.said else 0.0
         for what, process in self._watched(now) if limit > 0 else ():
+            most = limit if process.pid == self.child.pid else limit + _AFTER_DRIVER
             stopped = False
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped = process.status() == psutil.STATUS_STOPPED
             self._stopped[process.pid] = self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
-            if limit < self._stopped[process.pid]:
+            if most < self._stopped[process.pid]:
                 self._stopped[process.pid] = 0.0
                 print(f"{what} was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
                 with contextlib.suppress(psutil.NoSuchProcess):
