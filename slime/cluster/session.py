@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def connect() -> None:
             if _LATE not in str(error) or not left:
                 raise
             print(f"Ray did not start in the 30 s that it gives itself; trying again: {error}", file=sys.stderr)
-            _kill([process for process in psutil.Process().children() if process not in before])
+            _kill(_with_descendants(process for process in psutil.Process().children() if process not in before))
     _started[:] = [process for process in psutil.Process().children() if process not in before]
 
 
@@ -99,20 +100,26 @@ def last_words_of_ray(error: str) -> str:
     return ""
 
 
-def _kill(processes: list[psutil.Process]) -> None:
-    """Kill processes and their descendants, and wait until they are gone."""
+def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    import psutil
+
+    found = list(processes)
+    for process in tuple(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=True)
+    return found
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, and wait until they are gone."""
     import psutil
 
     from slime.engines.process import wait_gone
 
-    every = list(processes)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            every += process.children(recursive=True)
-    for process in every:
-        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    wait_gone(every, SHUTDOWN_SECONDS)
+    wait_gone(processes, SHUTDOWN_SECONDS)
 
 
 def _require_own_token() -> None:
@@ -135,7 +142,6 @@ def disconnect() -> None:
 
     Ray's own agents would notice only after half a minute that their cluster is gone, so they are killed here.
     """
-    import psutil
     import ray
 
     from slime.engines.process import wait_gone
@@ -143,18 +149,11 @@ def disconnect() -> None:
     global _connected
     if not _connected:
         return
-    _connected, children = False, list(_started)
     # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
-    for process in _started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children += process.children(recursive=True)
+    _connected, children = False, _with_descendants(_started)
     _started.clear()
     ray.shutdown()
-    left = wait_gone(children, SHUTDOWN_SECONDS)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    wait_gone(left, SHUTDOWN_SECONDS)
+    _kill(wait_gone(children, SHUTDOWN_SECONDS))
 
 
 def _object_store_bytes(shared: str = "/dev/shm") -> int:

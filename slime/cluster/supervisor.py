@@ -6,9 +6,8 @@ the driver only reports over a pipe how far it is (:class:`Reports`), and the de
 processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
 ended before the next driver starts.
 
-This process imports only the standard library, psutil, :mod:`slime.config.parent` and, to clean up at the end, two
-modules more. It lives as long as the run, and
-must not be affected by what happens in it.
+This process lives as long as the run, and must not be affected by what happens in it. It imports only the standard
+library, psutil, :mod:`slime.config.parent` and, to clean up at the end, two more modules.
 """
 
 from __future__ import annotations

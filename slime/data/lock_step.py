@@ -60,7 +60,8 @@ def pack_in_lock_step(
     # No schedule with fewer micro-batches per rank can hold so many tokens.
     smallest = max(math.ceil(samples.least_tokens(cap) / (ranks * cap)), at_least, 1)
     count = smallest // max(_TOGETHER // ranks, _LEAST_ROWS * multiple)
-    if count > 1 and (packed := _pack_parts(items, _parts(items, count), ranks, cap, multiple, at_least)) is not None:
+    parts = _parts(items, count) if count > 1 else []
+    if len(parts) > 1 and (packed := _pack_parts(items, parts, ranks, cap, multiple, at_least)) is not None:
         return packed
     bins = _pack(samples, ranks, cap, smallest, multiple)
     if bins is None:
@@ -74,13 +75,13 @@ def _pack_parts(
 ) -> list[list[list[int]]] | None:
     """Pack each part as :func:`pack_in_lock_step` does, one after the other; None if one of them has no schedule."""
     packed: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for part in parts if len(parts) > 1 else []:
+    for part in parts:
         ours = pack_in_lock_step(items.take(part), ranks, cap, multiple, math.ceil(at_least / len(parts)))
         if ours is None:
             return None
         for rank, batches in enumerate(ours):
             packed[rank] += [[part[i] for i in batch] for batch in batches]
-    return packed if len(parts) > 1 else None
+    return packed
 
 
 def _parts(items: Items, count: int) -> list[range]:

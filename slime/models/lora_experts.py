@@ -10,7 +10,7 @@ In PEFT's files each expert has a name of its own (``experts.3.gate_proj``), as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from slime.models.lora import EXPERTS, LoraSettings, initial_factor, selects
 from slime.models.peft_files import Factors
 from slime.models.shards import ModelError
 
-_WEIGHTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The fused tensors of a layer's experts, with the names of their parts in the checkpoint, in order of their rows."""
 _SUFFIX = "_lora"
 
@@ -62,12 +62,8 @@ def add_expert_lora(
     """
     added: dict[str, ExpertFactors] = {}
     for name, module in _experts(layers):
-        if unwanted := [pattern for pattern in settings.exclude if selects(pattern, name)]:
-            raise ModelError(
-                f"--lora-exclude-modules {unwanted[0]!r} selects {name}, but --lora-target-modules {EXPERTS} adds "
-                "adapters to the routed experts of all layers: change one of them"
-            )
-        for weight in _WEIGHTS:
+        refuse_excluded(name, settings)
+        for weight in PARTS:
             parameter = getattr(module, weight)
             count, outputs, inputs = parameter.shape
             a = torch.empty(count, settings.rank, inputs, device=parameter.device)
@@ -77,11 +73,29 @@ def add_expert_lora(
                 a.copy_(rows.view_as(a))
             added[f"{name}.{weight}"] = ExpertFactors(a, b, settings.scale)
         attach_expert_lora(name, module, added)
-    if not added:
+    require_experts(added)
+    return added
+
+
+def refuse_excluded(name: str, settings: LoraSettings) -> None:
+    """Raise a ModelError if ``settings.exclude`` selects the experts of a layer, which are adapted in all or in none.
+
+    Args:
+        name: The name of the experts in transformers.
+    """
+    if unwanted := [pattern for pattern in settings.exclude if selects(pattern, name)]:
+        raise ModelError(
+            f"--lora-exclude-modules {unwanted[0]!r} selects {name}, but --lora-target-modules {EXPERTS} adds "
+            "adapters to the routed experts of all layers: change one of them"
+        )
+
+
+def require_experts(found: Sized) -> None:
+    """Raise a ModelError if no experts were found to add adapters to."""
+    if not found:
         raise ModelError(
             f"--lora-target-modules {EXPERTS} selects nothing, because no decoder layer has routed experts"
         )
-    return added
 
 
 def attach_expert_lora(name: str, module: nn.Module, factors: Mapping[str, ExpertFactors]) -> None:
@@ -91,7 +105,7 @@ def attach_expert_lora(name: str, module: nn.Module, factors: Mapping[str, Exper
         name: The name of ``module``.
         factors: The factors by the names of the fused tensors, also those of other layers.
     """
-    for weight in _WEIGHTS:
+    for weight in PARTS:
         setattr(module, f"{weight}{_SUFFIX}", factors[f"{name}.{weight}"])
     module.__class__ = _with_adapter(type(module))
 
@@ -101,7 +115,7 @@ def _experts(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] != EXPERTS:
                 continue
-            weights = [getattr(module, weight, None) for weight in _WEIGHTS]
+            weights = [getattr(module, weight, None) for weight in PARTS]
             fused = all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
             if not fused or getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
                 raise ModelError(
@@ -119,7 +133,7 @@ def _with_adapter(experts: type[nn.Module]) -> type[nn.Module]:
         # A graph break: the compiler does not follow the exchange of attributes.
         @torch.compiler.disable
         def forward(self, *inputs: Any, **options: Any) -> Any:
-            factors = {weight: getattr(self, f"{weight}{_SUFFIX}") for weight in _WEIGHTS}
+            factors = {weight: getattr(self, f"{weight}{_SUFFIX}") for weight in PARTS}
             active = {weight: factor for weight, factor in factors.items() if factor.lora_on}
             try:
                 for weight, factor in active.items():  # an attribute of the instance hides its parameter
@@ -141,7 +155,7 @@ def expert_factors(model: nn.Module) -> dict[str, ExpertFactors]:
 
 def is_expert_module(name: str) -> bool:
     """Return whether the factors ``<name>.lora_A`` and ``<name>.lora_B`` of a snapshot are those of a fused tensor."""
-    return name.endswith(tuple(f".{EXPERTS}.{weight}{_SUFFIX}" for weight in _WEIGHTS))
+    return name.endswith(tuple(f".{EXPERTS}.{weight}{_SUFFIX}" for weight in PARTS))
 
 
 def load_expert_lora(model: nn.Module, stored: Mapping[str, Factors], settings: LoraSettings) -> set[str]:
@@ -160,7 +174,7 @@ def load_expert_lora(model: nn.Module, stored: Mapping[str, Factors], settings: 
     for name, module in _experts({"": model}) if any(f".{EXPERTS}." in path for path in stored) else ():
         name = name.removeprefix(".")
         made = {}
-        for weight in _WEIGHTS:
+        for weight in PARTS:
             parameter = getattr(module, weight)
             names = expert_names(f"{name}.{weight}", parameter.shape[0])
             if missing := [path for path in names if path not in stored]:
@@ -177,7 +191,7 @@ def load_expert_lora(model: nn.Module, stored: Mapping[str, Factors], settings: 
 def expert_names(name: str, count: int) -> list[str]:
     """Return the names in the checkpoint of the layers that a fused tensor of ``count`` experts contains."""
     module, _, weight = name.removesuffix(_SUFFIX).rpartition(".")
-    return [f"{module}.{expert}.{part}" for expert in range(count) for part in _WEIGHTS[weight]]
+    return [f"{module}.{expert}.{part}" for expert in range(count) for part in PARTS[weight]]
 
 
 def per_expert(name: str, a: Tensor, b: Tensor) -> dict[str, Factors]:
@@ -187,7 +201,7 @@ def per_expert(name: str, a: Tensor, b: Tensor) -> dict[str, Factors]:
         name: The name of the fused tensor, with or without the ending of its factors.
     """
     module, _, weight = name.removesuffix(_SUFFIX).rpartition(".")
-    parts = _WEIGHTS[weight]
+    parts = PARTS[weight]
     return {
         f"{module}.{expert}.{part}": Factors(a[expert].clone(), rows)  # safetensors stores no shared memory
         for expert in range(a.shape[0])
@@ -207,7 +221,7 @@ def fused(name: str, stored: Mapping[str, Factors], count: int) -> Factors:
     """
     module, _, weight = name.rpartition(".")
     every: list[Sequence[Factors]] = [
-        [stored[f"{module}.{expert}.{part}"] for part in _WEIGHTS[weight]] for expert in range(count)
+        [stored[f"{module}.{expert}.{part}"] for part in PARTS[weight]] for expert in range(count)
     ]
     for expert, parts in enumerate(every):
         if any(not torch.equal(part.a, parts[0].a) for part in parts):

@@ -172,6 +172,14 @@ def test_the_second_signal_ends_at_once(start: Callable, tmp_path: Path) -> None
     assert run.wait(120) in (130, 143)
 
 
+def last_words(run: subprocess.Popen[str]) -> str:
+    """What a run that is told to end has written to stderr."""
+    run.terminate()
+    _, words = run.communicate(timeout=60)
+    assert run.returncode == 143
+    return words
+
+
 def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     """One that is stopped for a moment goes on, one that is stopped for longer than the limit is run again."""
     run = start("waits", restarts=1)
@@ -183,9 +191,7 @@ def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     first.suspend()
     wait_until((tmp_path / "pid").exists)
     assert not psutil.pid_exists(first.pid)
-    run.terminate()
-    _, words = run.communicate(timeout=60)
-    assert run.returncode == 143
+    words = last_words(run)
     assert "the driver was stopped for 1 s (--status-timeout)" in words and "(signal 9): going on from" in words
 
 
@@ -197,9 +203,7 @@ def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name:
     child.suspend()
     wait_until((tmp_path / "pid").exists)
     assert not psutil.pid_exists(child.pid)
-    run.terminate()
-    _, words = run.communicate(timeout=60)
-    assert run.returncode == 143
+    words = last_words(run)
     assert f"{told} was stopped for 1 s (--status-timeout)" in words and "(exit code 1): going on from" in words
 
 

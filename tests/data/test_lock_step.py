@@ -186,6 +186,15 @@ def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt
     assert len(packed[0]) <= 1.1 * len(whole[0]), "at most one row and its rounding more in each part of 16 rows"
 
 
+def test_large_steps_are_packed_in_parts_by_default() -> None:
+    """The time of a search grows with the square of its micro-batches. Here, each sample fills one."""
+    place = lock_step._Packer.place
+    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+        assert pack_in_lock_step(items_of([100] * 6000), 8, 100) is not None
+    sizes = [len(call.args[0].load) for call in attempts.call_args_list]
+    assert sum(sizes) == 6000 and max(sizes) <= 2 * 1024
+
+
 def test_a_part_without_a_schedule_is_packed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three long samples at the end cannot be divided among two ranks, but together with short ones they can."""
     monkeypatch.setattr(lock_step, "_TOGETHER", 2)

@@ -14,7 +14,16 @@ from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_fa
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.experts import GroupedExperts
 from slime.backends.megatron.lora_experts import ExpertPair, LoraExperts, attach_experts, expert_weights
-from slime.backends.megatron.lora_layers import FactorPair, LoraLayer, Projection, attach, factors_of
+from slime.backends.megatron.lora_layers import (
+    FACTOR_A,
+    FACTOR_B,
+    WEIGHT,
+    FactorPair,
+    LoraLayer,
+    Projection,
+    attach,
+    factors_of,
+)
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
 from slime.config.args import Args
@@ -25,7 +34,6 @@ from slime.weights.maps.family import COLUMNS, REPLICATED, ROWS, Entry
 from slime.weights.maps.layouts import QueryKeyValue
 
 _LINEAR = re.compile(r"^decoder\.layers\.\d+\..*\.linear_(qkv|proj|fc1|fc2)\.weight$")
-_WEIGHT, _A, _B = ".weight", ".lora_A", ".lora_B"
 
 
 class ModelAdapters:
@@ -100,13 +108,13 @@ class ModelAdapters:
         a, b = (COLUMNS, REPLICATED) if entry.layout == COLUMNS else (REPLICATED, entry.layout if single else ROWS)
         for name in _modules(entry):
             if name in self._chosen:
-                yield Entry(name + _A, (name + _A,), a)
-                yield Entry(name + _B, (name + _B,), b)
+                yield Entry(name + FACTOR_A, (name + FACTOR_A,), a)
+                yield Entry(name + FACTOR_B, (name + FACTOR_B,), b)
 
     def _adapt(self, chunk: PolicyModel, weights: ModelWeights) -> Iterator[LoraLayer]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for local_name, module in chunk.named_modules():
-            entry = weights.entries.get(global_name(local_name, numbers) + _WEIGHT)
+            entry = weights.entries.get(global_name(local_name, numbers) + WEIGHT)
             if entry is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 continue
             factors = list(self._factor_entries(entry))
@@ -114,7 +122,7 @@ class ModelAdapters:
                 continue
             pairs = {}
             for a, b in zip(factors[::2], factors[1::2], strict=True):
-                name = a.megatron.removesuffix(_A)
+                name = a.megatron.removesuffix(FACTOR_A)
                 pairs[name.rpartition(".")[2]] = FactorPair(*self._values(name, (a, b), module.weight), (a, b))
             last = [name.rpartition(".")[2] for name in _modules(entry)]
             projections = tuple(map(Projection, last, _rows(entry, module.weight.shape[0])))
@@ -149,7 +157,9 @@ class ModelAdapters:
     def whole(self) -> dict[str, Factors]:
         """Return the whole factors by the names of their layers. This is a collective operation."""
         found = dict(gather(self.entries, self.local, self.held))
-        factors = {name: Factors(found[name + _A], found[name + _B]) for name in self.names if name in self._chosen}
+        factors = {
+            name: Factors(found[name + FACTOR_A], found[name + FACTOR_B]) for name in self.names if name in self._chosen
+        }
         for x in self.experts.values():
             factors.update(x.factors(found))
         return factors
@@ -159,7 +169,7 @@ class ModelAdapters:
         operation."""
         factors = self.whole()
         for name, weight in weights:
-            pair = factors.get(name.removesuffix(_WEIGHT))
+            pair = factors.get(name.removesuffix(WEIGHT))
             yield name, weight if pair is None else merged(weight, *pair, self.settings.scale).to(weight.dtype)
 
 
@@ -200,7 +210,7 @@ class MegatronAdapter(TrainedAdapter):
 
 def _modules(entry: Entry) -> list[str]:
     """Return the names of the linear layers of transformers in a weight."""
-    return [name.removesuffix(_WEIGHT) for name in entry.hf]
+    return [name.removesuffix(WEIGHT) for name in entry.hf]
 
 
 def _rows(entry: Entry, rows: int) -> list[int]:

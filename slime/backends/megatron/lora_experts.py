@@ -24,17 +24,12 @@ from torch import Tensor, nn
 from slime.backends.adapter import seed_of
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.experts import GroupedExperts, grouped_linear
-from slime.backends.megatron.lora_layers import FactorPair
-from slime.models.lora import EXPERTS, LoraSettings, initial_factor, selects
-from slime.models.lora_experts import fused
+from slime.backends.megatron.lora_layers import FACTOR_A, FACTOR_B, WEIGHT, FactorPair
+from slime.models.lora import EXPERTS, LoraSettings, initial_factor
+from slime.models.lora_experts import PARTS, fused, refuse_excluded, require_experts
 from slime.models.peft_files import Factors
-from slime.models.shards import ModelError
 from slime.weights.maps.family import COLUMNS, REPLICATED, Entry
 from slime.weights.maps.layouts import Stacked
-
-_WEIGHT, _A, _B = ".weight", ".lora_A", ".lora_B"
-_FUSED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-"""The parameters of a layer's experts, with the names of their parts in the checkpoint, in order of their rows."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +54,14 @@ class ExpertWeight:
         """The name of the fused tensor in transformers."""
         return f"{self.module}.{self.kind}_proj"
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its parts in the checkpoint, in order of their rows."""
+        return PARTS[f"{self.kind}_proj"]
+
     def names(self, expert: int) -> list[str]:
         """Return the names of the linear layers of one expert."""
-        return [f"{self.module}.{expert}.{part}" for part in _FUSED[self.kind]]
+        return [f"{self.module}.{expert}.{part}" for part in self.parts]
 
     def all_names(self) -> list[str]:
         return [name for expert in range(self.source.experts) for name in self.names(expert)]
@@ -71,18 +71,20 @@ class ExpertWeight:
         parts = [name.replace(f"{self.module}.0.", f"{self.module}.{{expert}}.", 1) for name in self.names(0)]
         down = self.source.layout == COLUMNS
         layouts = (COLUMNS, REPLICATED) if down else (REPLICATED, Stacked())
-        a = Entry(f"{self.name}_lora{_A}", (parts[0] + _A,), layouts[0], self.source.experts)
-        b = Entry(f"{self.name}_lora{_B}", tuple(part + _B for part in parts), layouts[1], self.source.experts)
+        a = Entry(f"{self.name}_lora{FACTOR_A}", (parts[0] + FACTOR_A,), layouts[0], self.source.experts)
+        b = Entry(
+            f"{self.name}_lora{FACTOR_B}", tuple(part + FACTOR_B for part in parts), layouts[1], self.source.experts
+        )
         return a, b
 
     def factors(self, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Factors]]:
         """Yield the factors by the names of the linear layers, given whole tensors by their names in the entries."""
         for expert in range(self.source.experts):
             first, *others = self.names(expert)
-            a = found[first + _A]
-            yield first, Factors(a, found[first + _B])
+            a = found[first + FACTOR_A]
+            yield first, Factors(a, found[first + FACTOR_B])
             for other in others:
-                yield other, Factors(a.clone(), found[other + _B])  # safetensors stores no shared memory
+                yield other, Factors(a.clone(), found[other + FACTOR_B])  # safetensors stores no shared memory
 
     def shapes(self, held: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the whole shapes of ``A`` and ``B`` of one of the linear layers, whose adapter has this rank.
@@ -105,7 +107,7 @@ class ExpertWeight:
             a, b = fused(self.name, stored, count)
         else:
             a = initial_factor(settings, inputs, seed_of(seed, self.name), count * settings.rank)
-            b = torch.zeros(count, rows * len(_FUSED[self.kind]), settings.rank)
+            b = torch.zeros(count, rows * len(self.parts), settings.rank)
         a = a.view(count, settings.rank, inputs)
         b = b.unflatten(1, (2, -1)) if self.kind == "gate_up" else b
         one, two = (_part(entry, whole) for entry, whole in zip(self.entries(), (a, b), strict=True))
@@ -127,23 +129,16 @@ def expert_weights(entries: Iterable[Entry], settings: LoraSettings) -> list[Exp
             continue
         kind = entry.megatron.rpartition(".")[2]
         module = entry.hf[0].partition(".{expert}.")[0]
-        named = tuple(f"{module}.{{expert}}.{part}{_WEIGHT}" for part in _FUSED.get(kind, ()))
+        named = tuple(f"{module}.{{expert}}.{part}{WEIGHT}" for part in PARTS.get(f"{kind}_proj", ()))
         if named != entry.hf:
             raise MegatronError(
                 f"--lora-target-modules {EXPERTS}: the checkpoint has the experts of a layer as {', '.join(entry.hf)}, "
                 "and with --train-backend megatron only experts without biases that are named gate_proj, up_proj and "
                 "down_proj can have adapters: leave it out"
             )
-        if unwanted := [pattern for pattern in settings.exclude if selects(pattern, module)]:
-            raise ModelError(
-                f"--lora-exclude-modules {unwanted[0]!r} selects {module}, but --lora-target-modules {EXPERTS} adds "
-                "adapters to the routed experts of all layers: change one of them"
-            )
+        refuse_excluded(module, settings)
         found.append(ExpertWeight(entry, module))
-    if not found:
-        raise ModelError(
-            f"--lora-target-modules {EXPERTS} selects nothing, because no decoder layer has routed experts"
-        )
+    require_experts(found)
     return found
 
 

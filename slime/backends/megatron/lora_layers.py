@@ -30,6 +30,8 @@ from slime.backends.megatron.modules import Offsets
 from slime.models.cpu_linear import linear
 from slime.weights.maps.family import Entry
 
+WEIGHT, FACTOR_A, FACTOR_B = ".weight", ".lora_A", ".lora_B"
+"""Ends of the names of a layer's weight and of the factors of its adapter."""
 _OWN = "lora."  # the attribute of a layer that holds its factors
 
 

@@ -12,8 +12,8 @@ from slime.weights.transports.base import SendResult, Transport
 __all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines"]
 
 ENGINES_PER_SENDER = 16
-"""The most engines per sender, if ``--update-weight-senders`` is not given. The engines of one
-sender wait for one another in a broadcast, and are torn if one of them is lost."""
+"""The most engines per sender, if ``--update-weight-senders`` is not given. The engines of one sender wait for one
+another in a broadcast, and are torn if one of them is lost."""
 
 
 def ranks_of_engines(
