@@ -11,4 +11,4 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 unset PYTHONDONTWRITEBYTECODE  # as in scripts/test.sh
 
-exec "$python" -m pytest -m megatron "$@" tests
+exec "$python" -m pytest -m megatron "$@"
