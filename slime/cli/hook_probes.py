@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from slime.checkpoint.files import read_state, write_state
 from slime.cli.hook_bench import Bench, one_step
 from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wrong
 from slime.cli.hook_probes_generate import agent, check_groups, generate, rollout, sample_hook
@@ -18,6 +20,7 @@ from slime.data.sample import Sample, flatten
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2
+FILES = ("save", "load")
 
 
 def dynamic_filter(bench: Bench, fn: Hook) -> str:
@@ -54,10 +57,13 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
 
 
 def data_source(bench: Bench, fn: Hook) -> str:
-    """Test a class with ``get_samples, add_samples, save, load, __len__``."""
-    missing = [name for name in ("get_samples", "add_samples", "save", "load", "__len__") if not hasattr(fn, name)]
+    """Test a class with ``get_samples, add_samples, __len__`` and the methods that save and restore its state."""
+    missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
+    pairs = {pair: all(hasattr(fn, name) for name in pair) for pair in (("state_dict", "load_state_dict"), FILES)}
+    if not any(pairs.values()):
+        raise wrong(fn, "the class has neither state_dict and load_state_dict nor save and load, so it cannot resume")
     source = guarded(fn, lambda: fn(bench.args), bench.limit).result
     groups = guarded(fn, lambda: source.get_samples(PAIR), bench.limit).result
     check_groups(fn, groups, bench.args.n_samples_per_prompt)
@@ -65,10 +71,15 @@ def data_source(bench: Bench, fn: Hook) -> str:
         raise wrong(source.get_samples, f"get_samples({PAIR}) returned {len(groups)} groups")
     guarded(fn, lambda: source.add_samples(groups), bench.limit)
     length = guarded(fn, lambda: len(source), bench.limit).result
-    guarded(fn, lambda: source.save(0), bench.limit)
     args = bench.args.with_values(load=bench.args.save)
     again = guarded(fn, lambda: fn(args), bench.limit).result
-    guarded(fn, lambda: again.load(0), bench.limit)
+    if pairs[FILES]:
+        guarded(fn, lambda: source.save(0), bench.limit)
+        guarded(fn, lambda: again.load(0), bench.limit)
+    else:
+        state = Path(bench.args.save or ".") / "source.pt"
+        guarded(fn, lambda: write_state(state, source.state_dict()), bench.limit)
+        guarded(fn, lambda: again.load_state_dict(read_state(state)), bench.limit)
     return f"returns groups of {len(groups[0])}, has {length} prompts per epoch, saves and loads"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,13 @@ from slime.checkpoint.files import read_state, write_state
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
-from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, StatefulDataSource
+from slime.data.source import (
+    DataSource,
+    FileDataSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    StatefulDataSource,
+)
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
@@ -46,6 +52,9 @@ class RolloutState:
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
         self.saves = bool(args.save_interval or args.save)
+        if self.saves and not isinstance(source, (StatefulDataSource, FileDataSource)):
+            name, methods = type(source).__name__, "neither state_dict and load_state_dict nor save and load"
+            warn(f"a resumed run will begin with its first prompts again: the data source {name} has {methods}")
         self.sources: dict[int, object] = {}  # by rollout: the state of the data source after it, until it is trained
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
@@ -118,7 +127,7 @@ class RolloutState:
 
     def _base(self, trained: int) -> int:
         """The rollout whose data source state belongs to a snapshot after step ``trained``."""
-        return trained if self._own("load") else max(self.newest, trained)
+        return trained if self._own("load") is not None else max(self.newest, trained)
 
     def save(self, rollout_id: int, directory: Path) -> None:
         """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``."""
@@ -149,8 +158,8 @@ class RolloutState:
         if state["data_source"] is not None:
             assert isinstance(self.source, StatefulDataSource), "--data-source-path is not the class that was saved"
             self.source.load_state_dict(state["data_source"])
-        if self._own("load"):
-            self.source.load(rollout_id)
+        if load := self._own("load"):
+            load(rollout_id)
         self.ledger.restore(state["ledger"], attempt)
         self.attempt, self._position = attempt, state["schedule"]
         for number, kept in state["ahead"].items():
@@ -164,14 +173,16 @@ class RolloutState:
 
     def _save_own(self, rollout_id: int) -> None:
         """Call ``save`` of the user's data source, once for each rollout after which a snapshot is written."""
-        if self._own("save") and rollout_id > self.own_saved:
+        save = self._own("save")
+        if save is not None and rollout_id > self.own_saved:
             self.own_saved = rollout_id
-            self.source.save(rollout_id)
+            save(rollout_id)
 
-    def _own(self, name: str) -> bool:
-        """Whether the data source has a method ``name`` of its own, other than the built-in one."""
+    def _own(self, name: str) -> Callable[[int], None] | None:
+        """The method ``name`` of the user's data source, or None if it has none or only the built-in one."""
         function = getattr(type(self.source), name, None)
-        return function is not None and function is not getattr(RolloutDataSource, name)
+        is_built_in = function is None or function is getattr(RolloutDataSource, name)
+        return None if is_built_in else getattr(self.source, name)
 
 
 def _is_strict(args: Args, source: DataSource) -> bool:

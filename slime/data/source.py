@@ -29,7 +29,10 @@ SourceState: TypeAlias = dict[str, Any]
 
 
 class DataSource(Protocol):
-    """The methods that the class of ``--data-source-path`` must have."""
+    """The methods that the class of ``--data-source-path`` must have.
+
+    A snapshot holds its state if it also has the methods of :class:`StatefulDataSource` or of :class:`FileDataSource`.
+    """
 
     def __len__(self) -> int: ...
 
@@ -37,18 +40,23 @@ class DataSource(Protocol):
 
     def add_samples(self, samples: list[Group]) -> None: ...
 
-    def save(self, rollout_id: int) -> None: ...
-
-    def load(self, rollout_id: int | None = None) -> None: ...
-
 
 @runtime_checkable
-class StatefulDataSource(DataSource, Protocol):
+class StatefulDataSource(Protocol):
     """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead of training."""
 
     def state_dict(self) -> SourceState: ...
 
     def load_state_dict(self, state: SourceState) -> None: ...
+
+
+@runtime_checkable
+class FileDataSource(Protocol):
+    """A source that writes its state to files of its own, after each rollout after which a snapshot is written."""
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def load(self, rollout_id: int | None = None) -> None: ...
 
 
 class RolloutDataSource:

@@ -88,6 +88,10 @@ class Source:
     def save(self, rollout_id): pass
     def load(self, rollout_id=None): pass
     def __len__(self): return 7
+class Valued:
+    __init__, get_samples, add_samples, __len__ = Source.__init__, Source.get_samples, Source.add_samples, Source.__len__
+    def state_dict(self): return {"n": self.n}
+    def load_state_dict(self, state): self.n = state["n"]
 class Model:
     def compute_reward(self, prompts, responses): return [float(len(r)) for r in responses]
 """
@@ -115,6 +119,7 @@ RIGHT = {
     "late": (["--rollout-data-postprocess-path", "hooks.py:late"], "called with advantages"),
     "convert": (["--custom-convert-samples-to-train-data-path", "hooks.py:convert"], "8 samples with"),
     "source": (["--data-source-path", "hooks.py:Source"], "groups of 4, has 7 prompts per epoch, saves and loads"),
+    "source with a state": (["--data-source-path", "hooks.py:Valued"], "has 7 prompts per epoch, saves and loads"),
 }
 
 
@@ -148,7 +153,8 @@ WRONG = {
     "pickle": ("--rollout-sample-hook-path", "import threading\ndef f(args, sample):\n    sample.lock = threading.Lock()", "sample.lock cannot be pickled", None),
     "keys": ("--custom-convert-samples-to-train-data-path", "def f(args, samples):\n    return {'tokens': [s.tokens for s in samples]}", "response_lengths, rewards missing; it returned tokens", 1),
     "advantages": ("--custom-advantage-function-path", "def f(args, data):\n    data['advantages'] = [a[:1] for a in data['log_probs']]\n    data['returns'] = data['advantages']", "advantages", 1),
-    "source": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []", "the class has no add_samples, save, load, __len__", 1),
+    "source": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []", "the class has no add_samples, __len__", 1),
+    "source without a state": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def __len__(self): return 1\n    def get_samples(self, n): return []\n    def add_samples(self, s): pass", "neither state_dict and load_state_dict nor save and load", 1),
     "detached": ("--custom-loss-function-path", "def f(args, batch, logits, mean):\n    return mean(logits.detach().sum(-1)), {}", "the loss has no gradient", 1),
     "signature only": ("--custom-megatron-init-path", "def f():\n    pass", "slime calls it as fn(args), but it is defined as f()", 1),
 }  # fmt: skip

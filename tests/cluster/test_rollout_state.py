@@ -13,6 +13,7 @@ from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.token_fields import Packed, UnsetMask
+from slime.observability.best_effort import take_warnings
 
 
 class Prompts:
@@ -31,6 +32,80 @@ def make_state(folder: Path) -> RolloutState:
     state = RolloutState(args, folder, RolloutDataSourceWithBuffer(args, Prompts()))
     state.ledger.strict = False
     return state
+
+
+class Counted:
+    """A data source of a user that counts its prompts, and has no state that a snapshot could hold."""
+
+    def __init__(self, args: Any) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        self.given += num_samples
+        return [
+            [Sample(prompt=str(number), group_index=number, index=number)]
+            for number in range(self.given)[-num_samples:]
+        ]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Nothing comes back."""
+
+
+class Stateful(Counted):
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class WithFiles(Counted):
+    saved: dict[int, int]
+
+    def save(self, rollout_id: int) -> None:
+        self.saved[rollout_id] = self.given
+
+    def load(self, rollout_id: int | None = None) -> None:
+        assert rollout_id is not None
+        self.given = self.saved[rollout_id]
+
+
+def state_of(source: Counted, folder: Path) -> RolloutState:
+    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=1, save=str(folder), save_interval=1)
+    return RolloutState(args, folder, source)
+
+
+def resumed(source: Counted, again: Counted, folder: Path) -> Counted:
+    """Two rollouts of ``source``, a snapshot after the first, and ``again`` restored from it."""
+    state = state_of(source, folder)
+    for number in range(2):
+        state.complete(number, Rollout(answered(source.get_samples(4)), {}, 1.0))
+    state.save(0, folder)
+    state_of(again, folder).load(0, folder, 1)
+    return again
+
+
+def test_a_users_source_is_restored_by_its_state_without_methods_for_files(tmp_path: Path) -> None:
+    again = resumed(Stateful(None), Stateful(None), tmp_path)
+    assert again.given == 8, "after the newest rollout, whose samples the snapshot holds"
+    assert not take_warnings()
+
+
+def test_a_users_source_is_restored_from_its_files_without_a_state(tmp_path: Path) -> None:
+    WithFiles.saved = {}
+    again = resumed(WithFiles(None), WithFiles(None), tmp_path)
+    assert again.given == 4 and WithFiles.saved == {0: 4, 1: 8}, "after the rollout of the snapshot"
+    assert not take_warnings()
+
+
+def test_a_source_that_cannot_be_restored_is_named(tmp_path: Path) -> None:
+    take_warnings()
+    state_of(Counted(None), tmp_path)
+    (told,) = take_warnings()
+    assert "a resumed run will begin with its first prompts again" in told and "Counted has neither" in told
 
 
 def answered(groups: list[Group]) -> list[Group]:
