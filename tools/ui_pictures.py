@@ -48,7 +48,7 @@ RECORDINGS: dict[str, tuple[str, tuple[object, ...]]] = {
         *COMMON, *PRODUCTS, "--rollout-batch-size", 4, "--rollout-max-response-len", 24, "--num-rollout", 8,
         "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
         "--async-buffer-size", 2, "--update-weights-interval", 1, "--max-weight-staleness", 2, "--lr", 1e-5,
-        "--rollout-num-gpus", 2, "--get-mismatch-metrics", "--dump-details", "{runs}/fully_async-dumps",
+        "--rollout-num-gpus", 2, "--num-steps-per-rollout", 2, "--dump-details", "{runs}/fully_async-dumps",
     )),
     "blackbox_agent": ("train.py", (
         *COMMON, "--rollout-batch-size", 4, "--rollout-max-response-len", 160, "--num-rollout", 8, "--lr", 2e-5,
