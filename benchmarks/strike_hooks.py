@@ -97,6 +97,11 @@ async def reward(args: Any, sample: Any, **_: object) -> Any:
     return await verify(args, sample, f"{__file__}:score", sample.response, sample.label, rollout)
 
 
+# A stopped verifier is noticed after the limit of one judgement, which is then repeated. The built-in rewards have no
+# limit around their attempts; a function of a user has one, which would end the first of them.
+reward.deadline = lambda args: 4.0 * args.reward_timeout  # type: ignore[attr-defined]
+
+
 def score(response: str, label: str, rollout: int) -> float:
     """In a verifier process: the share of the label's letter."""
     hold(due("reward", rollout) if rollout >= 0 else None)

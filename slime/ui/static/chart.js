@@ -56,7 +56,7 @@ function draw(holder, curves, options, state) {
     series,
     scales: { x: { time: false, range: xRange }, y: { range } },
     axes: [
-      { ...axis, values: (_, ticks) => ticks.map((tick) => (options.xText ? options.xText(tick) : number(tick))), size: 30, incrs: INCREMENTS },
+      { ...axis, values: (_, ticks) => ticks.map((tick) => (options.xText ? options.xText(tick) : number(tick))), size: 30, incrs: INCREMENTS, space: options.xText ? 76 : 50 },
       { ...axis, values: (_, ticks) => tickTexts(ticks), size: 58 },
     ],
     cursor: { sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
