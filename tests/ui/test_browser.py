@@ -127,7 +127,10 @@ async def walk(browser: Browser) -> None:
     await browser.click("#before")
     await browser.view("step/tiny/1")
     assert await browser.text("#count") == "5 of 5 groups"
-    lanes = await browser.run("[...document.querySelectorAll('#timeline .who')].map((one) => one.textContent)")
+    # The time line is drawn after the groups.
+    who = "[...document.querySelectorAll('#timeline .who')].map((one) => one.textContent)"
+    await browser.until(f"{who}.length >= 5")
+    lanes = await browser.run(who)
     assert isinstance(lanes, list) and {"driver", "actor rank 0", "actor rank 1", "engine 0", "engine 1"} <= set(lanes)
     assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
     fill = "fill: var(--c2);"  # of the phase train, in every step
