@@ -178,8 +178,7 @@ def undisturbed() -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("blows", [APART, COLOCATED], ids=["apart", "colocated"])
+@pytest.mark.parametrize(("blows", "engines"), [(APART, 1), (COLOCATED, 2)], ids=["apart", "colocated"])
 def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, blows, engines) -> None:
     """An engine is started again and gets the trainer's weights; if it is the only one, the requests wait for it."""
     if not undisturbed:
