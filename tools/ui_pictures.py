@@ -131,8 +131,9 @@ async def save(browser: Browser, name: str, until: str | None = None) -> None:
         until: The last element that the picture shows; by default all of the page's content.
     """
     # In a window as high as the page there is no scroll bar, without which the columns may be others.
-    width, height = await browser.run("[innerWidth, document.documentElement.scrollHeight]")  # type: ignore[misc]
-    await browser.size(width, height)
+    size = await browser.run("[innerWidth, document.documentElement.scrollHeight]")
+    assert isinstance(size, list)
+    await browser.size(*size)
     await asyncio.sleep(0.5)  # charts are drawn again in their new width
     last = until or "main > :last-child"
     bottom = await browser.run(f"document.querySelector({last!r}).getBoundingClientRect().bottom + scrollY + 12")

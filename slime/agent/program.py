@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime.agent.settings import AgentSettings
-from slime.config.hooks import load_function
+from slime.config.hooks import is_async, load_function
 from slime.config.process_environment import reduced_environment
 from slime.engines.background import background_loop
-from slime.rollout.hooks import is_async
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _POLL_SECONDS = 0.5

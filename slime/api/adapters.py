@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime.config.hooks import is_async
 from slime.data.sample import Sample, flatten
 
 Function = Callable[..., Any]
@@ -52,8 +53,9 @@ def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone
     plain = [parameter for parameter in parameters if parameter.kind not in variadic]
     needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
     unknown = [name for name in needed if name not in names]
+    optional = {parameter.name: parameter.name for parameter in plain if parameter.name in names}
     if len(needed) == 1 and unknown:
-        return {needed[0]: alone}
+        return {needed[0]: alone, **optional}
     if unknown or not needed:
         plural = "s" * (len(unknown) > 1), "are" if len(unknown) > 1 else "is"
         listed = ", ".join(map(repr, unknown))
@@ -61,11 +63,7 @@ def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone
         raise UnknownParameters(
             f"{what}; slime passes what a parameter is named after: args (first), {', '.join(names)}"
         )
-    return {parameter.name: parameter.name for parameter in plain if parameter.name in names}
-
-
-def _is_async(function: Function) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return optional
 
 
 class _Adapter:
@@ -112,10 +110,10 @@ class AsyncGroupReward(_Adapter):
 
 def _reward(function: Function, wanted: dict[str, str]) -> Function:
     if "samples" not in wanted.values():
-        return (AsyncReward if _is_async(function) else Reward)(function, wanted)
+        return (AsyncReward if is_async(function) else Reward)(function, wanted)
     if len(wanted) > 1:
         raise UnknownParameters("a reward of a group has samples as its only parameter")
-    return (AsyncGroupReward if _is_async(function) else GroupReward)(function, wanted)
+    return (AsyncGroupReward if is_async(function) else GroupReward)(function, wanted)
 
 
 class Generate(_Adapter):
@@ -140,8 +138,8 @@ class AsyncGenerateList(_Adapter):
 
 def _generate(function: Function, wanted: dict[str, str]) -> Function:
     if "samples" in wanted.values():
-        return (AsyncGenerateList if _is_async(function) else GenerateList)(function, wanted)
-    return (AsyncGenerate if _is_async(function) else Generate)(function, wanted)
+        return (AsyncGenerateList if is_async(function) else GenerateList)(function, wanted)
+    return (AsyncGenerate if is_async(function) else Generate)(function, wanted)
 
 
 class Filter(_Adapter):
@@ -152,4 +150,6 @@ class Filter(_Adapter):
 
 
 def _filter(function: Function, wanted: dict[str, str]) -> Function:
+    if is_async(function):
+        raise UnknownParameters("a filter is called without await: use a plain def")
     return Filter(function, wanted)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.hooks import is_async
+
 if TYPE_CHECKING:
     from slime.api.trainer import Trainer
 
@@ -53,4 +55,6 @@ def as_callback(given: Callback | Callable[[Trainer, Mapping[str, float]], objec
         return given
     if not callable(given) or isinstance(given, type):
         raise TypeError(f"a callback is a slime.Callback or a function of (trainer, metrics), not {given!r:.80}")
+    if is_async(given):
+        raise TypeError("a callback is called without await: use a plain def")
     return OnStep(given)

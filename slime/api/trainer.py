@@ -122,7 +122,9 @@ class Trainer:
         metrics = dict(run.log.last_step)
         self._tell(lambda one: one.on_step(self, metrics))
         if saves:
-            self._tell(lambda one: one.on_save(self, self.checkpoints[-1]))
+            # With --async-save, the folder gets this name once the snapshot is complete.
+            folder = run.snapshots.folder_of(rollout_id)
+            self._tell(lambda one: one.on_save(self, folder))
         if evaluates:
             self._tell(lambda one: one.on_evaluate(self, dict(run.log.last_evaluation)))
         return metrics
@@ -177,12 +179,18 @@ class Trainer:
         self.stopped = True
 
     def finish(self) -> None:
-        """Close the ledger and print the summary. The engines still answer, but no further step can be taken."""
+        """Close the ledger and print the summary. The engines still answer, but no further step can be taken.
+
+        With ``save_interval``, a run that ends before its last rollout is saved here, as at the end of every run.
+        """
         from slime.cluster.run import complete
 
         run = self._open()
         if run.completed:
             return
+        trained = run.trainer.trained
+        if self.args.save_interval and trained is not None and trained != run.snapshots.newest:
+            self.save()
         self.num_rollout = self.next_rollout
         with self._working(run):
             complete(run)
@@ -262,10 +270,13 @@ class Trainer:
         run = self._run
         if run is None:
             return
-        if run.asked:
+        if run.asked and not run.completed:
             # A rollout is still being generated after Ctrl-C, so the ledger cannot be closed.
+            with self._working(run):
+                run.snapshots.commit()
             run.completed = True
             run.log.display.finish()
+            self._tell(lambda one: one.on_end(self))
         self.finish()
         self._end(None)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from slime.config.hooks import call_problem
+from slime.config.hooks import call_problem, is_async
 
 Hook = Callable[..., object]
 """A function or class of the user."""
@@ -85,15 +85,13 @@ def check_call(name: str, fn: Hook) -> None:
     Args:
         name: The name of the hook's argument.
     """
-    if name != "agent_function_path":  # an agent program may be async
-        not_async(fn)
     if problem := call_problem(name, fn):
         raise wrong(fn, problem)
 
 
 def not_async(fn: Hook) -> None:
     """Refuse an async function for a hook that is called without await."""
-    if inspect.iscoroutinefunction(fn):
+    if is_async(fn):
         raise wrong(fn, "it is an async def, but slime calls this hook without await: use a plain def")
 
 

@@ -100,11 +100,10 @@ class RolloutState:
         if self.args.debug_rollout_only:  # No step ends that would remove the state of older rollouts.
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
             self.sources.clear()
-        if not self.saves:
-            return
+        # Also without --save and --save-interval: a program may save at any time (``Trainer.save``).
         if self.schedule is not None:
             self._positions[rollout_id] = self.schedule.file.position()
-        self.sources[rollout_id] = self.source.state_dict() if isinstance(self.source, StatefulDataSource) else None
+        self.sources[rollout_id] = self._source_state()
         if not self.args.debug_rollout_only:
             # Copies, because user hooks that convert the samples for training may modify them.
             groups = [_shallow(group) for group in rollout.groups]
@@ -112,6 +111,15 @@ class RolloutState:
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
             # Now, because when the snapshot is written, a later rollout may have advanced the data source.
             self._save_own(rollout_id)
+
+    def _source_state(self) -> object:
+        """The state of the data source as it is now; None if it has none."""
+        if not isinstance(self.source, StatefulDataSource):
+            return None
+        state = self.source.state_dict()
+        # A user's state may be made of the lists that the source goes on to change. Those of the built-in sources are
+        # copies, and large: they hold the groups in the buffer.
+        return state if type(self.source) in (RolloutDataSource, RolloutDataSourceWithBuffer) else copy.deepcopy(state)
 
     def trained(self, rollout_id: int) -> None:
         """Record that all rollouts up to this one have trained, and drop what no later snapshot needs."""
@@ -144,6 +152,12 @@ class RolloutState:
             "schedule": self._positions.get(base),
         }
         write_state(_file(directory, rollout_id), state)
+        if self._own("save") is not None and rollout_id > self.own_saved:
+            name = type(self.source).__name__
+            warn(
+                f"{name}.save was called late, for a snapshot between two of --save-interval: a run that resumes from "
+                f"it skips what {name} had given for rollout {rollout_id + 1}; state_dict has no such gap"
+            )
         self._save_own(rollout_id)
         self.trained(rollout_id)
 
@@ -157,7 +171,9 @@ class RolloutState:
         state = read_state(_file(directory, rollout_id))
         if state["data_source"] is not None:
             assert isinstance(self.source, StatefulDataSource), "--data-source-path is not the class that was saved"
-            self.source.load_state_dict(state["data_source"])
+            self.source.load_state_dict(copy.deepcopy(state["data_source"]))
+        elif isinstance(self.source, StatefulDataSource):
+            warn(f"the snapshot {directory} holds no state of the data source: it begins with its first prompts again")
         if load := self._own("load"):
             load(rollout_id)
         self.ledger.restore(state["ledger"], attempt)
@@ -180,9 +196,9 @@ class RolloutState:
 
     def _own(self, name: str) -> Callable[[int], None] | None:
         """The method ``name`` of the user's data source, or None if it has none or only the built-in one."""
-        function = getattr(type(self.source), name, None)
-        is_built_in = function is None or function is getattr(RolloutDataSource, name)
-        return None if is_built_in else getattr(self.source, name)
+        function = getattr(self.source, name, None)  # of the object: a wrapper may pass its methods on
+        is_built_in = getattr(function, "__func__", None) is getattr(RolloutDataSource, name)
+        return None if is_built_in else function
 
 
 def _is_strict(args: Args, source: DataSource) -> bool:

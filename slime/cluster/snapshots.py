@@ -183,6 +183,16 @@ class Snapshots:
                 export = Path(self.settings.save_hf.format(rollout_id=rollout_id))
                 self._with_room(rollout_id, lambda: actor.save_hf(str(export)), export)
 
+    @property
+    def newest(self) -> int | None:
+        """The rollout of the newest snapshot, also if it is still being written; None before the first."""
+        return self.saved if self._open is None else int(self._open[1]["rollout_id"])
+
+    def folder_of(self, rollout_id: int) -> Path:
+        """The folder of a snapshot once it is complete."""
+        assert self.settings.folder is not None, "something was saved"
+        return self.settings.folder / snapshot.folder_name(rollout_id)
+
     def commit(self) -> None:
         """Wait until the open snapshot is written, and commit it; does nothing if none is open."""
         if self._open is None:

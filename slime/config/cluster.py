@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.engine import (
+    MOST,
     ServerGroupError,
     asked_gpus,
     check_colocated_pipelines,
@@ -23,9 +24,6 @@ from slime.config.weight_sync import checks_first_update
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
-
 
 EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
 

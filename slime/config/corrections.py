@@ -47,7 +47,7 @@ class OffPolicyConfig:
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
     custom_tis_function_path: str | None = hook_flag(
-        "Function that computes the importance weights instead of --use-tis, such as IcePop or MIS"
+        "Function that computes the importance weights of --use-tis, such as IcePop or MIS"
     )
     get_mismatch_metrics: bool = flag(
         False, help="Only log the mismatch of trainer and engine; needs --custom-tis-function-path"
@@ -103,7 +103,7 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
     """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
     user chose another way."""
-    chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
+    chosen = args.use_rollout_logprobs or args.get_mismatch_metrics
     if args.loss_type == "policy_loss" and args.rollout_quantization and not chosen:
         args.use_tis = True
         args.notices.append(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.files import file_of, first_row, read_yaml
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
 from slime.config.named_data import data_name
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, context_notice, is_fully_async
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, OWN_FUNCTIONS, context_notice, is_fully_async
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -189,7 +189,9 @@ def derive_evaluation(args: Args) -> None:
     for name, source in fallbacks.items():
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, source))
-    if args.eval_interval and not args.eval_prompt_data and not args.eval_config:
+    path = args.eval_function_path.replace(":", ".")
+    own = args.eval_function_path != args.rollout_function_path and path not in OWN_FUNCTIONS  # it may need no data
+    if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
         )

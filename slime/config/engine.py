@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slime.config.files import load_yaml
-from slime.config.flag import DERIVED, flag, path_flag
+from slime.config.flag import DERIVED, flag, path_flag, shown
 from slime.config.hf_config import MTP_COUNTS, read_config
 from slime.config.passthrough import KEYS, REFUSED
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
 
 
 @dataclass
@@ -68,7 +70,10 @@ class EngineConfig:
         "Default: one model and one kind of server"
     )
     prefill_num_servers: int | None = flag(
-        None, low=1, help="Number of SGLang servers that only prefill; the others only decode. Default: all do both"
+        None,
+        low=1,
+        high=MOST,
+        help="Number of SGLang servers that only prefill; the others only decode. Default: all do both",
     )
     logprob_gap_threshold: float | None = flag(
         None,
@@ -168,7 +173,8 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
 def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
     """Return the only model of a run without ``--sglang-config``: ``num_gpus`` GPUs are split into engines, of which
     the first ``prefill_servers`` only prefill and the others only decode."""
-    prefill = prefill_servers * num_gpus_per_engine
+    # A number above that of the engines is refused by the checks, which also run after this plan was made.
+    prefill = min(prefill_servers * num_gpus_per_engine, num_gpus)
     groups = [ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)]
     if prefill:
         groups.insert(0, ServerGroup("prefill", prefill, num_gpus_per_engine))
@@ -238,8 +244,8 @@ def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
 
 
 def _count(value: object, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ServerGroupError(f"{what} must be a whole number of at least 1, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise ServerGroupError(f"{what} must be a whole number from 1 to {MOST}, not {shown(value)}")
     return value
 
 

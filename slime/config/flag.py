@@ -266,7 +266,7 @@ def _checked_text(flag: Flag, value: str) -> str:
         return value
     problem = path_problem(value)
     if problem:
-        raise ValueError(f"{_short(value)}: {problem}")
+        raise ValueError(f"{shown(value)}: {problem}")
     return os.path.expanduser(value)
 
 
@@ -300,7 +300,7 @@ _LARGEST_INT = 2**63 - 1
 def _to_text(value: object) -> str:
     # YAML reads an unquoted word such as 123 as a number, so numbers are turned back into text.
     if isinstance(value, (dict, list, tuple)):
-        raise ValueError(f"needs a text, not {_short(value)}")
+        raise ValueError(f"needs a text, not {shown(value)}")
     return value if isinstance(value, str) else str(value)
 
 
@@ -316,7 +316,7 @@ def _to_int(value: object) -> int:
     # A float has only 53 bits, so digits are converted directly; "1e6" and "8.0" take the way through float.
     whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
     if abs(whole) > _LARGEST_INT:
-        raise ValueError(f"{value!r} is too large")
+        raise ValueError(f"{shown(value)} is too large")
     return whole
 
 
@@ -346,12 +346,16 @@ def _to_dict(value: object) -> dict[str, Any]:
     try:
         decoded = json.loads(value if isinstance(value, str) else str(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{_short(value)} is not JSON ({error})") from None
+        raise ValueError(f"{shown(value)} is not JSON ({error})") from None
     if not isinstance(decoded, dict):
-        raise ValueError(f'needs a JSON object like {{"key": 1}}, not {_short(value)}')
+        raise ValueError(f'needs a JSON object like {{"key": 1}}, not {shown(value)}')
     return decoded
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """Return the value as error messages show it: at most about 100 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write whole numbers of thousands of digits
+        text = f"a value of the type {type(value).__name__} with a number of thousands of digits"
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.flag import Flag, Kind, Status, flag, flags_of
+from slime.config.flag import Flag, Kind, Status, flag, flags_of, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -163,7 +163,8 @@ def check_states(args: Args) -> tuple[list[str], list[tuple[str, str]]]:
             continue
         value = getattr(args, name)
         status, reason = state_of(entry, value)
-        typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {value}"
+        words = value if isinstance(value, str) else shown(value)
+        typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {words}"
         if status == "notice":
             idle.append((typed, reason))
         elif status == "refused":

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,16 @@ Functions that slime calls in several ways (generation, rewards, filters) are mi
 them."""
 
 
+AWAITED = ("agent_function_path",)
+"""The flags of :data:`CALLS` whose functions may be async."""
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling ``function`` returns a coroutine. It may be a callable object."""
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
 def call_problem(name: str, function: object) -> str | None:
     """Explain why slime cannot call ``function`` as the flag ``name``; None if it can, or if this is not known."""
     if not callable(function):
@@ -148,6 +158,8 @@ def call_problem(name: str, function: object) -> str | None:
     if name not in CALLS:
         return None
     words, positional, keywords = CALLS[name]
+    if name not in AWAITED and is_async(function):
+        return "it is an async def, but slime calls this hook without await: use a plain def"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -168,8 +180,25 @@ _DERIVED_HOOKS = ("eval_function_path",)
 
 
 def check_hooks(args: Args) -> list[str]:
-    """Check that every function that a flag names can be imported and called."""
+    """Check that every function that a flag names can be imported and called. One that is never called is a notice."""
+    disk, converts = args.update_weight_transport == "disk", args.custom_convert_samples_to_train_data_path
+    unused = {
+        "custom_tis_function_path": not (args.use_tis or args.get_mismatch_metrics) and "without --use-tis",
+        "custom_update_weight_post_write_path": not disk and "without --update-weight-transport disk",
+        "custom_advantage_function_path": not args.compute_advantages_and_returns
+        and "with --disable-compute-advantages-and-returns",
+        "custom_reward_post_process_path": converts and "with --custom-convert-samples-to-train-data-path",
+    }
+    for name, why in unused.items():
+        if why and getattr(args, name):
+            args.notices.append(f"{flags_of(type(args))[name].option} is never called {why}")
     return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
+
+
+def dotted(path: object) -> object:
+    """Write the path of a function of slime with dots only, since other flags depend on which of them is chosen."""
+    own = isinstance(path, str) and path.startswith("slime.") and ".py" not in path
+    return str(path).replace(":", ".") if own else path
 
 
 def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:

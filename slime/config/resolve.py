@@ -41,6 +41,9 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     """
     machine = machine or this_machine()
     problems: list[str] = []
+    for name, flag in FLAGS.items():
+        if flag.kind == "hook":
+            setattr(args, name, hooks.dotted(getattr(args, name)))
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)

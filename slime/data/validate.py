@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from slime.config.data import DEFAULT_DATA_SOURCE
+from slime.config.data import DEFAULT_DATA_SOURCE, check_multimodal_keys
 from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, is_fully_async
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
@@ -31,6 +31,8 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     Returns:
         One line for each problem, with file and line number; at most about twenty per file.
     """
+    if check_multimodal_keys(args):  # which is told already, and without columns no row can be read
+        return []
     found: list[str] = []
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     if _reads_prompts(args):

@@ -60,6 +60,14 @@ async def _converse(
     _show_tools(args, sample, servers.schemas)
     talk = Conversation(args, sample, sampling_params, evaluation)
     parser = tool_parser(_parser_name(args), servers.schemas)
+    # An aborted sample continues: the new servers are brought to where the old ones were. Servers over HTTP still are.
+    past = [entry["function"] for turn in talk.turns if turn["answered"] for entry in parser.parse(said(talk, turn))[1]]
+    for function in past:
+        if function["name"] in servers.started and servers.lost is None:
+            await talk.tools([servers.call(function)], args.environment_timeout)
+    if servers.lost is not None:
+        mark_unscored(sample, "error", servers.lost)
+        return sample
     while await talk.turn() is not None:
         _, calls = parser.parse(said(talk, talk.turns[-1]))
         if not calls:
@@ -81,11 +89,13 @@ class Servers:
     Attributes:
         schemas: The tools in the form of chat templates.
         lost: Why a server could not answer; None as long as all do.
+        started: The names of the tools whose server was started for this sample.
     """
 
     def __init__(self) -> None:
         self.schemas: list[Tool] = []
         self.lost: str | None = None
+        self.started: set[str] = set()
         self._clients: dict[str, Any] = {}
 
     @classmethod
@@ -111,6 +121,8 @@ class Servers:
                 raise StepFailed("error", f"--mcp-server {address}: {type(error).__name__}: {error}"[:2000]) from error
             for tool in listed:
                 found.add(tool, client, address)
+            if target is not address:
+                found.started |= {tool.name for tool in listed}
         return found
 
     def add(self, tool: Any, client: Any, address: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slime.data.sample import Group, flatten
 from slime.data.source import DataSource
 from slime.data.staleness import mask_older_versions
+from slime.observability.best_effort import warn
 from slime.rollout.admission import Admission
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.loop import RolloutLoop, _InFlightGroup
@@ -90,6 +91,12 @@ class StandingPool(RolloutLoop):
         self._drained = False
         if hasattr(data_source, "under_way"):
             data_source.under_way = self.under_way  # snapshots save these groups, so that a resume does not skip them
+        elif args.save_interval:
+            name = type(data_source).__name__
+            warn(
+                f"a resumed run will not generate the groups that are in progress: {name} does not keep them. "
+                "A subclass of slime.rollout.data_source.RolloutDataSourceWithBuffer does"
+            )
 
     def under_way(self) -> list[Group]:
         """Return the groups of the pool in the order of admission, each finished or as it was before generation."""

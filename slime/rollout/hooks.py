@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
+from slime.config.hooks import is_async
+
 
 @functools.lru_cache(maxsize=256)
 def parameters(fn: Callable[..., object]) -> tuple[frozenset[str], bool]:
@@ -23,11 +25,6 @@ def supported_kwargs(fn: Callable[..., object], **keywords: object) -> dict[str,
     """Return the entries of ``keywords`` that ``fn`` accepts."""
     names, anything = parameters(fn)
     return {name: value for name, value in keywords.items() if anything or name in names}
-
-
-def is_async(fn: Callable[..., object]) -> bool:
-    """Whether calling ``fn`` returns a coroutine. ``fn`` may be a callable object."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 async def call(fn: Callable[..., object], *args: object, threads: Executor | None = None, **keywords: object) -> Any:

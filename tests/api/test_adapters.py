@@ -10,10 +10,11 @@ import pytest
 from make_args import make_args
 
 from slime.api.adapters import UnknownParameters, adapt
+from slime.config.hooks import is_async
 from slime.data.sample import Sample
 from slime.rollout.custom_generate import takes_list
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
-from slime.rollout.hooks import is_async, supported_kwargs
+from slime.rollout.hooks import supported_kwargs
 from slime.rollout.rm_hub.custom import call_bounded
 
 REWARD, GENERATE, FILTER = "custom_rm_path", "custom_generate_function_path", "dynamic_sampling_filter_path"
@@ -79,6 +80,23 @@ def test_a_generate_function_keeps_its_form() -> None:
     adapted = adapt(GENERATE, several)
     assert takes_list(adapted) and supported_kwargs(adapted, evaluation=True) == {"evaluation": True}
     assert len(adapted(None, [sample(), sample()], evaluation=True)) == 2
+
+
+def test_a_single_parameter_with_a_name_of_its_own_leaves_known_ones_their_values() -> None:
+    def speak(one: Sample, evaluation: bool = False) -> tuple[Sample, bool]:
+        return one, evaluation
+
+    spoken = sample()
+    assert adapt(GENERATE, speak)(None, spoken, {}, evaluation=True) == (spoken, True)
+    assert adapt(REWARD, lambda one, label=None: float(one.label == label))(None, spoken) == 1.0
+
+
+def test_an_async_filter_is_refused() -> None:
+    async def keep(rewards: list[float]) -> bool:
+        return True
+
+    with pytest.raises(UnknownParameters, match="called without await"):
+        adapt(FILTER, keep)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,42 @@ def test_callbacks_hear_of_every_phase_and_can_stop_the_run(program: Program, tm
         trainer.step()
 
 
+def test_a_run_that_is_stopped_early_is_saved_once(program: Program, tmp_path: Path) -> None:
+    trainer = program.trainer(num_rollout=9, save_interval=20, save=str(tmp_path / "s"))
+    for _ in range(3):
+        trainer.step()
+    trainer.finish()
+    trainer.close()
+    assert [path.name for path in trainer.checkpoints] == ["iter_0000002"]
+    assert program.said().count("actor saves") == 1
+    unsaved = program.trainer(num_rollout=9)
+    unsaved.step()
+    unsaved.close()
+    assert not unsaved.checkpoints, "nobody asked for snapshots"
+
+
+def test_a_snapshot_that_is_still_being_written_is_named_and_completed_after_ctrl_c(
+    program: Program, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+
+    class Listener(slime.Callback):
+        def on_save(self, trainer: Trainer, folder: Path) -> None:
+            heard.append(f"save {folder.name}, {folder.is_dir()}")
+
+        def on_end(self, trainer: Trainer) -> None:
+            heard.append("end")
+
+    saving = {"save_interval": 1, "save": str(tmp_path / "s"), "async_save": True}
+    trainer = program.trainer([Listener()], num_rollout=5, **saving)
+    program.driver.run.snapshots.commit_if_written = lambda: None  # the disk is slow
+    trainer.step()
+    assert heard == ["save iter_0000000, False"]
+    program.driver.run.asked = 1  # the next rollout is being generated
+    trainer.close()
+    assert heard[1:] == ["end"] and [path.name for path in trainer.checkpoints] == ["iter_0000000"]
+
+
 def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Program) -> None:
     trainer = program.trainer(num_rollout=2)
     with pytest.raises(ValueError, match="nothing to save"):

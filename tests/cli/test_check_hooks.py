@@ -147,6 +147,7 @@ WRONG = {
     "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
     "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
     "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but slime calls this hook without await", 1),
+    "async object": ("--rollout-sample-filter-path", "class F:\n    async def __call__(self, args, groups): pass\nf = F()", "it is an async def, but slime calls this hook without await", None),
     "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "but must be (raw_rewards, rewards)", 1),
     "short": (POST, "def f(args, samples):\n    return [0.0], [0.0]", "it returned 1 raw_rewards for 8 samples", 1),
     "hook answer": ("--rollout-sample-hook-path", "def f(args, sample):\n    return 3", "its result has the type int, but must be None or a Sample", 1),

@@ -94,6 +94,73 @@ def test_a_users_source_is_restored_by_its_state_without_methods_for_files(tmp_p
     assert not take_warnings()
 
 
+def test_a_program_may_save_without_having_asked_for_snapshots(tmp_path: Path) -> None:
+    state = RolloutState(make_args(hf_checkpoint="unused"), tmp_path, source := Stateful(None))
+    state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
+    source.get_samples(4)
+    state.save(0, tmp_path)
+    again = Stateful(None)
+    state_of(again, tmp_path).load(0, tmp_path, 1)
+    assert again.given == 4
+
+
+def test_a_state_that_the_source_goes_on_to_change_is_copied(tmp_path: Path) -> None:
+    class Live(Stateful):
+        def __init__(self, args: Any) -> None:
+            super().__init__(args)
+            self.seen: list[int] = []
+
+        def get_samples(self, num_samples: int) -> list[Group]:
+            self.seen += range(num_samples)
+            return super().get_samples(num_samples)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"given": self.given, "seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.seen = state["seen"]
+
+    state = state_of(source := Live(None), tmp_path)
+    state.complete(0, Rollout(answered(source.get_samples(2)), {}, 1.0))
+    source.get_samples(3)  # for a rollout that is not complete yet
+    state.save(0, tmp_path)
+    resumed = state_of(again := Live(None), tmp_path)
+    resumed.load(0, tmp_path, 1)
+    again.get_samples(1)
+    resumed.save(0, tmp_path / "next")
+    state_of(third := Live(None), tmp_path).load(0, tmp_path / "next", 2)
+    assert third.seen == [0, 1]
+
+
+def test_files_that_are_written_late_are_told(tmp_path: Path) -> None:
+    take_warnings()
+    WithFiles.saved = {}
+    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=1, save=str(tmp_path), save_interval=5)
+    state = RolloutState(args, tmp_path, source := WithFiles(None))
+    state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
+    source.get_samples(4)
+    state.save(0, tmp_path)
+    (told,) = take_warnings()
+    assert "WithFiles.save was called late" in told and "for rollout 1" in told
+
+
+def test_a_wrapper_that_passes_its_methods_on_is_saved(tmp_path: Path) -> None:
+    class Wrapper:
+        def __init__(self, inner: WithFiles) -> None:
+            self.inner = inner
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    WithFiles.saved = {}
+    again = resumed(Wrapper(WithFiles(None)), inner := WithFiles(None), tmp_path)  # type: ignore[arg-type]
+    assert again is inner and inner.given == 4
+
+
 def test_a_users_source_is_restored_from_its_files_without_a_state(tmp_path: Path) -> None:
     WithFiles.saved = {}
     again = resumed(WithFiles(None), WithFiles(None), tmp_path)

@@ -142,6 +142,38 @@ def test_a_resumed_run_goes_on_in_its_own_folder(workplace) -> None:
     assert fresh.startswith("model-grpo-20")
 
 
+def test_a_function_that_evaluates_needs_no_data(workplace) -> None:
+    code = "def evaluate(args, rollout_id, data_source, evaluation=False): return {}\n"
+    args = workplace.load(f"--eval-interval 2 --eval-function-path {workplace.write('mine.py', code)}:evaluate")
+    assert args.eval_interval == 2 and not any("no data to evaluate" in notice for notice in args.notices)
+
+
+def test_the_paths_of_slimes_own_functions_are_the_same_in_both_forms(workplace) -> None:
+    own = "slime.rollout.fully_async_rollout"
+    args = workplace.load(f"--rollout-function-path {own}:generate_rollout_fully_async", asynchronous=True)
+    assert args.rollout_function_path == f"{own}.generate_rollout_fully_async"
+    assert args.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--custom-tis-function-path mine.py:f", "without --use-tis"),
+        ("--custom-tis-function-path mine.py:f --use-tis", ""),
+        ("--custom-update-weight-post-write-path mine.py:g", "without --update-weight-transport disk"),
+        (
+            "--custom-reward-post-process-path mine.py:h --custom-convert-samples-to-train-data-path mine.py:h",
+            "with --custom-convert-samples-to-train-data-path",
+        ),
+    ],
+)
+def test_a_function_that_is_never_called_is_told(workplace, flags: str, why: str) -> None:
+    code = "def f(args, **more): pass\ndef g(args, folder, engines): pass\ndef h(args, samples): pass\n"
+    line = flags.replace("mine.py", workplace.write("mine.py", code))
+    told = [notice for notice in workplace.load(line).notices if "is never called" in notice]
+    assert len(told) == bool(why) and why in "".join(told)
+
+
 def test_eval_interval_without_data_is_one_notice(workplace) -> None:
     args = workplace.load("--eval-interval 50")
     assert args.eval_interval is None

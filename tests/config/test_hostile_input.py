@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.config.args import FLAGS
-from slime.config.hooks import CALLS, call_problem
+from slime.config.hooks import AWAITED, CALLS, call_problem
 from slime.config.machine import Machine
 
 FILE_FLAGS = sorted(name for name, flag in FLAGS.items() if flag.kind in ("path", "pairs") and flag.status == "works")
@@ -153,6 +153,10 @@ def test_a_hook_with_other_parameters_is_told_before_it_is_called(workplace, nam
     problem = str(call_problem(name, namespace["bad"]))
     assert words in problem and "one_more" in problem
     assert "not a function" in str(call_problem(name, 5))
+
+    async def awaited(*values: object, **more: object) -> None: ...
+
+    assert ("async def" in str(call_problem(name, awaited))) == (name not in AWAITED)
 
 
 def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> None:

@@ -103,6 +103,18 @@ async def test_each_sample_has_a_server_of_its_own(monkeypatch: pytest.MonkeyPat
         assert "<tool>call 1<" in script.asked[1] and "<tool>call 2<" in script.asked[2]
 
 
+async def test_a_continued_conversation_has_a_server_that_knows_the_calls_before(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
+    sample, _ = await talk(monkeypatch, bytes_dir, COMMAND, [call("count"), call("add", a=1, b=1), "I wasABORT"])
+    assert sample.status is Sample.Status.ABORTED
+    script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
+    script.says = [" there." + call("count"), "Done.<eos>"]
+    await generate(script.args, sample, script.params)
+    assert script.asked[0].endswith("I was") and "<tool>call 2<" in script.asked[1]
+    assert sample.status is Sample.Status.COMPLETED
+
+
 async def test_calls_reach_a_server_over_http(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, url: str) -> None:
     _, script = await talk(monkeypatch, bytes_dir, url, [call("add", a=1, b=1), "2<eos>"])
     assert script.asked[1].endswith("<tool>2<eos><assistant>")

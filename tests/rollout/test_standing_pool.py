@@ -8,6 +8,7 @@ from rollout_parts import SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness, token_staleness
+from slime.observability.best_effort import take_warnings
 from slime.rollout.fully_async_rollout import StandingPool, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState
 
@@ -66,6 +67,18 @@ async def test_a_resumed_pool_trains_finished_groups_in_their_turn(tokenizer_dir
         pool = StandingPool(args, source)
         assert [group[0].group_index for group in await step(pool, 0)] == order
         await pool.close()
+
+
+@pytest.mark.parametrize("saves", [None, 2])
+async def test_a_source_that_would_skip_the_groups_in_progress_is_named(tokenizer_dir, saves: int | None):
+    class Mine:
+        def __len__(self) -> int:
+            return 10
+
+    take_warnings()
+    StandingPool(arguments(tokenizer_dir, save_interval=saves), Mine())
+    told = take_warnings()
+    assert len(told) == bool(saves) and all("in progress: Mine does not keep them" in one for one in told)
 
 
 async def test_nothing_is_asked_for_beyond_the_last_step(tokenizer_dir):

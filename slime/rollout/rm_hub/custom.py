@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.rollout.hooks import is_async
+from slime.config.hooks import is_async
 from slime.rollout.verifier.pool import default_workers
 
 logger = logging.getLogger(__name__)
