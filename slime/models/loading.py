@@ -49,6 +49,9 @@ def plain_attention(config: PretrainedConfig) -> str:
     return "sdpa" if not known or auto._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
+_MOST_LAYERS = 10_000  # of a folder without weights
+
+
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
     """Remove ``quantization_config`` from a config, because the weights are dequantized when they are read."""
     for part in (config, config.get_text_config()):
@@ -82,7 +85,8 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
         ModelError: As :func:`load_hf_model`, except for values that are not finite.
     """
     folder = local_folder(path)
-    if folder is None or (not read_headers(folder) and any(folder.glob("*.bin*"))):
+    headers = {} if folder is None else read_headers(folder)
+    if folder is None or (not headers and any(folder.glob("*.bin*"))):
         return []
     stored = StoredWeights(folder)
     try:
@@ -90,6 +94,11 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
     except Exception as error:  # a wrong file can raise anything in transformers or in the model's own code
         what = f"transformers cannot read {folder / 'config.json'}"
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > (len(headers) or _MOST_LAYERS):
+        # Also without memory for their weights, billions of layers would be built until the machine has none left.
+        file, many = folder / "config.json", f"{len(headers)} tensors"
+        raise ModelError(f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}")
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except Exception as error:  # as above; an engine or Megatron may know the architecture all the same
