@@ -49,9 +49,6 @@ def plain_attention(config: PretrainedConfig) -> str:
     return "sdpa" if not known or auto._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
-_MOST_LAYERS = 10_000  # of a folder without weights
-
-
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
     """Remove ``quantization_config`` from a config, because the weights are dequantized when they are read."""
     for part in (config, config.get_text_config()):
@@ -95,7 +92,7 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
         what = f"transformers cannot read {folder / 'config.json'}"
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > (len(headers) or _MOST_LAYERS):
+    if isinstance(layers, int) and layers > len(headers):
         # Also without memory for their weights, billions of layers would be built until the machine has none left.
         file, many = folder / "config.json", f"{len(headers)} tensors"
         raise ModelError(f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}")
