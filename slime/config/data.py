@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import file_of, first_row, read_yaml
-from slime.config.flag import DERIVED, flag, hook_flag, path_flag
+from slime.config.flag import DERIVED, flag, hook_flag, path_flag, shown
 from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, OWN_FUNCTIONS, context_notice, is_fully_async
 
@@ -107,7 +107,8 @@ def check_data_files(args: Args) -> list[str]:
 
 def check_multimodal_keys(args: Args) -> list[str]:
     wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
-    return [f"--multimodal-keys: {kind!r} must name a column, not {column!r}" for kind, column in wrong.items()]
+    words = "--multimodal-keys: {} must name a column, not {}"
+    return [words.format(shown(kind), shown(column)) for kind, column in wrong.items()]
 
 
 @dataclass

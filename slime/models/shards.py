@@ -57,6 +57,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             headers.update(_file_headers(folder / file))
         except ValueError as error:
             problems.append(f"{file} {error}")
+        except OSError as error:  # such as a name in the index that no file can have
+            problems.append(f"{file[:80]} cannot be read: {error.strerror}")
     lost = [name for name, file in indexed.items() if name not in headers and not any(file in p for p in problems)]
     if lost:
         problems.append(f"{INDEX} lists tensors that its files do not contain: {shorten(lost)}")

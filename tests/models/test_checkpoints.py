@@ -121,6 +121,7 @@ def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path, damage: Callabl
         ('{"weight_map": {}}', "lists no tensors"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "outside the folder"),
         ('{"weight_map": {"a": "model-9.safetensors"}}', "model-9.safetensors is missing"),
+        (json.dumps({"weight_map": {"a": 300 * "x"}}), f"{80 * 'x'} cannot be read: File name too long"),
     ],
 )
 def test_a_bad_index_is_named(sharded: Path, tmp_path: Path, content: str, said: str) -> None:
