@@ -91,7 +91,7 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
             problems.append(f"{given} and {name} are two names of the same flag: give one of them")
         if value is None:
             continue
-        if name in _OF_THE_COMMAND_LINE and value is not False:
+        if name in _OF_THE_COMMAND_LINE and not (isinstance(value, int) and not value):
             problems.append(f"{given}: {_OF_THE_COMMAND_LINE[name]}")
             continue
         try:

@@ -42,7 +42,7 @@ def train(
             raise
         interrupted = True
     except BaseException:
-        trainer.close()
+        trainer.close(save=False)
         raise
     return Result(trainer, trainer.history, trainer.evaluations, trainer.checkpoints, interrupted)
 

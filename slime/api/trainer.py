@@ -183,13 +183,15 @@ class Trainer:
 
         With ``save_interval``, a run that ends before its last rollout is saved here, as at the end of every run.
         """
+        self._finish(saves=True)
+
+    def _finish(self, saves: bool) -> None:
         from slime.cluster.run import complete
 
         run = self._open()
         if run.completed:
             return
-        trained = run.trainer.trained
-        if self.args.save_interval and trained is not None and trained != run.snapshots.newest:
+        if saves and self._is_unsaved(run):
             self.save()
         self.num_rollout = self.next_rollout
         with self._working(run):
@@ -265,20 +267,33 @@ class Trainer:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End all processes of the run; metrics and files stay. Safe to call twice."""
+    def close(self, save: bool = True) -> None:
+        """End all processes of the run; metrics and files stay. Safe to call twice.
+
+        Args:
+            save: Whether a run with ``save_interval`` is saved first. At the end of a ``with`` block it is not after an
+                error, since the newest weights may be what went wrong.
+        """
         run = self._run
         if run is None:
             return
         if run.asked and not run.completed:
             # A rollout is still being generated after Ctrl-C, so the ledger cannot be closed.
-            with self._working(run):
+            with self._working(run), run.stop.deferred():
                 run.snapshots.commit()
+                if save and self._is_unsaved(run):
+                    run.pool.end_for_save()
+                    run.snapshots.save(int(run.trainer.trained or 0))
+                    run.snapshots.commit()
             run.completed = True
             run.log.display.finish()
             self._tell(lambda one: one.on_end(self))
-        self.finish()
+        self._finish(save)
         self._end(None)
+
+    def _is_unsaved(self, run: Run) -> bool:
+        trained = run.trainer.trained
+        return bool(self.args.save_interval) and trained is not None and trained != run.snapshots.newest
 
     def __enter__(self) -> Self:
         return self
@@ -286,7 +301,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(save=kind is None)
 
     def _end(self, error: BaseException | None) -> None:
         """Leave ``open_run``; an error of a phase is already on its way to the caller."""

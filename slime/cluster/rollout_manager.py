@@ -42,9 +42,15 @@ if TYPE_CHECKING:
 
 
 class RolloutManager(EngineManager):
-    """One per run. Generation runs on one thread, while :meth:`status` and others answer on further threads."""
+    """One per run. Generation runs on one thread, while :meth:`status` and others answer on further threads.
 
-    def __init__(self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys) -> None:
+    Args:
+        in_program: Whether the run belongs to a program, which may save at any time.
+    """
+
+    def __init__(
+        self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys, in_program: bool = False
+    ) -> None:
         import ray
 
         from slime.cluster.logs import redirect_output
@@ -65,7 +71,8 @@ class RolloutManager(EngineManager):
         super().__init__(args, self.run_dir / "logs", keys)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
-        self.state = RolloutState(args, self.run_dir, self.data_source)
+        self.in_program = in_program
+        self.state = RolloutState(args, self.run_dir, self.data_source, in_program)
         self.traces = TraceFiles(self.run_dir, args.log_keep_last)
         self.pool: StandingPool | None = None  # of a fully asynchronous run
         self.generation = Generation()
@@ -120,6 +127,7 @@ class RolloutManager(EngineManager):
 
         start = time.perf_counter()
         args = self.args
+        self.state.begun = rollout_id
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample
@@ -298,7 +306,7 @@ class RolloutManager(EngineManager):
         self._on_engines(flush_when_idle)
         self.state.close()
         self.data_source = load_function(self.args.data_source_path)(self.args)
-        self.state = RolloutState(self.args, self.run_dir, self.data_source)
+        self.state = RolloutState(self.args, self.run_dir, self.data_source, self.in_program)
         GenerateState(self.args).begin_anew()
         self.generation.begin()
 

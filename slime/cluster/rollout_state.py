@@ -14,10 +14,10 @@ from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import (
     DataSource,
-    FileDataSource,
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
-    StatefulDataSource,
+    has_files,
+    is_stateful,
 )
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
@@ -45,19 +45,21 @@ class RolloutState:
     generated again.
     """
 
-    def __init__(self, args: Args, run_dir: Path, source: DataSource) -> None:
+    def __init__(self, args: Args, run_dir: Path, source: DataSource, in_program: bool = False) -> None:
         self.args, self.source = args, source
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
-        self.saves = bool(args.save_interval or args.save)
-        if self.saves and not isinstance(source, (StatefulDataSource, FileDataSource)):
+        asked = bool(args.save_interval or args.save)
+        self.saves = asked or in_program  # a program may save at any time
+        if asked and not is_stateful(source) and not has_files(source):
             name, methods = type(source).__name__, "neither state_dict and load_state_dict nor save and load"
             warn(f"a resumed run will begin with its first prompts again: the data source {name} has {methods}")
         self.sources: dict[int, object] = {}  # by rollout: the state of the data source after it, until it is trained
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
+        self.begun = -1  # the newest rollout for which the data source was asked
         self.restored: dict[int, Rollout] = {}  # from the snapshot: used instead of generating these rollouts
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
@@ -100,7 +102,8 @@ class RolloutState:
         if self.args.debug_rollout_only:  # No step ends that would remove the state of older rollouts.
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
             self.sources.clear()
-        # Also without --save and --save-interval: a program may save at any time (``Trainer.save``).
+        if not self.saves:
+            return
         if self.schedule is not None:
             self._positions[rollout_id] = self.schedule.file.position()
         self.sources[rollout_id] = self._source_state()
@@ -114,7 +117,7 @@ class RolloutState:
 
     def _source_state(self) -> object:
         """The state of the data source as it is now; None if it has none."""
-        if not isinstance(self.source, StatefulDataSource):
+        if not is_stateful(self.source):
             return None
         state = self.source.state_dict()
         # A user's state may be made of the lists that the source goes on to change. Those of the built-in sources are
@@ -152,7 +155,7 @@ class RolloutState:
             "schedule": self._positions.get(base),
         }
         write_state(_file(directory, rollout_id), state)
-        if self._own("save") is not None and rollout_id > self.own_saved:
+        if self._own("save") is not None and rollout_id > self.own_saved and self.begun > rollout_id:
             name = type(self.source).__name__
             warn(
                 f"{name}.save was called late, for a snapshot between two of --save-interval: a run that resumes from "
@@ -170,9 +173,9 @@ class RolloutState:
         """Restore the state from the snapshot after step ``rollout_id``."""
         state = read_state(_file(directory, rollout_id))
         if state["data_source"] is not None:
-            assert isinstance(self.source, StatefulDataSource), "--data-source-path is not the class that was saved"
+            assert is_stateful(self.source), "--data-source-path is not the class that was saved"
             self.source.load_state_dict(copy.deepcopy(state["data_source"]))
-        elif isinstance(self.source, StatefulDataSource):
+        elif is_stateful(self.source):
             warn(f"the snapshot {directory} holds no state of the data source: it begins with its first prompts again")
         if load := self._own("load"):
             load(rollout_id)
@@ -198,7 +201,7 @@ class RolloutState:
         """The method ``name`` of the user's data source, or None if it has none or only the built-in one."""
         function = getattr(self.source, name, None)  # of the object: a wrapper may pass its methods on
         is_built_in = getattr(function, "__func__", None) is getattr(RolloutDataSource, name)
-        return None if is_built_in else function
+        return function if callable(function) and not is_built_in else None
 
 
 def _is_strict(args: Args, source: DataSource) -> bool:

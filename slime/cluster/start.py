@@ -223,7 +223,7 @@ def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waite
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     # With several threads, status() and engine_status() can answer while generate() runs.
     options = actor_class(RolloutManager).options(num_cpus=0, max_concurrency=8)
-    handle = options.remote(args, str(parts.dir.path), layout, keys)
+    handle = options.remote(args, str(parts.dir.path), layout, keys, parts.stop.in_program)
     return ManagerClient(handle, waiter, args.phase_timeout)
 
 

@@ -103,7 +103,8 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
     """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
     user chose another way."""
-    chosen = args.use_rollout_logprobs or args.get_mismatch_metrics
+    rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
+    chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
     if args.loss_type == "policy_loss" and args.rollout_quantization and not chosen:
         args.use_tis = True
         args.notices.append(

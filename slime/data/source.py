@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
@@ -41,7 +41,6 @@ class DataSource(Protocol):
     def add_samples(self, samples: list[Group]) -> None: ...
 
 
-@runtime_checkable
 class StatefulDataSource(Protocol):
     """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead of training."""
 
@@ -50,13 +49,21 @@ class StatefulDataSource(Protocol):
     def load_state_dict(self, state: SourceState) -> None: ...
 
 
-@runtime_checkable
 class FileDataSource(Protocol):
     """A source that writes its state to files of its own, after each rollout after which a snapshot is written."""
 
     def save(self, rollout_id: int) -> None: ...
 
     def load(self, rollout_id: int | None = None) -> None: ...
+
+
+def is_stateful(source: object) -> TypeGuard[StatefulDataSource]:
+    """Whether the source has the methods of a state. ``isinstance`` does not see those that a wrapper passes on."""
+    return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def has_files(source: object) -> TypeGuard[FileDataSource]:
+    return all(callable(getattr(source, name, None)) for name in ("save", "load"))
 
 
 class RolloutDataSource:

@@ -66,6 +66,7 @@ async def _converse(
         if function["name"] in servers.started and servers.lost is None:
             await talk.tools([servers.call(function)], args.environment_timeout)
     if servers.lost is not None:
+        sample.status = Sample.Status.FAILED  # an aborted sample would be generated again and again
         mark_unscored(sample, "error", servers.lost)
         return sample
     while await talk.turn() is not None:

@@ -91,7 +91,7 @@ class StandingPool(RolloutLoop):
         self._drained = False
         if hasattr(data_source, "under_way"):
             data_source.under_way = self.under_way  # snapshots save these groups, so that a resume does not skip them
-        elif args.save_interval:
+        elif args.save_interval or args.save:
             name = type(data_source).__name__
             warn(
                 f"a resumed run will not generate the groups that are in progress: {name} does not keep them. "

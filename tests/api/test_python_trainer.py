@@ -245,6 +245,13 @@ def test_a_run_that_is_stopped_early_is_saved_once(program: Program, tmp_path: P
     trainer.close()
     assert [path.name for path in trainer.checkpoints] == ["iter_0000002"]
     assert program.said().count("actor saves") == 1
+    with (
+        pytest.raises(ArithmeticError),
+        program.trainer(num_rollout=9, save_interval=20, save=str(tmp_path / "t")) as one,
+    ):
+        one.step()
+        raise ArithmeticError("the weights are what went wrong")
+    assert not one.checkpoints
     unsaved = program.trainer(num_rollout=9)
     unsaved.step()
     unsaved.close()
@@ -271,6 +278,14 @@ def test_a_snapshot_that_is_still_being_written_is_named_and_completed_after_ctr
     program.driver.run.asked = 1  # the next rollout is being generated
     trainer.close()
     assert heard[1:] == ["end"] and [path.name for path in trainer.checkpoints] == ["iter_0000000"]
+
+
+def test_what_was_trained_before_ctrl_c_is_saved_at_the_end(program: Program, tmp_path: Path) -> None:
+    trainer = program.trainer(num_rollout=5, save_interval=4, save=str(tmp_path / "s"))
+    trainer.step()
+    program.driver.run.asked = 1  # the next rollout is being generated
+    trainer.close()
+    assert [path.name for path in trainer.checkpoints] == ["iter_0000000"]
 
 
 def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Program) -> None:

@@ -95,7 +95,7 @@ def test_a_users_source_is_restored_by_its_state_without_methods_for_files(tmp_p
 
 
 def test_a_program_may_save_without_having_asked_for_snapshots(tmp_path: Path) -> None:
-    state = RolloutState(make_args(hf_checkpoint="unused"), tmp_path, source := Stateful(None))
+    state = RolloutState(make_args(hf_checkpoint="unused"), tmp_path, source := Stateful(None), in_program=True)
     state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
     source.get_samples(4)
     state.save(0, tmp_path)
@@ -139,10 +139,29 @@ def test_files_that_are_written_late_are_told(tmp_path: Path) -> None:
     args = make_args(hf_checkpoint="unused", n_samples_per_prompt=1, save=str(tmp_path), save_interval=5)
     state = RolloutState(args, tmp_path, source := WithFiles(None))
     state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
+    state.save(0, tmp_path)
+    assert not take_warnings(), "the source has given nothing since"
+    state.own_saved, state.begun = -1, 1
     source.get_samples(4)
     state.save(0, tmp_path)
     (told,) = take_warnings()
     assert "WithFiles.save was called late" in told and "for rollout 1" in told
+
+
+def test_a_source_is_not_asked_for_a_state_that_nobody_saves(tmp_path: Path) -> None:
+    class Locked(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("no snapshot can be written")
+
+    state = RolloutState(make_args(hf_checkpoint="unused"), tmp_path, source := Locked(None))
+    state.complete(0, Rollout(answered(source.get_samples(1)), {}, 1.0))
+    assert not state.ahead
+
+
+def test_a_path_named_save_is_no_method(tmp_path: Path) -> None:
+    source: Any = Stateful(None)
+    source.save = source.load = "/a/folder"
+    assert resumed(source, Stateful(None), tmp_path).given == 8
 
 
 def test_a_wrapper_that_passes_its_methods_on_is_saved(tmp_path: Path) -> None:
