@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,12 +122,17 @@ def spoil(random_: Random, folder: Path) -> str:
     file = random_.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content, name = file.read_bytes(), str(file.relative_to(folder))
     kind = random_.choice(("content", "content", "content", "bytes", "gone", "folder", "link", "pipe", "renamed"))
+    if kind == "content" and file.suffix in (".json", ".gz"):
+        try:
+            text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
+        except (OSError, EOFError, ValueError, zlib.error):
+            kind = "bytes"  # it is damaged already
     if kind == "content" and file.suffix == ".jsonl":
         file.write_bytes(in_lines(random_, content))
     elif kind == "content" and file.suffix == ".json":
-        file.write_bytes(in_json(random_, content.decode()).encode())
+        file.write_bytes(in_json(random_, text).encode())
     elif kind == "content" and file.suffix == ".gz":
-        file.write_bytes(gzip.compress(in_json(random_, gzip.decompress(content).decode()).encode(), 1))
+        file.write_bytes(gzip.compress(in_json(random_, text).encode(), 1))
     elif kind == "content" and file.suffix == ".yaml":
         file.write_bytes(in_yaml(random_, content))
     elif kind in ("content", "bytes"):
