@@ -14,6 +14,8 @@ from scripted_engine import byte_tokenizer
 VISION = ("geo3k_vlm", "geo3k_vlm_multi_turn")  # these make a model of their own, which is tiny
 ELSEWHERE = {
     "reward_model": "its encoder is downloaded; tests/rollout/test_reward_models.py has an encoder of its own",
+    "reproducibility": "its four runs are those of tests/e2e/test_train.py: killed, resumed and compared bit for bit",
+    "train_infer_mismatch_helper": "its six runs take a minute; test_train_infer_mismatch_helper.py reads its settings",
     "multi_node": "it starts a Ray cluster; tests/e2e/test_seed_commands.py does the same",
 }
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*/run_cpu.sh") if path.parent.name not in ELSEWHERE)
