@@ -191,7 +191,7 @@ class Trainer:
         run = self._open()
         if run.completed:
             return
-        if saves and self._is_unsaved(run):
+        if saves and self.args.save_interval and run.trainer.trained not in (None, run.snapshots.newest):
             self.save()
         self.num_rollout = self.next_rollout
         with self._working(run):
@@ -274,26 +274,23 @@ class Trainer:
             save: Whether a run with ``save_interval`` is saved first. At the end of a ``with`` block it is not after an
                 error, since the newest weights may be what went wrong.
         """
+        from slime.cluster.run import save_while_generating
+
         run = self._run
         if run is None:
             return
         if run.asked and not run.completed:
             # A rollout is still being generated after Ctrl-C, so the ledger cannot be closed.
             with self._working(run), run.stop.deferred():
-                run.snapshots.commit()
-                if save and self._is_unsaved(run):
-                    run.pool.end_for_save()
-                    run.snapshots.save(int(run.trainer.trained or 0))
+                if save:
+                    save_while_generating(run)
+                else:
                     run.snapshots.commit()
             run.completed = True
             run.log.display.finish()
             self._tell(lambda one: one.on_end(self))
         self._finish(save)
         self._end(None)
-
-    def _is_unsaved(self, run: Run) -> bool:
-        trained = run.trainer.trained
-        return bool(self.args.save_interval) and trained is not None and trained != run.snapshots.newest
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from slime.config.hooks import call_problem, is_async
+from slime.config.hooks import NOT_AWAITED, call_problem, is_async
 
 Hook = Callable[..., object]
 """A function or class of the user."""
@@ -92,7 +92,7 @@ def check_call(name: str, fn: Hook) -> None:
 def not_async(fn: Hook) -> None:
     """Refuse an async function for a hook that is called without await."""
     if is_async(fn):
-        raise wrong(fn, "it is an async def, but slime calls this hook without await: use a plain def")
+        raise wrong(fn, NOT_AWAITED)
 
 
 def check_picklable(sample: object) -> None:

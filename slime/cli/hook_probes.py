@@ -17,10 +17,10 @@ from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wron
 from slime.cli.hook_probes_generate import agent, check_groups, generate, rollout, sample_hook
 from slime.cli.hook_probes_reward import reward, reward_post_process
 from slime.data.sample import Sample, flatten
+from slime.data.source import has_files, is_stateful
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2
-FILES = ("save", "load")
 
 
 def dynamic_filter(bench: Bench, fn: Hook) -> str:
@@ -61,8 +61,8 @@ def data_source(bench: Bench, fn: Hook) -> str:
     missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
-    pairs = {pair: all(hasattr(fn, name) for name in pair) for pair in (("state_dict", "load_state_dict"), FILES)}
-    if not any(pairs.values()):
+    stateful, files = is_stateful(fn), has_files(fn)
+    if not stateful and not files:
         raise wrong(fn, "the class has neither state_dict and load_state_dict nor save and load, so it cannot resume")
     source = guarded(fn, lambda: fn(bench.args), bench.limit).result
     groups = guarded(fn, lambda: source.get_samples(PAIR), bench.limit).result
@@ -73,7 +73,7 @@ def data_source(bench: Bench, fn: Hook) -> str:
     length = guarded(fn, lambda: len(source), bench.limit).result
     args = bench.args.with_values(load=bench.args.save)
     again = guarded(fn, lambda: fn(args), bench.limit).result
-    if pairs[FILES]:
+    if files:
         guarded(fn, lambda: source.save(0), bench.limit)
         guarded(fn, lambda: again.load(0), bench.limit)
     else:

@@ -166,15 +166,20 @@ def snapshot_before_stop(parts: Parts) -> None:
         return
     # The disk is full: nobody waits for room while the run ends.
     with contextlib.suppress(StopRequested):
-        run.snapshots.commit()  # A snapshot of --async-save may still be open.
-        folder, trained = run.snapshots.settings.folder, run.trainer.trained
-        if folder is None or trained is None or trained == run.snapshots.saved:
-            return
-        # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.
-        run.pool.end_for_save()
-        run.snapshots.save(trained)
-        run.snapshots.commit()
-        run.log.note(f"saved rollout {trained}; go on with --load {folder}")
+        save_while_generating(run)
+
+
+def save_while_generating(run: Run) -> None:
+    """Save what was trained since the last snapshot, if the run has a folder for it; the engines may end for this."""
+    run.snapshots.commit()  # A snapshot of --async-save may still be open.
+    folder, trained = run.snapshots.settings.folder, run.trainer.trained
+    if folder is None or trained is None or trained == run.snapshots.saved:
+        return
+    # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.
+    run.pool.end_for_save()
+    run.snapshots.save(trained)
+    run.snapshots.commit()
+    run.log.note(f"saved rollout {trained}; go on with --load {folder}")
 
 
 def shut_down(parts: Parts, failed: bool) -> None:

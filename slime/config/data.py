@@ -190,8 +190,7 @@ def derive_evaluation(args: Args) -> None:
     for name, source in fallbacks.items():
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, source))
-    path = args.eval_function_path.replace(":", ".")
-    own = args.eval_function_path != args.rollout_function_path and path not in OWN_FUNCTIONS  # it may need no data
+    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"

@@ -145,6 +145,9 @@ AWAITED = ("agent_function_path",)
 """The flags of :data:`CALLS` whose functions may be async."""
 
 
+NOT_AWAITED = "it is an async def, but slime calls this hook without await: use a plain def"
+
+
 def is_async(function: Callable[..., object]) -> bool:
     """Whether calling ``function`` returns a coroutine. It may be a callable object."""
     method = getattr(function, "__call__", None)  # noqa: B004
@@ -159,7 +162,7 @@ def call_problem(name: str, function: object) -> str | None:
         return None
     words, positional, keywords = CALLS[name]
     if name not in AWAITED and is_async(function):
-        return "it is an async def, but slime calls this hook without await: use a plain def"
+        return NOT_AWAITED
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
