@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ def named(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 def segments() -> set[str]:
+    """The files of this process. One that an earlier test left may be removed at any time."""
     return {name for name in os.listdir(shared_memory.SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
 
 
@@ -63,7 +65,7 @@ def test_staged_tensors_equal_the_originals_and_share_one_buffer(files: FileList
     staged.drop()
     del staged
     gc.collect()
-    assert segments() == before
+    assert segments() <= before
 
 
 def test_too_little_shared_memory_is_an_error_not_a_dead_process(
@@ -145,7 +147,7 @@ async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list
     await transport.close()
     assert 1 <= len(kept) <= 2, "buffers are used again"
     gc.collect()
-    assert segments() == before
+    assert segments() <= before
 
 
 @pytest.mark.real
@@ -161,7 +163,7 @@ async def test_a_process_that_dies_is_named_and_the_other_gets_everything(proces
     gc.collect()
     assert len(transport._left) == 1, "the dead process never gave back what it was offered"
     await transport.close()
-    assert segments() == before
+    assert segments() <= before
 
 
 async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> None:
@@ -189,13 +191,13 @@ async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> Non
 
 
 KILLED = """
-import sys, time, torch
+import socket, sys, time, torch
 from slime.weights.transports.ipc import stage
 from slime.weights.transports.shared_memory import FileList
 from slime.engines.flat import Bucket
 files = FileList()
 staged = stage(Bucket(0, [("a", torch.ones(1000))]), [], files)
-print(files.path, staged.buffer.path, flush=True)
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [f"{files.path} {staged.buffer.path}".encode()], [files._fd])
 time.sleep(60)
 """
 
@@ -204,11 +206,15 @@ time.sleep(60)
 @pytest.mark.parametrize("with_manager", [False, True])
 def test_a_killed_trainer_leaves_no_shared_memory(with_manager: bool) -> None:
     """Ray kills a worker's children with it, torch_shm_manager among them."""
-    child = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            child = subprocess.Popen([sys.executable, "-c", KILLED, str(far.fileno())], pass_fds=[far.fileno()])
+        message, (lock,), _, _ = socket.recv_fds(near, 4096, 1)
+    listed, path = message.decode().split()
     try:
-        assert child.stdout is not None
-        listed, path = child.stdout.readline().decode().split()
-        assert sweep_shared_memory() == [] and os.path.exists(path), "its owner lives"
+        sweep_shared_memory()
+        assert os.path.exists(path), "its owner lives"
         if with_manager:
             for manager in psutil.Process(child.pid).children():
                 manager.kill()
@@ -217,9 +223,11 @@ def test_a_killed_trainer_leaves_no_shared_memory(with_manager: bool) -> None:
     finally:
         child.kill()
         child.wait(10)
+    # A run in another process sweeps, too: it could remove the file before this line if the lock had ended.
+    assert not with_manager or os.path.exists(path)
+    os.close(lock)
     if with_manager:
-        assert os.path.exists(path)
-        assert sweep_shared_memory() == [os.path.basename(path)]
+        sweep_shared_memory()
     deadline = time.monotonic() + 120
     while os.path.exists(path):
         assert time.monotonic() < deadline, f"{path} is still there"
