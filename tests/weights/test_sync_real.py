@@ -114,7 +114,7 @@ def test_two_engines_get_the_trainers_weights(name: str, pair: list[EngineHandle
     assert published == {"disk": ["weight_v0.1"], "delta": ["delta_v0.1"]}.get(name, [])
     run(transport.close())
     gc.collect()
-    assert shared_segments() == before
+    assert shared_segments() <= before
     assert not any((tmp_path / "published").glob("*"))
     answer = run(pair[0].generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}))
     assert answer["meta_info"]["weight_version"] == "0.1"
