@@ -134,10 +134,10 @@ def check_family(args: Args) -> list[str]:
     if "vision_config" in config:
         return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
     try:
-        family = get_family(str(config.get("model_type")), args.model_name)
+        get_family(str(config.get("model_type")), args.model_name)
     except ValueError as error:
         return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
-    problem = not_divided(family, ParallelLayout.from_args(args))
+    problem = not_divided(config, ParallelLayout.from_args(args))
     return [problem] if problem else []
 
 

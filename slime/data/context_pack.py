@@ -40,10 +40,11 @@ def build_context_pack(
     rows = count + num_padding
     starts = np.concatenate([[0], np.cumsum([2 * half for half in halves])])
     ids, positions, q_lens, keys = [], [], [], []
-    logit_index, targets, response_index = [], [], []
+    logit_index, targets, response_index, whole_samples = [], [], [], []
     for array, half, start, response in zip(arrays, halves, starts, response_lengths, strict=False):
         padded = np.concatenate([array, np.zeros(2 * size * half - len(array), np.int64)])
         whole = _rows_of_all(np.arange(len(padded)), half, int(start), size, rows)
+        whole_samples.append(whole[: len(array)])
         mine = []
         for chunk in (rank, 2 * size - 1 - rank):
             mine.append(np.arange(chunk * half, (chunk + 1) * half))
@@ -82,6 +83,7 @@ def build_context_pack(
         num_padding=num_padding,
         sample_ranges=[[(int(a), int(b))] for a, b in itertools.pairwise(starts)],
         response_index=response_index,
+        whole_samples=whole_samples,
     )
 
 

@@ -60,6 +60,8 @@ class PackLayout:
     sample_ranges    n lists       per sample, the ``(start, end)`` rows that hold its tokens
     response_index   list, n       with context parallelism (``context_pack.py``): which of a
                                    sample's response tokens this rank scores; otherwise None
+    whole_samples    list, n       with context parallelism: the rows of each sample's tokens,
+                                   int64 [total_length], in the rows of all ranks
     ================ ============= ==========================================================
     """
 
@@ -79,6 +81,7 @@ class PackLayout:
     num_padding: int
     sample_ranges: list[list[Range]]
     response_index: list[np.ndarray] | None = None
+    whole_samples: list[np.ndarray] | None = None
 
     def rows_of(self, sample: int) -> np.ndarray:
         """The rows of the pack that hold the tokens of one sample, in order: int64 [total_length]."""

@@ -94,7 +94,7 @@ class PackSegments:
     the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. ``sequences``
     is there for models that have layers with a state. ``image_blocks``, int64 ``[T]``, numbers the images whose tokens
     attend to their whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
-    ``kv_index`` refers to the rows of all its ranks.
+    ``kv_index`` and ``sequences`` refer to the rows of all its ranks.
     """
 
     cu_seqlens_q: Tensor
@@ -156,21 +156,25 @@ def _similar(lens: np.ndarray) -> list[list[int]]:
 
 
 def _sequence_blocks(layout: PackLayout, device: torch.device | str) -> list[SequenceBlock]:
-    sequences = [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges]
+    if layout.whole_samples is not None:
+        sequences = layout.whole_samples
+    else:
+        sequences = [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges]
     lens = np.asarray([len(sequence) for sequence in sequences])
+    own_lens = lens if layout.whole_samples is not None else layout.q_lens
     blocks = []
     for bucket in _similar(lens):
         length = int(lens[bucket].max())
         slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(bucket)])
         ends = [lens[i] + slot * length for slot, i in enumerate(bucket)]
-        picks = [np.arange(end - layout.q_lens[i], end) for end, i in zip(ends, bucket, strict=True)]
+        picks = [np.arange(end - own_lens[i], end) for end, i in zip(ends, bucket, strict=True)]
         blocks.append(
             SequenceBlock(
                 rows=to_device(np.concatenate([sequences[i] for i in bucket]), device),
                 slots=to_device(slots, device) if len(slots) != len(bucket) * length else None,
                 n=len(bucket),
                 length=length,
-                own=to_device(np.concatenate([sequences[i][-layout.q_lens[i] :] for i in bucket]), device),
+                own=to_device(np.concatenate([sequences[i][-own_lens[i] :] for i in bucket]), device),
                 picks=to_device(np.concatenate(picks), device),
             )
         )

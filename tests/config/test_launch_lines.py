@@ -54,7 +54,9 @@ def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
     """Write what a recipe reads. ``X_torch_dist`` is a checkpoint of Megatron-LM (``foreign``) or slime's own."""
     model = root / "MODEL"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(hf_config(recipe["model"], recipe["type"])))
+    (model / "config.json").write_text(
+        json.dumps(hf_config(recipe["model"], recipe["type"]) | recipe.get("config", {}))
+    )
     weights = root / "MODEL_torch_dist"
     if foreign:
         (weights / "release").mkdir(parents=True)
@@ -120,7 +122,7 @@ def line_of(recipe: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if is_refused(name)])
-def test_a_family_without_a_map_is_refused_before_the_start(check: Any, name: str) -> None:
+def test_what_cannot_run_is_refused_before_the_start(check: Any, name: str) -> None:
     _, problems = check(RECIPES[name])
     for part in RECIPES[name]["refused"]:
         assert [problem for problem in problems if part in problem], (part, problems)

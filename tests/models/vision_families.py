@@ -33,7 +33,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     ),
     "Qwen3.5": (
         "Qwen3_5Config",
-        DELTA | HYBRID | dict(rope_parameters=ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}),
+        # with larger weights, a state of several tokens amplifies rounding above the tolerances on some processors
+        DELTA
+        | HYBRID
+        | dict(
+            initializer_range=0.05, rope_parameters=ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+        ),
         MERGED | dict(num_position_embeddings=64),
         PLACES,
     ),

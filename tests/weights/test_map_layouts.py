@@ -14,6 +14,7 @@ from slime.weights.maps.layouts import (
     COLUMNS,
     REPLICATED,
     ROWS,
+    ByHead,
     Interleaved,
     Layout,
     QueryKeyValue,
@@ -42,7 +43,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
     rows = size * draw(st.integers(1, 4))
     matrices = draw(st.booleans())
     kind = draw(
-        st.sampled_from(["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv", "fused qkv"])
+        st.sampled_from(
+            ["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv", "fused qkv", "by head"]
+        )
     )
     if kind == "columns":
         return COLUMNS, [draw(st.integers(1, 4))], size, True
@@ -58,6 +61,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
         gated, fused = draw(st.booleans()), kind != "qkv"
         layout = QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim, gated=gated, fused=fused)
         return layout, [], size, matrices
+    if kind == "by head":
+        sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+        return ByHead(heads=rows, sizes=sizes), [rows * sum(sizes)], size, matrices
     return (ROWS if kind == "rows" else REPLICATED), [rows], size, matrices
 
 
@@ -90,6 +96,15 @@ def test_gates_come_after_the_queries_of_their_group() -> None:
         *(1, 2, -1, -2, 5, 7),
         *(3, 4, -3, -4, 6, 8),
     ]
+
+
+def test_the_heads_of_a_part_are_a_smaller_tensor_of_the_same_kind() -> None:
+    """Queries of two rows, keys and values of one row, of four heads; the second of two ranks has the last two."""
+    layout = ByHead(heads=4, sizes=(2, 1, 1))
+    tensor = torch.tensor([*(1, 1, 2, 2, 3, 3, 4, 4), *(10, 20, 30, 40), *(100, 200, 300, 400)])
+    part = layout.part([tensor], 1, 2)
+    assert part.tolist() == [3, 3, 30, 300, 4, 4, 40, 400]
+    assert ByHead(heads=2, sizes=(2, 1, 1)).split(part)[0].tolist() == [3, 3, 4, 4, 30, 40, 300, 400]
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,98 @@
-"""The gated delta net of transformers as a layer of megatron-core, whose own does not compute packs."""
+"""The gated delta net of transformers as a layer of megatron-core, whose own does not compute packs.
+
+The key heads, each with its value heads, are divided among the ranks of tensor parallelism, and once more among those
+of context parallelism, which have equal weights. The output projection adds what the heads contribute. So a rank
+computes a smaller delta net, with its heads only and on the tokens of all ranks, and the outputs are summed over ranks.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slime.backends.megatron.modules import Pack, device_of
+from slime.backends.megatron.modules import Offsets, Pack, device_of
 from slime.models.layer_kinds import gated_delta_net
 from slime.models.packed_layers import run_sequences
+from slime.weights.maps.family import Family, Settings
+from slime.weights.maps.layouts import ByHead, Layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_NET = ".linear_attn."
+
+
+@dataclass(frozen=True)
+class DeltaNets:
+    """Makes the gated delta nets of a model.
+
+    Attributes:
+        hf_config: The config of the language model.
+        layouts: How each parameter is divided among ranks, by its name in transformers.
+    """
+
+    hf_config: PretrainedConfig
+    layouts: Mapping[str, Layout]
+
+    def make(self, index: int, ranks: int) -> nn.Module:
+        """Return the module of transformers for layer ``index``, without memory and with one of ``ranks`` equal parts
+        of the heads."""
+        module = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(self.hf_config)])
+        (name,) = (name for name in vars(module) if name.endswith(gated_delta_net.KIND.mixers))
+        config = copy.copy(self.hf_config)
+        config.linear_num_key_heads //= ranks
+        config.linear_num_value_heads //= ranks
+        with torch.device("meta"):
+            net: nn.Module = getattr(module, name)(config, index)
+        return net
+
+
+def delta_nets(hf_config: PretrainedConfig, family: Family, settings: Settings) -> DeltaNets | None:
+    """Return what makes the gated delta nets of a model; None if it has none."""
+    places = [index for index, linear in enumerate(settings.get("linear_attention_freq") or ()) if linear]
+    if not places:
+        return None
+    parameters = [entry for entry in family.layer(settings, places[0]) if _NET in entry.hf[0]]
+    return DeltaNets(hf_config, {entry.hf[0].rpartition(_NET)[2]: entry.layout for entry in parameters})
+
 
 class PackedDeltaNet(MegatronModule):
-    """A gated delta net of transformers in the place of attention. Its state is reset at each sequence of a pack."""
+    """A gated delta net in the place of attention. Its state is reset at each sequence of a pack.
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, make: Callable[[int], nn.Module], **_: object
-    ) -> None:
-        """Create the layer. ``make`` returns the module of transformers for the index of a layer."""
+    ``weights`` has the parameters with the heads of this tensor-parallel rank. Those that transformers stores as all
+    queries, all keys and all values are stored by key head here (:class:`ByHead`), so that they can be divided.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, nets: DeltaNets, **_: object) -> None:
         super().__init__(config=config)
-        self.net = make(layer_number - 1).to(device_of(config), config.params_dtype)
+        self.layouts = nets.layouts
+        self.tp_group, self.cp_group = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+        make: dict[str, Any] = {"dtype": config.params_dtype, "device": device_of(config)}
+        shapes = nets.make(layer_number - 1, self.tp_group.size()).named_parameters()
+        self.weights = nn.ParameterDict({key(name): torch.empty(x.shape, **make) for name, x in shapes})
+        # The module without memory computes with the weights that it is given, and registers no parameters.
+        net = nets.make(layer_number - 1, self.tp_group.size() * self.cp_group.size())
+        self.compute: Callable[..., Tensor] = functools.partial(torch.func.functional_call, net)
 
     def forward(
         self,
@@ -39,13 +103,52 @@ class PackedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """Return the output, ``[T, 1, H]`` like the input, and no bias."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
-        mixer = lambda batch: self.net(hidden_states=batch)  # noqa: E731
-        return run_sequences(mixer, hidden_states.squeeze(1), packed_seq_params.segments).unsqueeze(1), None
+        weights = self._weights_of_rank()
+        mixer = lambda batch: self.compute(weights, kwargs={"hidden_states": batch})  # noqa: E731
+        rows = self._rows_of_all(hidden_states.squeeze(1))
+        return self._sum(run_sequences(mixer, rows, packed_seq_params.segments)).unsqueeze(1), None
+
+    def _weights_of_rank(self) -> dict[str, Tensor]:
+        """Return the weights with the heads that this rank computes, by their names in transformers."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        found = {}
+        for name, layout in self.layouts.items():
+            weight: Tensor = self.weights[key(name)]
+            if layout.axis is None:  # each rank has the gradient of its heads
+                weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+            elif size > 1:
+                weight = weight.chunk(size, layout.axis)[rank]
+            if isinstance(layout, ByHead):
+                here = dataclasses.replace(layout, heads=layout.heads // (self.tp_group.size() * size))
+                (weight,) = here.split(weight)
+            found[name] = weight
+        return found
+
+    def _rows_of_all(self, rows: Tensor) -> Tensor:
+        """Return the rows of the ranks that share the heads, ``[N, H]``, given those of this rank, ``[T, H]``. Their
+        gradients are summed over these ranks."""
+        if self.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(rows, group=self.tp_group)
+        else:
+            rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
+        return gather_from_sequence_parallel_region(rows, group=self.cp_group)
+
+    def _sum(self, out: Tensor) -> Tensor:
+        """Sum the outputs over the ranks that share the heads, and return the rows of this rank."""
+        out = reduce_scatter_to_sequence_parallel_region(out, group=self.cp_group)
+        if self.config.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weights as parts of those of all heads."""
+        axes = {f"weights.{key(name)}": x.axis for name, x in self.layouts.items() if x.axis is not None}
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
 
 
-def delta_nets(hf_config: PretrainedConfig) -> Callable[[int], nn.Module]:
-    """Return a function that makes the gated delta net of a layer, given its index, as transformers makes it."""
-    module = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(hf_config)])
-    (name,) = (name for name in vars(module) if name.endswith(gated_delta_net.KIND.mixers))
-    net: Callable[..., nn.Module] = getattr(module, name)
-    return functools.partial(net, hf_config)
+def key(name: str) -> str:
+    """Return the key of a parameter in ``weights``: its name in transformers without ".weight"."""
+    return name.removesuffix(".weight")

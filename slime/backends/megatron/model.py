@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -34,10 +34,11 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.delta_net import PackedDeltaNet
+from slime.backends.megatron.delta_net import DeltaNets, PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.backends.megatron.modules import (
     DividedRows,
+    GatedAttention,
     GatedMLP,
     GatedSharedExperts,
     HeadsRMSNorm,
@@ -56,8 +57,6 @@ from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from slime.weights.maps.family import Settings, moe_layers, padded_vocab_size
 
-MakeMixer: TypeAlias = Callable[[int], nn.Module]
-"""Makes the mixer of a layer, given its index."""
 EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -189,7 +188,7 @@ def build_chunk(
     seed: int,
     rotary: tuple[Tensor, float] | None = None,
     window_rotary: tuple[Tensor, float] | None = None,
-    delta_net: MakeMixer | None = None,
+    delta_nets: DeltaNets | None = None,
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
 
@@ -200,12 +199,12 @@ def build_chunk(
         seed: The seed of the value head.
         rotary, window_rotary: The results of :func:`~slime.backends.megatron.rotary.scaled_frequencies` and
             :func:`~slime.backends.megatron.rotary.window_frequencies`.
-        delta_net: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`, if the model has such layers.
+        delta_nets: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
-        block_spec(config, settings, vp_stage, delta_net),
+        block_spec(config, settings, vp_stage, delta_nets),
         vocab_size=padded_vocab_size(settings),
         max_sequence_length=settings.get("max_position_embeddings") or 1,
         pre_process=mpu.is_pipeline_first_stage(**stage),
@@ -264,7 +263,7 @@ _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
 def block_spec(
-    config: TransformerConfig, settings: Settings, vp_stage: int | None, delta_net: MakeMixer | None = None
+    config: TransformerConfig, settings: Settings, vp_stage: int | None, delta_nets: DeltaNets | None = None
 ) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer of the model."""
     with_experts = moe_layers(settings)
@@ -272,17 +271,17 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, settings, with_experts[i], delta_net if linear[i] else None) for i in here],
+        layer_specs=[layer_spec(config, settings, with_experts[i], delta_nets if linear[i] else None) for i in here],
         layer_norm=RMSNorm,
     )
 
 
 def layer_spec(
-    config: TransformerConfig, settings: Settings, with_experts: bool, delta_net: MakeMixer | None = None
+    config: TransformerConfig, settings: Settings, with_experts: bool, delta_nets: DeltaNets | None = None
 ) -> ModuleSpec:
-    """Return the specification of a decoder layer. With ``delta_net``, it has this instead of attention."""
-    if delta_net is not None:
-        attention = ModuleSpec(module=PackedDeltaNet, params={"make": delta_net})
+    """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of attention."""
+    if delta_nets is not None:
+        attention = ModuleSpec(module=PackedDeltaNet, params={"nets": delta_nets})
     else:
         attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
     plain: ModuleSpec | Callable[..., object] = plain_residual
@@ -308,7 +307,7 @@ def _attention(settings: Settings) -> ModuleSpec:
     if settings.get("qk_layernorm"):
         norm = HeadsRMSNorm if settings.get("qk_norm_over_heads") else RMSNorm
     return ModuleSpec(
-        module=SelfAttention,
+        module=GatedAttention,
         params=_CAUSAL,
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,

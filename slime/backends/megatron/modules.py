@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
@@ -244,6 +245,23 @@ class PackedCoreAttention(MegatronModule):
         """Return the attention sinks, if any, as a part of those of all heads."""
         tensors = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(tensors, prefix, {"softmax_offset": 0}, sharded_offsets)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention, with the right output gate if several tensor-parallel ranks share a key-value head.
+
+    megatron-core 0.16 divides the queries of this head among the ranks, but not their gates.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return query, key and value, ``[T, 1, heads, d]``, and the gate of the query if it is requested."""
+        found: tuple[Tensor, ...] = super().get_query_key_value_tensors(*args, **kwargs)
+        sharing = self.world_size // self.config.num_query_groups
+        if len(found) < 4 or sharing <= 1:
+            return found
+        query, key, value, gate = found
+        part = get_tensor_model_parallel_rank() % sharing
+        return query, key, value, gate.chunk(sharing, 2)[part]
 
 
 @fused_on_cuda

@@ -48,19 +48,17 @@ class TrainedModel:
         self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)
-        if problem := not_divided(self.family, layout):
+        if problem := not_divided(self.hf_config.to_dict(), layout):
             raise MegatronError(problem)
         self.settings = merged_settings(args.megatron, args.hf_checkpoint, self.family, self.hf_config)
         self.config = transformer_config(args, self.settings, layout, device)
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
-        self.has_state = any(self.settings.get("linear_attention_freq") or ())
-        delta_net = delta_nets(self.hf_config) if self.has_state else None
+        nets = delta_nets(self.hf_config, self.family, self.settings)
+        self.has_state = nets is not None
         of = None if self.config.multi_latent_attention else self.hf_config
         frequencies = (rotary.scaled_frequencies(of), rotary.window_frequencies(of)) if of else (None, None)
-        models = [
-            build_chunk(self.config, self.settings, role, stage, seed, *frequencies, delta_net) for stage in stages
-        ]
+        models = [build_chunk(self.config, self.settings, role, stage, seed, *frequencies, nets) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have room only for

@@ -55,7 +55,6 @@ class Family:
         settings: Converts config.json to Megatron's settings.
         layer: Returns the entries of one layer, given the settings and its global index.
         prefix: The prefix of the tensor names in the checkpoint.
-        not_divided: Why tensor and context parallelism are refused; "" if they are not.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Family:
     settings: Callable[[HfConfig], Settings]
     layer: Callable[[Settings, int], list[Entry]]
     prefix: str = "model."
-    not_divided: str = ""
 
     def entries(self, settings: Settings) -> Iterator[Entry]:
         """Yield the entries of all parameters in the order of the checkpoint, from the embedding to the output."""

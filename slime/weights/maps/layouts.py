@@ -188,6 +188,31 @@ class Transposed(_OfExpert):
         return [full.t()]
 
 
+@dataclass(frozen=True)
+class ByHead(_Rows):
+    """The layout of one tensor of the checkpoint that has the rows of all queries, then of all keys, and so on.
+
+    The full array has the heads one after the other: of each head its query, its key, and so on, with ``sizes`` rows.
+    """
+
+    axis: int | None = 0
+    heads: int = 1
+    sizes: tuple[int, ...] = ()
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return by_head(tensor.split([self.heads * size for size in self.sizes]), self.heads)
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        parts = full.unflatten(0, (self.heads, -1)).split(self.sizes, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in parts])]
+
+
+def by_head(tensors: Sequence[Tensor], heads: int) -> Tensor:
+    """Join tensors that each have the rows of all heads to one that has the heads one after the other."""
+    return torch.cat([x.unflatten(0, (heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+
 def _reversed(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim())))
 

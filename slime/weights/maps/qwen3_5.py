@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from slime.weights.maps import qwen3_next
 from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.layouts import ROWS, Layout
 
-PROJECTIONS = tuple(f"in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+
+def delta_net_layouts(settings: Settings) -> dict[str, Layout]:
+    """Return the layouts of the parameters of a gated delta net, by their names in the checkpoint."""
+    gates: dict[str, Layout] = {f"in_proj_{name}.weight": ROWS for name in ("z", "b", "a")}
+    projection = {"in_proj_qkv.weight": qwen3_next.query_key_value_rows(settings)}
+    return {**qwen3_next.inner_layouts(settings), **gates, **projection}
 
 
 def layer(settings: Settings, index: int) -> list[Entry]:
-    return qwen3_next.layer(settings, index, PROJECTIONS)
+    return qwen3_next.layer(settings, index, delta_net_layouts)
 
 
-FAMILY = Family(
-    "qwen3_5",
-    ("qwen3_5_text", "qwen3_5_moe_text"),
-    qwen3_next.settings,
-    layer,
-    not_divided=qwen3_next.NOT_DIVIDED,
-)
+FAMILY = Family("qwen3_5", ("qwen3_5_text", "qwen3_5_moe_text"), qwen3_next.settings, layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slime.weights.maps import qwen3, qwen3_moe
 from slime.weights.maps.family import (
     Entry,
@@ -14,10 +16,9 @@ from slime.weights.maps.family import (
     moe_layers,
     norm_entries,
 )
+from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, ByHead, Layout
 
-NOT_DIVIDED = "the gated delta nets of this family are not divided among ranks"
-DELTA_NET = ("A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight")
-PROJECTIONS = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+DELTA_NET_SHAPE = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def settings(config: HfConfig) -> Settings:
@@ -31,6 +32,7 @@ def settings(config: HfConfig) -> Settings:
         "use_gated_attention": True,
         "apply_layernorm_1p": True,
         "linear_attention_freq": [int(kind == "linear_attention") for kind in config["layer_types"]],
+        **{f"linear_{name}": config[f"linear_{name}"] for name in DELTA_NET_SHAPE},
     }
     if not config.get("num_experts"):
         return qwen3.settings(shape) | found
@@ -41,13 +43,37 @@ def settings(config: HfConfig) -> Settings:
     return qwen3_moe.settings(shape) | found | shared
 
 
-def layer(settings: Settings, index: int, projections: tuple[str, ...] = PROJECTIONS) -> list[Entry]:
-    """Return the entries of a layer. ``projections`` are the input projections of its gated delta net."""
+def delta_net_layouts(settings: Settings) -> dict[str, Layout]:
+    """Return the layouts of the parameters of a gated delta net, by their names in the checkpoint.
+
+    The projection of query, key, value and gate, and that of b and a, have the heads one after the other.
+    """
+    return {**inner_layouts(settings), "in_proj_qkvz.weight": ROWS, "in_proj_ba.weight": ROWS}
+
+
+def inner_layouts(settings: Settings) -> dict[str, Layout]:
+    """Return the layouts of all parameters but the input projections."""
+    shared = {"A_log": ROWS, "dt_bias": ROWS, "norm.weight": REPLICATED, "out_proj.weight": COLUMNS}
+    return {**shared, "conv1d.weight": query_key_value_rows(settings)}
+
+
+def query_key_value_rows(settings: Settings) -> ByHead:
+    """Return the layout of what has the rows of all queries, keys and values of a gated delta net."""
+    heads, key, value = (settings[f"linear_{x}"] for x in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    return ByHead(heads=heads, sizes=(key, key, value * (settings["linear_num_value_heads"] // heads)))
+
+
+def layer(
+    settings: Settings, index: int, layouts: Callable[[Settings], dict[str, Layout]] = delta_net_layouts
+) -> list[Entry]:
+    """Return the entries of a layer. ``layouts`` returns those of the parameters of its gated delta net."""
     hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
     mixer = (
         [
-            Entry(f"{megatron}self_attention.net.{name}", (f"{hf}linear_attn.{name}",))
-            for name in (*DELTA_NET, *projections)
+            Entry(
+                f"{megatron}self_attention.weights.{name.removesuffix('.weight')}", (f"{hf}linear_attn.{name}",), layout
+            )
+            for name, layout in layouts(settings).items()
         ]
         if settings["linear_attention_freq"][index]
         else attention_entries(settings, index)
@@ -65,4 +91,4 @@ def _experts(settings: Settings, index: int) -> list[Entry]:
     ]
 
 
-FAMILY = Family("qwen3_next", ("qwen3_next",), settings, layer, not_divided=NOT_DIVIDED)
+FAMILY = Family("qwen3_next", ("qwen3_next",), settings, layer)

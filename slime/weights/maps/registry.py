@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
-from slime.weights.maps.family import Family
+from slime.weights.maps.family import Family, HfConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,13 +39,15 @@ def get_family(model_type: str, model_name: str | None = None) -> Family:
     )
 
 
-def not_divided(family: Family, layout: ParallelLayout) -> str | None:
-    """Return why the family cannot have a parallel layout, and what to do; None if it can."""
-    if not family.not_divided or layout.tp == layout.cp == 1:
+def not_divided(config: HfConfig, layout: ParallelLayout) -> str | None:
+    """Return why the model of a config.json cannot have a parallel layout, and what to do; None if it can."""
+    heads = config.get("linear_num_key_heads")
+    if not heads or heads % (layout.tp * layout.cp) == 0:
         return None
     return (
-        f"--tensor-model-parallel-size {layout.tp} and --context-parallel-size {layout.cp} must be 1, because "
-        f"{family.not_divided}: use pipeline, expert and data parallelism"
+        f"--tensor-model-parallel-size {layout.tp} and --context-parallel-size {layout.cp} together divide the "
+        f"{heads} key heads of gated delta nets (linear_num_key_heads in config.json): {layout.tp} · {layout.cp} must "
+        f"be a divisor of {heads}"
     )
 
 

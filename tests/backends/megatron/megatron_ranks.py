@@ -94,6 +94,13 @@ PLAN: list[Layout] = [
     Layout("qwen3_next", 2, {EP: 2}),
     Layout("qwen3_5_moe", 2, {PP: 2}),
     Layout("qwen3_next_tied", 4, {PP: 2, EP: 2}),
+    Layout("qwen3_next", 2, {TP: 2}),
+    Layout("qwen3_5", 2, {TP: 2}),
+    Layout("qwen3_5_moe", 2, {CP: 2, EP: 2}),
+    Layout("qwen3_5", 2, {CP: 2, **FULL}),
+    Layout("qwen3_5", 4, {TP: 2, CP: 2, SP: True}),
+    Layout("qwen3_next_tied", 4, {TP: 2, EP: 2, ETP: 1, **OVERLAP}),
+    Layout("qwen3_next", 4, {TP: 4}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

@@ -153,10 +153,10 @@ CONFIGS |= {
 DELTA_NET: dict[str, Any] = SMALL | dict(
     initializer_range=0.05,  # with larger weights, a state of several tokens amplifies rounding above the tolerances
     layer_types=["linear_attention", "full_attention"] * 2,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
     linear_key_head_dim=8,
-    linear_value_head_dim=8,
+    linear_value_head_dim=4,
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
 )
 SHARED: dict[str, Any] = EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=16)
