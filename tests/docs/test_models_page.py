@@ -24,7 +24,7 @@ def test_the_page_lists_what_the_configs_say() -> None:
 
 def test_the_page_lists_the_kinds() -> None:
     lines = TEXT.splitlines()
-    start = lines.index("| kind of layer | in a pack | context parallelism | embedded engine |") + 2
+    start = lines.index("| kind of layer | in a pack | context parallelism (FSDP) | embedded engine |") + 2
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : lines.index("", start)]]
     assert [row[0] for row in rows] == [kind.name for kind in all_kinds()]
     for (_, _, context, _), kind in zip(rows, all_kinds(), strict=True):
