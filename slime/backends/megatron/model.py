@@ -42,6 +42,7 @@ from slime.backends.megatron.modules import (
     GatedMLP,
     GatedSharedExperts,
     HeadsRMSNorm,
+    LatentRMSNorm,
     NormedResidual,
     PackedCoreAttention,
     ReplicatedLinear,
@@ -331,8 +332,8 @@ def _latent_attention() -> ModuleSpec:
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=PackedCoreAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            kv_layernorm=RMSNorm,
+            q_layernorm=LatentRMSNorm,
+            kv_layernorm=LatentRMSNorm,
         ),
     )
 

@@ -108,6 +108,13 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.weight, self.eps)
 
 
+class LatentRMSNorm(RMSNorm):
+    """The norm of a low-rank projection in latent attention. transformers does not use the epsilon of config.json."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
 class DividedRows(nn.Module):
     """A module with one tensor, ``weight``, which is divided among tensor-parallel ranks along its first axis."""
 

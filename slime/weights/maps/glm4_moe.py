@@ -25,8 +25,9 @@ def sigmoid_router(config: HfConfig) -> Settings:
 
 
 def expert_settings(config: HfConfig) -> Settings:
-    """Return the settings of experts with a sigmoid router and shared experts. The first layers may be dense."""
+    """Return the settings of experts with a sigmoid router and shared experts. Some layers may be dense."""
     layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    types = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
     return (
         moe_settings(config)
         | sigmoid_router(config)
@@ -34,7 +35,7 @@ def expert_settings(config: HfConfig) -> Settings:
             "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]
             * (config.get("n_shared_experts") or 0)
             or None,
-            "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+            "moe_layer_freq": [int(kind == "sparse") for kind in types],
         }
     )
 

@@ -44,7 +44,8 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
-EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss")
+EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight", "minimax_m2")
+EXPERTS += ("gpt_oss",)
 DENSE = ("phi3", "olmo3", "granite", "seed_oss", "smollm3")
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", "gemma3", *DENSE, *EXPERTS)
 

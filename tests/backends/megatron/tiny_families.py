@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -47,6 +48,7 @@ SMALL: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+TIED: dict[str, Any] = dict(tie_word_embeddings=True)
 EXPERTS: dict[str, Any] = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -93,6 +95,7 @@ LATENT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("num_key_v
     n_shared_experts=2,
     routed_scaling_factor=2.5,
     first_k_dense_replace=1,
+    rms_norm_eps=1e-3,  # that of the norms within latent attention is always 1e-6
 )
 CONFIGS |= {
     "deepseek_v3": DeepseekV3Config(
@@ -112,6 +115,11 @@ CONFIGS |= {
         ),
     ),
     "moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **{name: value for name, value in LATENT.items() if name != "first_k_dense_replace"} | TIED,
+        q_lora_rank=12,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    ),
 }
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 CONFIGS |= {
@@ -182,7 +190,6 @@ CONFIGS |= {
     ),
 }
 NO_HEAD_DIM: dict[str, Any] = {name: value for name, value in SMALL.items() if name != "head_dim"}
-TIED: dict[str, Any] = dict(tie_word_embeddings=True)
 CONFIGS |= {
     "phi3": Phi3Config(**NO_HEAD_DIM, sliding_window=5),
     "phi3_partial": Phi3Config(
