@@ -44,6 +44,7 @@ SMALL: dict[str, Any] = dict(
     max_position_embeddings=128,
     initializer_range=0.2,
     tie_word_embeddings=False,
+    rms_norm_eps=1e-3,  # large, so that a norm with another one is seen
     pad_token_id=7,  # inside the vocabulary: samples contain it, and its embedding is trained
     bos_token_id=1,
     eos_token_id=2,
@@ -70,7 +71,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe_sparse": Qwen3MoeConfig(
         **SMALL, **EXPERTS, num_experts=4, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=1
     ),
-    "glm4": Glm4Config(**SMALL, attention_bias=True, rms_norm_eps=1e-5, partial_rotary_factor=0.5),
+    "glm4": Glm4Config(**SMALL, attention_bias=True, partial_rotary_factor=0.5),
     "glm4_moe": Glm4MoeConfig(
         **SMALL,
         **EXPERTS,
@@ -95,7 +96,7 @@ LATENT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("num_key_v
     n_shared_experts=2,
     routed_scaling_factor=2.5,
     first_k_dense_replace=1,
-    rms_norm_eps=1e-3,  # that of the norms within latent attention is always 1e-6
+    # transformers takes 1e-6 for the norms within latent attention
 )
 CONFIGS |= {
     "deepseek_v3": DeepseekV3Config(
@@ -127,7 +128,6 @@ CONFIGS |= {
     "glm4_yarn": Glm4Config(
         **SMALL | dict(head_dim=16),
         attention_bias=True,
-        rms_norm_eps=1e-5,
         rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16, "partial_rotary_factor": 0.5},
     ),
     "llama_linear": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
