@@ -8,7 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ranks import CP, EP, OFFLOAD, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
+from megatron_ranks import (
+    CP,
+    EP,
+    ETP,
+    OFFLOAD,
+    OVERLAP,
+    PP,
+    SP,
+    TP,
+    VPP,
+    Layout,
+    leave_groups,
+    make_arguments,
+    rank_batch,
+)
 
 FLAGS: dict[str, Any] = dict(lr_decay_style="linear", lr_warmup_iters=3, keep_old_actor=True)
 
@@ -54,7 +68,7 @@ CASES = [
     ),
     Case(
         layout("qwen3_moe", **{EP: 2}),
-        (layout("qwen3_moe", **{EP: 2}), layout("qwen3_moe", **{TP: 2}), layout("qwen3_moe", **{PP: 2})),
+        tuple(layout("qwen3_moe", **sizes) for sizes in ({EP: 2}, {TP: 2}, {TP: 2, ETP: 2}, {PP: 2})),
         async_save=True,
     ),
     Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),

@@ -39,18 +39,20 @@ WITH_EXPERTS = dict(lora_target_modules=("all-linear", "experts"), **KL)
 OF_EXPERTS = [
     lora("qwen3_moe", 1, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {EP: 2}, **WITH_EXPERTS),
-    lora("qwen3_moe", 2, {TP: 2}, **WITH_EXPERTS),  # each expert is divided
+    lora("qwen3_moe", 2, {TP: 2, ETP: 2}, **WITH_EXPERTS),  # each expert is divided
     lora("qwen3_moe", 2, {TP: 2, ETP: 1}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {EP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
-    lora("qwen3_moe", 2, {TP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {TP: 2, ETP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {PP: 2, **FULL}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {CP: 2, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 4, {TP: 2, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 4, {TP: 2, PP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, lora_target_modules=("experts",), use_rslora=True),
     lora("glm4_moe", 2, {EP: 2}, lora_target_modules=("all-linear", "experts")),  # the first layer is dense
+    lora("qwen3_moe", 2, {TP: 2, ETP: 2}, lora_init="kaiming", **WITH_EXPERTS),
+    lora("qwen3_moe", 2, {EP: 2}, lora_init="gaussian", **WITH_EXPERTS),
 ]
 PLAN = [
     lora("qwen3", **KL),
@@ -89,8 +91,9 @@ ORDINARY: dict[str, Any] = dict(lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_
 
 
 def arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
+    """Actors load an adapter, because that of a new run computes nothing; those with ``lora_init`` begin with one."""
     args = make_arguments(layout, paths, backend)
-    if layout.role == "actor" and args.lora_rank:
+    if layout.role == "actor" and args.lora_rank and "lora_init" not in layout.flags:
         args.load = str(paths[adapter_key(layout)])
     return args
 
@@ -109,7 +112,7 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
         if args.kl_coef or args.use_kl_loss:
             out["ref"] = backend.log_probs(samples_of(0, 0), "ref", temperature=1.0)["log_probs"]
         out["sent"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
-        out["changing"] = backend.adapter_sync.changing
+        out["changing"], out["targets"] = backend.adapter_sync.changing, backend.adapter.targets()
     else:
         out["values"] = backend.values(samples_of(0, 0))
     out["metrics"] = train_on_rollout(backend, args, samples_of(0, 0))[0]
@@ -176,6 +179,9 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
     backend = make(layout)
     out = results_of(backend, backend.args, samples_of)
+    backend.adapter.base[0][1].detach().view(-1)[-1] += 1  # one value: another base
+    backend.adapter._identity = None
+    out["base_changed"] = backend.adapter.identity()
     leave_model()
     if layout in KEPT:
         out |= files_of(make, layout, paths["output"] / str(PLAN.index(layout)), samples_of)

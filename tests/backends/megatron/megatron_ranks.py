@@ -69,6 +69,8 @@ PLAN: list[Layout] = [
     Layout("qwen3", 2, {TP: 2, **OFFLOAD}),
     Layout("qwen3_moe", 2, {EP: 2, **OVERLAP, **OFFLOAD, "optimizer_offload_fraction": 0.5}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1}),
+    Layout("qwen3_moe", 2, {TP: 2, ETP: 2}),
+    Layout("glm4_moe", 2, {TP: 2, ETP: 2}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}),
     Layout("glm4_moe", 2, {CP: 2}),
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),

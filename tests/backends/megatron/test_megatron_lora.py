@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +104,7 @@ def result(ranks: list[Results], layout: Layout, rank: int) -> dict[str, Any]:
 def test_loss_and_gradients_of_both_factors_are_those_of_fsdp(
     layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
 ) -> None:
-    """The loaded adapter is equal bit for bit. Gradients agree to 1e-5 of the largest of each factor."""
+    """The loaded or initial adapter is equal bit for bit. Gradients agree to 1e-5 of the largest of each factor."""
     reference = expected[layout.reference]
     prefix = "train/critic-" if layout.role == "critic" else "train/"
     if layout.role == "critic":
@@ -132,12 +135,15 @@ def test_only_the_adapter_is_trained_and_engines_get_what_fsdp_sends(
     one = expected[layout.reference]
     found = [result(ranks, layout, rank) for rank in range(layout.world)]
     assert len({str(x[key]) for x in found for key in ("base", "base_after")}) == 1
+    changed = [x["base_changed"] for x in found]
+    assert all(x == changed[0] and not x.items() & found[0]["base"].items() for x in changed), "each value counts"
     for mine in found:
         if layout.role == "critic":
             wanted = _own(layout, mine, one["values"])
             assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(mine["values"], wanted, strict=True))
             continue
         assert mine["changing"] == one["changing"] and mine["sent"].keys() == one["sent"].keys()
+        assert mine["targets"] == one["targets"], "the names in the adapter's files"
         for name, tensor in one["sent"].items():
             torch.testing.assert_close(mine["sent"][name], tensor, rtol=0, atol=1e-6)
         for scores in {"log_probs", "ref"} & one.keys():
@@ -149,6 +155,23 @@ def _own(layout: Layout, mine: dict[str, Any], everyones: list[torch.Tensor]) ->
     data_rank, size = mine["data_rank"]
     groups = rank_batch(0, 0, 0, 1)["group_indices"]
     return [x for x, group in zip(everyones, groups, strict=True) if group % size == data_rank]
+
+
+def test_weights_in_bfloat16() -> None:
+    """With the adapter added they stay so, and the base has no digest of the float32 values, which it does not have."""
+    from slime.backends.megatron.lora import MegatronAdapter, ModelAdapters
+
+    def named(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((f"{name}.weight", torch.ones(4, 2, dtype=dtype)) for name in ("adapted", "other"))
+
+    factors = {"adapted": Factors(torch.ones(1, 2), torch.full((4, 1), 0.25))}
+    adapters: Any = SimpleNamespace(settings=LoraSettings(1, 2.0), whole=lambda: factors)
+    for dtype, digests in ((torch.bfloat16, {"bfloat16"}), (torch.float32, {"bfloat16", "float32"})):
+        weights = dict(ModelAdapters.merge(adapters, named(dtype)))
+        assert {x.dtype for x in weights.values()} == {dtype}
+        assert (weights["adapted.weight"] == 1.5).all() and (weights["other.weight"] == 1).all()
+        adapter: Any = SimpleNamespace(_weights=SimpleNamespace(gather=partial(named, dtype)))
+        assert MegatronAdapter.digests(adapter).keys() == digests
 
 
 # --- reference, snapshots and files ----------------------------------------------------------------
