@@ -36,7 +36,6 @@ class ParallelLayout:
             return cls(world_size=args.world_size, cp=cp)
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         etp = given.get("expert_tensor_parallel_size")
-        has_experts = bool(given.get("num_experts") or given.get("num_moe_experts"))
         vpp = _model_chunks(args, pp)
         return cls(
             world_size=args.world_size,
@@ -44,7 +43,7 @@ class ParallelLayout:
             pp=pp,
             cp=cp,
             ep=int(given.get("expert_model_parallel_size") or 1),
-            etp=int(etp) if etp else (tp if has_experts else 1),
+            etp=int(etp) if etp else tp,  # Megatron's default
             vpp=vpp,
             vpp_group=int(given.get("microbatch_group_size_per_vp_stage") or pp) if vpp > 1 else 1,
         )
@@ -77,7 +76,7 @@ class ParallelLayout:
                 f"context {self.cp} = {model}: change --actor-num-gpus-per-node or the --*-parallel-size flags"
             )
         experts = self.ep * self.etp * self.pp
-        if (self.ep > 1 or self.etp > 1) and self.world_size % experts:
+        if (self.ep > 1 or self.etp != self.tp) and self.world_size % experts:
             found.append(
                 f"{self.world_size} training ranks are not a multiple of expert {self.ep} x expert tensor {self.etp} x "
                 f"pipeline {self.pp} = {experts}: change --expert-model-parallel-size or --expert-tensor-parallel-size"

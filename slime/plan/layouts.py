@@ -108,7 +108,7 @@ def flags(plan: Plan) -> list[str]:
     words += [f"--{name}-parallel-size {size}" for name, size in sizes if size > 1]
     if layout.tp > 1:
         words.append("--sequence-parallel")
-    if layout.ep > 1 and layout.tp > 1:
+    if run.model.experts and layout.tp > 1:
         words.append("--expert-tensor-parallel-size 1")
     if run.train.recomputed:
         words.append("--gradient-checkpointing" if run.train.backend == "fsdp" else _RECOMPUTE)

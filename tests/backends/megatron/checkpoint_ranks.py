@@ -68,12 +68,15 @@ CASES = [
     ),
     Case(
         layout("qwen3_moe", **{EP: 2}),
-        tuple(layout("qwen3_moe", **sizes) for sizes in ({EP: 2}, {TP: 2}, {TP: 2, ETP: 2}, {PP: 2})),
+        tuple(layout("qwen3_moe", **sizes) for sizes in ({EP: 2}, {TP: 2, ETP: 1}, {TP: 2}, {PP: 2})),
         async_save=True,
     ),
     Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
     Case(layout("minimax_m2", **{TP: 2}), (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2}))),
-    Case(layout("gpt_oss", **{TP: 2}), tuple(layout("gpt_oss", **sizes) for sizes in ({TP: 2}, {EP: 2}, {PP: 2}))),
+    Case(
+        layout("gpt_oss", **{TP: 2, ETP: 1}),
+        tuple(layout("gpt_oss", **sizes) for sizes in ({TP: 2, ETP: 1}, {EP: 2}, {PP: 2})),
+    ),
     Case(layout("qwen3_next", **{EP: 2}), tuple(layout("qwen3_next", **sizes) for sizes in ({EP: 2}, {TP: 2}))),
     Case(layout("qwen3_5", **{TP: 2}), tuple(layout("qwen3_5", **sizes) for sizes in ({TP: 2}, {CP: 2}, {PP: 2}))),
     Case(

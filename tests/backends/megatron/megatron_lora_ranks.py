@@ -47,7 +47,7 @@ OF_EXPERTS = [
     lora("qwen3_moe", 2, {TP: 2, ETP: 2, "use_distributed_optimizer": False}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {PP: 2, **FULL}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {CP: 2, EP: 2}, **WITH_EXPERTS),
-    lora("qwen3_moe", 4, {TP: 2, EP: 2}, **WITH_EXPERTS),
+    lora("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 1}, **WITH_EXPERTS),
     lora("qwen3_moe", 4, {TP: 2, PP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, lora_target_modules=("experts",), use_rslora=True),
     lora("glm4_moe", 2, {EP: 2}, lora_target_modules=("all-linear", "experts")),  # the first layer is dense

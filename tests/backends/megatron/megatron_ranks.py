@@ -52,7 +52,8 @@ FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", "gemma3", *D
 PLAN: list[Layout] = [
     # every family at TP1, TP2, PP2 and, with experts, EP2
     *(Layout(model) for model in FAMILIES),
-    *(Layout(model, 2, {TP: 2, SP: model not in ("llama", "qwen2")}) for model in FAMILIES),
+    *(Layout(model, 2, {TP: 2, SP: model not in ("llama", "qwen2")}) for model in FAMILIES if model != "gpt_oss"),
+    Layout("gpt_oss", 2, {TP: 2, ETP: 1}),
     *(Layout(model, 2, {PP: 2}) for model in FAMILIES),
     *(Layout(model, 2, {EP: 2}) for model in EXPERTS),
     # every layout of two ranks
@@ -69,8 +70,6 @@ PLAN: list[Layout] = [
     Layout("qwen3", 2, {TP: 2, **OFFLOAD}),
     Layout("qwen3_moe", 2, {EP: 2, **OVERLAP, **OFFLOAD, "optimizer_offload_fraction": 0.5}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1}),
-    Layout("qwen3_moe", 2, {TP: 2, ETP: 2}),
-    Layout("glm4_moe", 2, {TP: 2, ETP: 2}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}),
     Layout("glm4_moe", 2, {CP: 2}),
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
@@ -112,7 +111,6 @@ PLAN: list[Layout] = [
     Layout("qwen3", 4, {PP: 4}),
     Layout("qwen3", 4, {CP: 4}),
     Layout("llama", 4, {TP: 4}),
-    Layout("qwen3_moe", 4, {TP: 2, EP: 2}),
     Layout("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 1}),
     Layout("qwen3_moe", 4, {PP: 2, EP: 2}),
     Layout("glm4_moe", 4, {EP: 4}),
