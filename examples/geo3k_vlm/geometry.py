@@ -23,6 +23,20 @@ PIXELS = 8  # of a unit, and of a patch of the vision tower
 LONGEST = 4  # side of a square
 QUESTION = "<image>How long is a side?"
 COLOURS = ("crimson", "darkgreen", "navy", "purple", "black")
+QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", {}, dict(fullatt_block_indexes=[1], window_size=56)),
+    "qwen3_vl": ("Qwen3VL", {}, dict(num_position_embeddings=100, deepstack_visual_indexes=[0])),
+    "qwen3_5": (
+        "Qwen3_5",
+        dict(
+            **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16),
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+        dict(num_position_embeddings=100),
+    ),
+}
+"""Names in transformers, and what the text part and the vision part have besides the common."""
+ARCHITECTURES = ("llava", "gemma3", *QWEN)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
@@ -98,9 +112,47 @@ def make_model(seed: int, architecture: str = "llava") -> tuple[Any, Any]:
     """(model, processor) with random weights; an image is 25 tokens.
 
     Args:
-        architecture: ``llava`` or ``gemma3``, whose image tokens attend to their whole image.
+        architecture: One of :data:`ARCHITECTURES`. The processors of Qwen's models need torchvision.
     """
+    if architecture in QWEN:
+        return make_qwen(seed, architecture)
     return make_gemma3(seed) if architecture == "gemma3" else make_llava(seed)
+
+
+def make_qwen(seed: int, architecture: str) -> tuple[Any, Any]:
+    import torch
+    import transformers as t
+
+    start, image, end, video = (f"<|{name}|>" for name in ("vision_start", "image_pad", "vision_end", "video_pad"))
+    tokenizer = make_tokenizer((start, image, end, video))
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (start, image, end, video)}
+    name, more, parts = QWEN[architecture]
+    patch = dict(patch_size=14, temporal_patch_size=2)  # SGLang knows no other sizes of Qwen2.5-VL's
+    vision = dict(
+        depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=96, spatial_merge_size=2,
+        initializer_range=0.1, **patch, **parts,
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+    if architecture != "qwen2_5_vl":
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    text = dict(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=24, max_position_embeddings=512, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.1, rope_parameters=rope, **more,
+    )  # fmt: skip
+    config = getattr(t, f"{name}Config")(
+        text_config=text, vision_config=vision, image_token_id=ids[image], video_token_id=ids[video],
+        vision_start_token_id=ids[start], vision_end_token_id=ids[end], tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(t, f"{name}ForConditionalGeneration")(config)
+    template = CHAT_TEMPLATE.replace("<image>", f"{start}{image}{end}")
+    side = UNITS * 2 * patch["patch_size"]  # four patches are merged into a token
+    size = {"shortest_edge": side * side, "longest_edge": side * side}  # numbers of pixels
+    reader = t.Qwen2VLImageProcessor(size=size, merge_size=2, **patch)
+    videos = t.Qwen2VLVideoProcessor(size=size, merge_size=2, **patch)
+    kind = "Qwen2_5_VL" if architecture == "qwen2_5_vl" else "Qwen3VL"
+    return model, getattr(t, f"{kind}Processor")(reader, tokenizer, videos, chat_template=template)
 
 
 def make_gemma3(seed: int) -> tuple[Any, Any]:
@@ -184,7 +236,7 @@ def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, 
         inputs = processor(text=[text] * batch, images=[[figure.draw()] for figure in figures], return_tensors="pt")
         answers = torch.tensor([[ids[str(figure.side)], 1] for figure in figures])
         types = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in inputs.items() if k.endswith("token_type_ids")}
-        given = {"pixel_values": inputs["pixel_values"], **types}
+        given = {k: inputs[k] for k in ("pixel_values", "image_grid_thw") if k in inputs} | types
         logits = model(input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), **given).logits[:, -2:]
         cost = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
@@ -199,7 +251,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up-steps", type=int, default=12)
-    parser.add_argument("--architecture", choices=("llava", "gemma3"), default="llava")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="llava")
     parser.add_argument("--no-model", action="store_true", help="figures and questions only")
     args = parser.parse_args()
     train, held_out = (write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64)))

@@ -44,7 +44,9 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
         config.name: [
-            asyncio.ensure_future(_finished(args, group, eval_sampling_params(config), f"eval {config.name}"))
+            asyncio.ensure_future(
+                _finished(args, group, state.stopping_at_media(eval_sampling_params(config)), f"eval {config.name}")
+            )
             for group in groups
         ]
         for config, groups in plans

@@ -12,7 +12,7 @@ from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
-from slime.rollout.prompts import add_media, prompt_ids, prompt_text
+from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.settings import restricts_vocabulary
 from slime.rollout.state import GenerateState
@@ -77,32 +77,37 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
 def compare_read(state: GenerateState, sample: Sample, body: GenerateBody, meta: MetaInfo) -> None:
     """Warn once if the engine read another number of prompt tokens than ``sample`` has.
 
-    This can happen only if the engine tokenizes the text itself (samples with media). The log-probs of its response
-    then have another context than the tokens that are trained.
+    This can happen only to samples with media, whose placeholders SGLang repeats itself, or whose text it tokenizes.
+    The log-probs of its response then have another context than the tokens that are trained.
     """
     read = meta.get("prompt_tokens")
-    if "text" not in body or read is None or read == sample.num_tokens or state.warned_of_media:
+    if not sample.multimodal_inputs or read is None or read == sample.num_tokens or state.warned_of_media:
         return
     state.warned_of_media = True
+    hint = ". A continued response or a tool's text may be tokenized differently" if "text" in body else ""
     warn(
-        f"sample {sample.index} has media and {sample.num_tokens} tokens, but the engine, which tokenizes the text of "
-        f"such samples itself, read {read}: its log-probs belong to other tokens. Compare the processor "
-        "of --hf-checkpoint with the engine's. A continued response or a tool's text may be tokenized differently"
+        f"sample {sample.index} has media and {sample.num_tokens} tokens, but the engine, which inserts the tokens of "
+        f"media itself, read {read}: its log-probs belong to other tokens. Compare the processor of --hf-checkpoint "
+        f"with the engine's{hint}"
     )
 
 
 def build_generate_body(state: GenerateState, sample: Sample, params: SamplingParams) -> GenerateBody:
     """Build the body of the ``POST /generate`` request that continues ``sample``.
 
-    The body contains token ids. For a sample with media, SGLang gets text instead, because it inserts the media tokens
-    itself. The embedded engine always gets the ids that the processor made.
+    The body contains token ids. SGLang repeats the placeholders of media itself, so it gets the ids with one of them
+    for each image (:func:`~slime.rollout.prompts.folded_ids`), or text where that is not possible. The embedded engine
+    always gets the ids that the processor made.
     """
     body: GenerateBody = {"sampling_params": params, "return_logprob": True}
     add_media(body, sample)
-    if sample.multimodal_inputs and not state.requests.embedded:
-        body["text"] = prompt_text(state, sample) + sample.response
-    else:
+    folds = bool(sample.multimodal_inputs) and not state.requests.embedded
+    if not folds:
         body["input_ids"] = [] if (ids := sample.array("tokens")) is None else ids.tolist()
+    elif (folded := folded_ids(state, sample)) is not None:
+        body["input_ids"] = folded
+    else:
+        body["text"] = prompt_text(state, sample) + sample.response
     if state.requests.adapter is not None:
         body["lora_path"] = state.requests.adapter
     if state.requests.returns_experts:

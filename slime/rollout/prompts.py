@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.data.media import encode_image_for_rollout_engine, processor_inputs
+from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
 from slime.data.sample import Message, Sample
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
@@ -92,6 +92,32 @@ def add_media(fields: GenerateBody, sample: Sample) -> None:
         fields["video_data"] = [_as_uri(item, "video") for item in media["videos"]]
     if media.get("audio"):
         fields["audio_data"] = [_as_uri(item, "audio") for item in media["audio"]]
+
+
+def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
+    """Return the token ids of a sample with images with one placeholder for each of them, as SGLang takes ids.
+
+    SGLang repeats the placeholders as its processor does, and keeps all other ids (``SGLANG_MM_AVOID_RETOKENIZE``, its
+    default). Ids whose placeholders are repeated already would be decoded and tokenized again, or refused.
+
+    Returns:
+        None if there is no such form: the sample has other media than images; the processor inserts more than repeated
+        placeholders (Gemma 3's); or two images have no token between them.
+    """
+    media, processor = sample.multimodal_inputs or {}, state.processor
+    ids, images = sample.array("tokens"), media.get("images") or []
+    if ids is None or processor is None or any(media.get(kind) for kind in media if kind != "images"):
+        return None
+    token = getattr(processor, "image_token_id", None)
+    if not isinstance(token, int) or not len(images):
+        return None
+    if state.repeats_placeholders is None:
+        made = processor(text=[processor.image_token], images=[load_image(images[0])], add_special_tokens=False)
+        state.repeats_placeholders = set(made["input_ids"][0]) == {token}
+    first = (ids == token) & np.append(True, ids[:-1] != token)
+    if not state.repeats_placeholders or int(first.sum()) != len(images):
+        return None
+    return [int(i) for i in ids[first | (ids != token)]]
 
 
 def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:

@@ -20,7 +20,7 @@ from slime.data.tokenizers import load_processor, load_tokenizer
 from slime.engines.plan import engine_count
 from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
-from slime.types import Tokenizer
+from slime.types import SamplingParams, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -70,6 +70,7 @@ class GenerateState:
         schedule: The schedule of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
         generator: Where groups are generated; None: in this process.
         share: The share of the run's requests in flight that this process may send, above 0 and at most 1.
+        repeats_placeholders: Whether the processor only repeats the placeholder of an image; None: not asked yet.
         warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was given.
     """
 
@@ -99,15 +100,11 @@ class GenerateState:
         self.context, self.served = context_limit(args), served_context(args)
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
         self.seed, self.requests = args.rollout_seed, RequestSettings.from_args(args)
-        self.sampling_params = request_params(args)
-        # A response must contain no media placeholder, because there are no media for it. Stop where the model samples
-        # one; prompts.cut_at_sampled_media then removes it.
-        if self.media_token_ids:
-            given = self.sampling_params["stop_token_ids"] or []
-            self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
+        self.sampling_params = self.stopping_at_media(request_params(args))
         self.eval_datasets: dict[bytes, Any] = {}
         self.encoded: tuple[str, list[int]] = "", []
         self.warned_of_media = False
+        self.repeats_placeholders: bool | None = None
         self.generator: GroupGenerator | None = None
         self.share = 1.0
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -122,6 +119,17 @@ class GenerateState:
         self.schedule: WeightTimeline | None = None
         self.eval_rollout_id: int | None = None
         self.reset()
+
+    def stopping_at_media(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters that also stop at a media placeholder.
+
+        A response must contain none, because there are no media for it: a later request with it is refused. Where the
+        model samples one, it is removed (:func:`~slime.rollout.prompts.cut_at_sampled_media`, and after each turn of a
+        conversation).
+        """
+        if not self.media_token_ids:
+            return params
+        return {**params, "stop_token_ids": sorted({*(params["stop_token_ids"] or []), *self.media_token_ids})}
 
     @property
     def args(self) -> Args:

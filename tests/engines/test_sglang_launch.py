@@ -192,13 +192,17 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
         "value = triton.language.constexpr(7).value\n"
         "try: sgl_kernel.spam_cpu()\nexcept NotImplementedError as e: said = str(e)\n"
         "try: import sgl_kernel.scalar_type\nexcept ImportError: part = 'absent'\n"
+        "import torch\n"
+        "try: torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(torch.ones(1))\nexcept NotImplementedError as e: op = str(e)\n"
+        "assert not hasattr(torch.ops.sgl_kernel, 'convert_weight_packed')  # by which SGLang finds its real kernels\n"
         "from transformers.utils import is_torchvision_available\n"
-        "print(json.dumps([absent, value, said, part, is_torchvision_available()]))"
+        "print(json.dumps([absent, value, said, part, is_torchvision_available(), op]))"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, check=True, timeout=120, capture_output=True, text=True
     )
-    absent, value, said, part, believed = json.loads(done.stdout)
+    absent, value, said, part, believed, operator = json.loads(done.stdout)
     assert absent == list(PACKAGES) and value == 7 and part == "absent" and believed is False
+    assert "Could not run 'sgl_kernel::fused_sigmoid_mul_cpu'" in operator
     assert said == "sgl_kernel.spam_cpu: it needs sgl_kernel for the CPU, which is not installed"

@@ -8,12 +8,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from example_scripts import load_example
+from figure_samples import geometry, need_torchvision
 from PIL import ImageColor
 
 from slime.data.sample import Sample
-
-geometry = load_example("geo3k_vlm/geometry.py")
 
 
 @pytest.mark.parametrize("grid", [False, True])
@@ -45,8 +43,9 @@ async def test_the_reward_wants_exactly_the_number() -> None:
         assert await geometry.score(None, Sample(response=response, label="3")) == reward
 
 
-@pytest.mark.parametrize("architecture", ["llava", "gemma3"])
+@pytest.mark.parametrize("architecture", geometry.ARCHITECTURES)
 def test_the_warm_up_teaches_the_form_of_an_answer(architecture: str) -> None:
+    need_torchvision(architecture)
     model, processor = geometry.make_model(seed=1, architecture=architecture)
     first = geometry.warm_up(model, processor, steps=1, seed=1, batch=8)
     last = geometry.warm_up(model, processor, steps=6, seed=1, batch=8)

@@ -6,58 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from example_scripts import load_example
+from figure_samples import geometry, look, make_sample, save_model, trained_log_probs
 from in_process_engine import rollout_args, serving
 from make_args import make_args
 
 from slime.data.sample import Sample
-from slime.models.decoder import backbone_of
-from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_config, load_hf_model
-from slime.models.packed_attention import NAME as PACKED
-from slime.models.scorer import PolicyScorer
+from slime.models.loading import load_hf_config
+from slime.rollout.generate import build_generate_body
 from slime.rollout.multi_turn import Conversation
+from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 
-look = load_example("geo3k_vlm_multi_turn/second_look.py")
-FIGURE = {"side": 2, "left": 1, "top": 0, "colour": "navy"}
 
-
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
+@pytest.fixture(scope="module", params=geometry.ARCHITECTURES)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    geometry = load_example("geo3k_vlm/geometry.py")
-    folder = tmp_path_factory.mktemp("geometry")
-    model, processor = geometry.make_model(seed=1, architecture=request.param)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-def make_sample(tmp_path: Path) -> Sample:
-    image = str(tmp_path / "figure.png")
-    look.Square(**FIGURE).draw().save(image)
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "How long is a side?"}]
-    return Sample(
-        index=0, group_index=0, prompt=[{"role": "user", "content": content}], label="2",
-        multimodal_inputs={"images": [image]}, metadata={"figure": FIGURE},
-    )  # fmt: skip
+    return save_model(request.param, tmp_path_factory.mktemp("geometry"))
 
 
 def placeholder(model: Path) -> str:
     """What stands for an image in a text."""
-    return "<boi>" if load_hf_config(model).model_type == "gemma3" else "<image>"
-
-
-@torch.no_grad()
-def trained_log_probs(model: Path, sample: Sample) -> list[float]:
-    """The log-probs of the model's own tokens, as the trainer computes them."""
-    attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
-    loaded = load_hf_model(model, torch.float32, "cpu", attention)
-    builder = InputBuilder(backbone_of(loaded), torch.device("cpu"))
-    tokens, media = torch.tensor(sample.tokens), sample.multimodal_train_inputs
-    scores = PolicyScorer(loaded)(builder.build([tokens], [sample.response_length], [0], [media]))[0].log_probs
-    return scores[torch.tensor(sample.loss_mask) == 1].tolist()
+    kind = str(load_hf_config(model).model_type)
+    if kind.startswith("qwen"):
+        return "<|vision_start|><|image_pad|><|vision_end|>"
+    return "<boi>" if kind == "gemma3" else "<image>"
 
 
 async def test_a_wrong_answer_is_followed_by_the_figure_again(tiny: Path, tmp_path: Path) -> None:
@@ -72,7 +43,10 @@ async def test_a_wrong_answer_is_followed_by_the_figure_again(tiny: Path, tmp_pa
     config = load_hf_config(tiny)
     assert sample.tokens.count(config.image_token_id) == 2 * 25
     pixels = sample.multimodal_train_inputs["pixel_values"]
-    assert pixels.shape == (2, 3, 40, 40) and (pixels[0] != pixels[1]).any()
+    first, second = pixels.chunk(2)
+    assert first.shape == second.shape and (first != second).any()
+    if "image_grid_thw" in sample.multimodal_train_inputs:
+        assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 10, 10]] * 2
     mask = sample.loss_mask
     own = [i for turn in turns for i in range(turn["start"], turn["end"])]
     assert [i for i, m in enumerate(mask) if m] == own and len(mask) == sample.response_length
@@ -87,15 +61,16 @@ async def test_a_wrong_answer_is_followed_by_the_figure_again(tiny: Path, tmp_pa
 async def test_an_image_that_the_model_writes_itself_is_no_part_of_its_turn(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image, soft = placeholder(tiny), load_hf_config(tiny).image_token_id
+    args, soft = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2), load_hf_config(tiny).image_token_id
+    processor = GenerateState(args).processor
+    image = processor.image_token
 
     async def engine(args: Any, sample: Sample, params: dict[str, Any]) -> None:
-        stop = {"finish_reason": {"type": "stop", "matched": 258}}
-        tokens, logs = [30, 258], [-1.0, -2.0]
+        stop = {"finish_reason": {"type": "stop", "matched": processor.image_token_id}}
+        tokens, logs = [30, processor.image_token_id], [-1.0, -2.0]
         sample.append_response_tokens(args, tokens=tokens, log_probs=logs, meta_info=stop, text=f"={image}")
 
     monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
-    args = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2)
     sample = make_sample(tmp_path)
     talk = Conversation(args, sample, {"max_new_tokens": 200})
     assert await talk.turn() == "=" and sample.loss_mask == [1] and sample.rollout_log_probs == [-1.0]
@@ -122,9 +97,11 @@ async def test_a_later_answer_is_worth_less() -> None:
 async def test_a_reply_with_an_image_closes_the_turn_once_in_text_and_ids(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang gets the text of a sample with media, the trainer its ids: both must hold the turn's end once."""
-    args = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2)
-    tokenizer = GenerateState(args).tokenizer
+    """The trainer gets the ids of a sample with images, SGLang the ids with one placeholder for each image, or the text
+    of Gemma 3's: all hold the turn's end once."""
+    args = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2, rollout_backend="sglang")
+    state = GenerateState(args)
+    tokenizer, image = state.tokenizer, state.processor.image_token_id
 
     async def engine(args: Any, sample: Sample, params: dict[str, Any]) -> None:
         tokens = [*tokenizer("3", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -137,8 +114,28 @@ async def test_a_reply_with_an_image_closes_the_turn_once_in_text_and_ids(
     await talk.turn()
     assert talk.reply([{"role": "user", "content": sample.prompt[0]["content"]}])
     assert sample.response == f"3<eos><user>{placeholder(tiny)}How long is a side?<assistant>"
-    if placeholder(tiny) == "<boi>":
-        return  # the processor's ids hold more than the text: lines before and after the image, and its end
-    ids = sample.tokens[-sample.response_length :]
-    shown = [token for i, token in enumerate(ids) if token != 258 or ids[i - 1] != 258]  # one per image
-    assert tokenizer.decode(shown) == sample.response
+    asked = f"<user>{placeholder(tiny)}How long is a side?<assistant>"
+    text = f"{asked}3<eos>{asked}"
+    body = build_generate_body(state, sample, {"max_new_tokens": 8})
+    assert len(body["image_data"]) == 2
+    if placeholder(tiny) == "<boi>":  # the processor's ids hold more than the text: lines before and after the image
+        assert body["text"] == text and "input_ids" not in body
+        return
+    assert tokenizer.decode(body["input_ids"]) == text and "text" not in body
+    repeated = [token for token in body["input_ids"] for _ in range(25 if token == image else 1)]
+    assert repeated == sample.tokens
+
+
+async def test_images_without_a_token_between_them_go_to_sglang_as_text(tmp_path: Path) -> None:
+    """How many of the placeholders belong to which image is not told by the ids."""
+    tiny = save_model("llava", tmp_path)
+    args = rollout_args(tiny, "http://127.0.0.1:1", rollout_backend="sglang")
+    state = GenerateState(args)
+    sample = make_sample(tmp_path)
+    pair = {"images": sample.multimodal_inputs["images"] * 2}
+    for between, folds in (("", False), ("a", True)):
+        asked = Sample(prompt=f"<image>{between}<image>b", multimodal_inputs=pair)
+        asked.tokens = prompt_ids(state, asked)
+        body = build_generate_body(state, asked, {})
+        assert ("input_ids" in body, "text" in body) == (folds, not folds)
+        assert len(asked.tokens) == 51 + folds and (not folds or body["input_ids"] == [258, 66, 258, 67])

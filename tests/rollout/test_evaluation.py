@@ -16,6 +16,7 @@ from slime.observability.metric_utils import has_repetition
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.metrics import eval_metrics, pass_at_k, pass_rates, rollout_metrics
 from slime.rollout.sglang_rollout import eval_rollout
+from slime.rollout.state import GenerateState
 
 NO_FLAGS = make_args().with_values()
 
@@ -52,6 +53,15 @@ async def test_all_data_sets_in_file_order_whatever_arrives_first(tokenizer_dir,
         assert len({r["sampling_params"]["sampling_seed"] for r in engine.requests}) == 20
         seen.append([(s.prompt, s.response, s.reward) for part in output.data.values() for s in part["samples"]])
     assert seen[0] == seen[1]
+
+
+async def test_an_evaluation_stops_at_media_too(tokenizer_dir, data):
+    """A placeholder that the model writes in a turn must not be in the request of the next one."""
+    args = arguments(tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], eval_max_response_len=3)
+    GenerateState(args).media_token_ids = frozenset({9})
+    async with SmallEngine() as engine:
+        await evaluate(engine.serve(args))
+    assert [r["sampling_params"]["stop_token_ids"] for r in engine.requests] == [[9]] * 3
 
 
 async def test_settings_of_a_data_set_override_those_of_the_run(tokenizer_dir, data, tmp_path):

@@ -20,7 +20,15 @@ from typing import Any, NoReturn
 from slime.config.hooks import module_of_file
 
 PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
+# Operators that SGLang looks up in torch.ops.sgl_kernel when it imports the models with gated delta nets, and with them
+# the processor of all image-text models of Qwen, of which some call none of them.
+OPERATORS = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
 _PINNING = ("arange", "empty", "full", "ones", "tensor", "zeros")  # functions with an argument pin_memory
+
+_declared: list[Any] = []
 
 
 def install() -> list[str]:
@@ -35,7 +43,19 @@ def install() -> list[str]:
         _tell_transformers()
     if absent:
         sys.meta_path.append(_StandIns(absent))
+    if "sgl_kernel" in absent:
+        _declare_operators()
     return absent
+
+
+def _declare_operators() -> None:
+    """Declare :data:`OPERATORS` without an implementation, so that torch refuses a call of them and names them."""
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in OPERATORS:
+        library.define(f"{name}(Tensor x) -> Tensor")
+    _declared.append(library)  # the declarations go with the object
 
 
 def _tell_transformers() -> None:
