@@ -245,8 +245,13 @@ def _add_verify(commands: Subparsers) -> None:
     verify.add_argument("model", help="Hugging Face folder or hub id; only its config.json is read")
     verify.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp")
     for name, what in PARALLEL.items():
+        usual = ("as --tp", None) if name == "etp" else ("1", 1)
         verify.add_argument(
-            f"--{name}", type=whole(1, 64), default=1, metavar="N", help=f"{what} parallel size (default: 1)"
+            f"--{name}",
+            type=whole(1, 64),
+            default=usual[1],
+            metavar="N",
+            help=f"{what} parallel size (default: {usual[0]})",
         )
     verify.add_argument("--sp", action="store_true", help="sequence parallelism (with --tp)")
     verify.add_argument(
@@ -280,7 +285,9 @@ def _verify(args: argparse.Namespace) -> int:
         "etp": "expert_tensor",
     }
     sizes: dict[str, int | bool] = {
-        f"{name}_parallel_size": size for flag, name in names.items() if (size := vars(args)[flag]) != 1
+        f"{name}_parallel_size": size
+        for flag, name in names.items()
+        if (size := vars(args)[flag]) is not None and (size != 1 or flag == "etp")
     }
     if args.vpp != 1:
         sizes["virtual_pipeline_model_parallel_size"] = args.vpp

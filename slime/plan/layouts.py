@@ -108,8 +108,8 @@ def flags(plan: Plan) -> list[str]:
     words += [f"--{name}-parallel-size {size}" for name, size in sizes if size > 1]
     if layout.tp > 1:
         words.append("--sequence-parallel")
-    if run.model.experts and layout.tp > 1:
-        words.append("--expert-tensor-parallel-size 1")
+    if run.model.experts and layout.etp != layout.tp:
+        words.append(f"--expert-tensor-parallel-size {layout.etp}")
     if run.train.recomputed:
         words.append("--gradient-checkpointing" if run.train.backend == "fsdp" else _RECOMPUTE)
     words.append("--colocate" if run.place.colocate else f"--rollout-num-gpus {run.engine.engines * run.engine.gpus}")

@@ -108,16 +108,24 @@ def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
     ids, images = sample.array("tokens"), media.get("images") or []
     if ids is None or processor is None or any(media.get(kind) for kind in media if kind != "images"):
         return None
-    token = getattr(processor, "image_token_id", None)
-    if not isinstance(token, int) or not len(images):
+    word, token = (getattr(processor, name, None) for name in ("image_token", "image_token_id"))
+    if not isinstance(word, str) or not isinstance(token, int) or not len(images):
         return None
     if state.repeats_placeholders is None:
-        made = processor(text=[processor.image_token], images=[load_image(images[0])], add_special_tokens=False)
-        state.repeats_placeholders = set(made["input_ids"][0]) == {token}
+        state.repeats_placeholders = _placeholder_alone(processor, word, images[0]) == {token}
     first = (ids == token) & np.append(True, ids[:-1] != token)
     if not state.repeats_placeholders or int(first.sum()) != len(images):
         return None
     return [int(i) for i in ids[first | (ids != token)]]
+
+
+def _placeholder_alone(processor: Any, word: str, image: object) -> set[int]:
+    """Return which ids a processor makes of a text that is the placeholder of one image; none if it refuses it."""
+    try:
+        made = processor(text=[word], images=[load_image(image)], add_special_tokens=False)
+    except ValueError:
+        return set()
+    return {int(token) for token in made["input_ids"][0]}
 
 
 def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:

@@ -129,7 +129,7 @@ class GenerateState:
         """
         if not self.media_token_ids:
             return params
-        return {**params, "stop_token_ids": sorted({*(params["stop_token_ids"] or []), *self.media_token_ids})}
+        return {**params, "stop_token_ids": sorted({*(params.get("stop_token_ids") or []), *self.media_token_ids})}
 
     @property
     def args(self) -> Args:

@@ -89,7 +89,7 @@ class PackedDeltaNet(MegatronModule):
         self.tp_group, self.cp_group = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
         make: dict[str, Any] = {"dtype": config.params_dtype, "device": device_of(config)}
         shapes = nets.make(layer_number - 1, self.tp_group.size()).named_parameters()
-        self.weights = nn.ParameterDict({key(name): torch.empty(x.shape, **make) for name, x in shapes})
+        self.weights = NamedWeights({key(name): torch.empty(x.shape, **make) for name, x in shapes})
         # The module without memory computes with the weights that it is given, and registers no parameters.
         net = nets.make(layer_number - 1, self.tp_group.size() * self.cp_group.size())
         self.compute: Callable[..., Tensor] = functools.partial(torch.func.functional_call, net)
@@ -111,9 +111,9 @@ class PackedDeltaNet(MegatronModule):
     def _weights_of_rank(self) -> dict[str, Tensor]:
         """Return the weights with the heads that this rank computes, by their names in transformers."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
-        found = {}
+        held, found = self.weights(), {}
         for name, layout in self.layouts.items():
-            weight: Tensor = self.weights[key(name)]
+            weight: Tensor = held[key(name)]
             if layout.axis is None:  # each rank has the gradient of its heads
                 weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
             elif size > 1:
@@ -147,6 +147,21 @@ class PackedDeltaNet(MegatronModule):
         axes = {f"weights.{key(name)}": x.axis for name, x in self.layouts.items() if x.axis is not None}
         tensors = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
+
+
+class NamedWeights(nn.Module):
+    """Parameters by name, which a call returns.
+
+    With ``--overlap-param-gather``, Megatron waits for the parameters of a module when the module is called.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+    def forward(self) -> dict[str, nn.Parameter]:
+        return dict(self.named_parameters())
 
 
 def key(name: str) -> str:

@@ -174,7 +174,7 @@ class LoraExperts(GroupedExperts):
         return output + self._adapter(name, x, counts) if self.lora_on else output
 
     def _adapter(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
-        pair = self.lora[name]
+        pair = self.lora[name]()
         assert isinstance(pair, ExpertPair)
         a, b = (self._summed(factor, entry) for factor, entry in pair.by_entry())
         inner = grouped_linear(x, a, counts) * self.lora_scale

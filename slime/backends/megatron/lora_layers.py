@@ -57,6 +57,10 @@ class FactorPair(nn.Module):
         for factor, entry in self.by_entry():
             self.mark(factor, entry)
 
+    def forward(self) -> FactorPair:
+        """Return this pair. With ``--overlap-param-gather``, Megatron waits for its factors when it is called."""
+        return self
+
     def mark(self, factor: nn.Parameter, entry: Entry) -> None:
         """Set the attributes by which Megatron knows on which ranks a factor is the same."""
         if entry.layout.axis is not None:  # the norm of all gradients counts other parameters on one rank only
@@ -174,7 +178,7 @@ def factors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Entry]]:
 
 
 def _pairs(modules: nn.ModuleDict) -> dict[str, FactorPair]:
-    return {name: pair for name, pair in modules.items() if isinstance(pair, FactorPair)}
+    return {name: pair() for name, pair in modules.items() if isinstance(pair, FactorPair)}
 
 
 def _without_adapters(tensors: dict[str, ShardedTensor], prefix: str) -> dict[str, ShardedTensor]:

@@ -84,6 +84,13 @@ PLAN = [
     lora("qwen3", 2, {PP: 2}, role="critic", advantage_estimator="ppo"),
     *OF_EXPERTS,
 ]
+BOTH: dict[str, Any] = dict(lora_target_modules=("all-linear", "experts"))
+LATER = [
+    (lora("qwen3", 2, OVERLAP), lora("qwen3", 2)),
+    (lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **BOTH), lora("qwen3_moe", 2, {EP: 2}, **BOTH)),
+]
+PLAN += [layout for pair in LATER for layout in pair]
+"""Pairs that also take two more steps in a row, each with the weights that the step before gathers in its time."""
 KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
 KEPT += OF_EXPERTS[1:3]
 """Those that also write and read files."""
@@ -164,6 +171,7 @@ def files_of(make: Any, layout: Layout, folder: Path, samples_of: Any) -> dict[s
 
 def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[str, Any]:
     from slime.backends.create import create_backend
+    from slime.backends.train_loop import train_on_rollout
 
     mine: tuple[int, int] = (0, 1)
 
@@ -179,6 +187,8 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
     backend = make(layout)
     out = results_of(backend, backend.args, samples_of)
+    if any(layout in pair for pair in LATER):
+        out["later"] = [train_on_rollout(backend, backend.args, samples_of(seed, 0))[0] for seed in (1, 2)]
     backend.adapter.base[0][1].detach().view(-1)[-1] += 1  # one value: another base
     backend.adapter._identity = None
     out["base_changed"] = backend.adapter.identity()

@@ -103,6 +103,7 @@ PLAN: list[Layout] = [
     Layout("qwen3_5", 4, {TP: 2, CP: 2, SP: True}),
     Layout("qwen3_next_tied", 4, {TP: 2, EP: 2, ETP: 1, **OVERLAP}),
     Layout("qwen3_next", 4, {TP: 4}),
+    Layout("qwen3_5", 2, {**OVERLAP, "ddp_bucket_size": 1000}),  # each layer waits for its own parameters
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

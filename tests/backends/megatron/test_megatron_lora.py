@@ -19,7 +19,7 @@ import pytest
 import torch
 from fsdp_helpers import make_args, make_backend
 from launch import run_ranks
-from megatron_lora_ranks import KEPT, OF_EXPERTS, PLAN, adapter_key, arguments, results_of
+from megatron_lora_ranks import KEPT, LATER, OF_EXPERTS, PLAN, adapter_key, arguments, results_of
 from megatron_ranks import Layout, rank_batch
 from safetensors.torch import load_file
 from tiny_families import CONFIGS, save_family
@@ -155,6 +155,15 @@ def _own(layout: Layout, mine: dict[str, Any], everyones: list[torch.Tensor]) ->
     data_rank, size = mine["data_rank"]
     groups = rank_batch(0, 0, 0, 1)["group_indices"]
     return [x for x, group in zip(everyones, groups, strict=True) if group % size == data_rank]
+
+
+@pytest.mark.parametrize(("overlapped", "plain"), LATER, ids=lambda layout: layout.name)
+def test_each_step_has_the_weights_of_the_one_before(ranks: list[Results], overlapped: Layout, plain: Layout) -> None:
+    for rank in range(2):
+        ours, theirs = (result(ranks, layout, rank)["later"] for layout in (overlapped, plain))
+        for mine, wanted in zip(ours, theirs, strict=True):
+            for name in ("train/loss", "train/grad_norm"):
+                assert mine[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (rank, name)
 
 
 def test_weights_in_bfloat16() -> None:
