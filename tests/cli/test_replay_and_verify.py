@@ -32,6 +32,11 @@ def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, 
         (["--dp", "2"], {}, 2),
         (["--tp", "2", "--sp"], {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
         (
+            ["--tp", "2", "--etp", "1"],
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            2,
+        ),
+        (
             ["--pp", "2", "--vpp", "3"],
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
             2,
@@ -43,7 +48,7 @@ def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, 
             4,
         ),
     ],
-    ids=["one rank", "dp", "tp and sp", "pp and vpp", "cp and dp", "ep and etp"],
+    ids=["one rank", "dp", "tp and sp", "etp of one", "pp and vpp", "cp and dp", "ep and etp"],
 )
 def test_layouts(monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[str, Any], ranks: int) -> None:
     target, as_json = asked_of_verify(monkeypatch, *words)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from plan_shapes import DENSE, EXPERTS, read
 
 from slime.cli.main import main
+from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.plan.generation import response_lengths, rollout_seconds
 from slime.plan.gpus import GIB, KINDS
@@ -111,6 +113,21 @@ def test_layouts_are_legal(sparse: PlannedModel) -> None:
         assert not layout.problems()
         assert 32 % layout.tp == 4 % layout.tp == 48 % layout.pp == 128 % layout.ep == 256 % layout.dp == 0
     assert any(layout.ep == 8 for _, layout in found)
+
+
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_flags_of_a_plan_give_the_layout_that_it_computed_with(shape: dict[str, Any], tmp_path: Path) -> None:
+    for run in candidates(a_run(read(tmp_path, shape)), 8):
+        assert run.train is not None
+        given = {
+            word.split()[0].removeprefix("--").replace("-", "_"): int(word.split()[1])
+            for word in flags(make_plan(run))
+            if "-parallel-size " in word
+        }
+        args = SimpleNamespace(megatron=given, train_backend=run.train.backend, world_size=run.train.layout.world_size)
+        layout = ParallelLayout.from_args(cast(Args, args))
+        wanted = run.train.layout if run.model.experts else replace(run.train.layout, etp=layout.etp)
+        assert layout == wanted, given
 
 
 def test_the_best_plan_fits_and_is_the_fastest(dense: PlannedModel) -> None:
