@@ -50,6 +50,7 @@ WITHOUT_EFFECT = frozenset(
     moe_token_dispatcher_type cp_comm_type async_tensor_model_parallel_allreduce deterministic_mode
     bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion no_save_rng
     ckpt_fully_parallel_load ckpt_fully_parallel_save override_opt_param_scheduler align_param_gather
+    overlap_param_gather_with_optimizer_step
     use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad pin_cpu_grads pin_cpu_params
     mtp_num_layers mtp_loss_scaling_factor mtp_standalone
     overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload""".split()  # noqa: SIM905

@@ -162,7 +162,10 @@ class MegatronBackend(SharedBackend):
             for metrics in self._run(batch, trained, scoring, share, forward_only=False):
                 self.add_shares(shares, metrics)
         shares = groups.object_of_last_stage(shares)
-        return self.finish_step(shares, batch, step, scheduled, trained)
+        found = self.finish_step(shares, batch, step, scheduled, trained)
+        if self._is_empty:
+            self.finish_update()  # Megatron would not gather the weights again after a step without a backward pass
+        return found
 
     def _scoring_of_training(self) -> Scoring:
         if self.role != "actor":
@@ -191,6 +194,7 @@ class MegatronBackend(SharedBackend):
         """Run Megatron's schedule over this rank's micro-batches, and return the second results of ``on_scores``."""
         aligned = self.aligned(micro_batches, self.layout.vpp_group)
         micros = [self.builder.build(batch, indices, scoring) for indices in aligned]
+        self._is_empty = not micros  # the same on all ranks
         return run_schedule(self.chunks, micros, on_scores, forward_only, self._around) if micros else []
 
     @contextmanager

@@ -103,6 +103,15 @@ def transformer_config(
         raise MegatronError(
             "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
         )
+    if (
+        settings.get("moe_shared_expert_gate")
+        and settings.get("moe_shared_expert_overlap")
+        and settings.get("overlap_param_gather")
+    ):  # the gate is read without a call of its module, before which Megatron waits for weights
+        raise MegatronError(
+            "--moe-shared-expert-overlap and --overlap-param-gather do not go together for shared experts with a gate: "
+            "leave one of them out"
+        )
     activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):

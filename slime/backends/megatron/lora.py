@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.megatron.core import MegatronError
@@ -87,10 +87,6 @@ class ModelAdapters:
         self.entries = {entry.megatron: entry for source in entries for entry in self._factor_entries(source)}
         self.entries |= {entry.megatron: entry for x in self.experts.values() for entry in x.entries()}
         self.held = who_holds(self.local)
-        for chunk in chunks:
-            if chunk.pre_process:
-                # Recomputation and Megatron's schedules need a gradient of the input of the first layer.
-                chunk.embedding.register_forward_hook(_with_gradient)
 
     def _shapes(
         self, entry: Entry, held: dict[str, Held]
@@ -232,9 +228,3 @@ def require_support(config: dict[str, object], tensor_parallel: int) -> None:
     """Raise MegatronError if the model of a config.json cannot have adapters in this layout."""
     if problems := megatron_problems(config, tensor_parallel):
         raise MegatronError("; ".join(problems))
-
-
-def _with_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_(True)
-    return output

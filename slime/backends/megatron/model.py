@@ -242,6 +242,13 @@ class Scale:
         return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
 
 
+def with_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """A forward hook of a frozen embedding, whose output then requires a gradient as if it were trained."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+    return output
+
+
 def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
     """Replace Megatron's low-rank projections, their rotary embedding and dispatchers of experts by those of slime."""
     for layer in model.decoder.layers:

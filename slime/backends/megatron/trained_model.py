@@ -15,7 +15,7 @@ from slime.backends.megatron.config import ddp_config, merged_settings, transfor
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import delta_nets
 from slime.backends.megatron.lora import ModelAdapters, require_support
-from slime.backends.megatron.model import build_chunk, unwrapped
+from slime.backends.megatron.model import build_chunk, unwrapped, with_gradient
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
 from slime.backends.megatron.weights import ModelWeights
@@ -74,6 +74,12 @@ class TrainedModel:
             require_support(self.hf_config.to_dict(), layout.tp)
             load = args.load if role == "actor" else None
             self.adapters = ModelAdapters(models, self.weights, lora, args.seed, load)
+        if lora is not None or self.config.recompute_granularity is not None:
+            # Megatron's checkpoints pass no gradient to their layers if the input has none, and its schedules then skip
+            # the backward pass of a stage.
+            for model in models:
+                if model.pre_process:
+                    model.embedding.register_forward_hook(with_gradient)
         self.routing: RoutingReplay | None = None
         if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
             with_experts = moe_layers(self.settings)

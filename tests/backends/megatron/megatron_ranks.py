@@ -117,6 +117,8 @@ PLAN: list[Layout] = [
     Layout("glm4_moe", 4, {EP: 4}),
     Layout("glm4_moe", 4, {TP: 2, ETP: 1, EP: 4}),
     Layout("deepseek_v3", 4, {TP: 2, PP: 2, EP: 2, ETP: 1}),
+    # frozen embeddings: the layers of a checkpoint still get gradients
+    Layout("glm4", 2, {PP: 2, **FULL}, dict(freeze_params_name_list=("embed_tokens",))),
     # algorithms that sum over a sequence, a reference model of other weights, a critic
     Layout("qwen3", 2, {CP: 2}, dict(REINFORCE)),
     Layout("qwen3", 2, {TP: 2}, dict(REINFORCE)),
