@@ -8,10 +8,10 @@ from fsdp_helpers import make_args
 from tiny_families import CONFIGS
 from torch import Tensor
 
-from slime.backends.megatron.config import merged_settings, transformer_config
+from slime.backends.megatron.config import NEUTRAL, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError, prepare
 from slime.config.layout import ParallelLayout
-from slime.weights.maps.registry import get_family
+from slime.weights.maps.registry import get_family, not_divided
 
 pytestmark = pytest.mark.megatron
 
@@ -87,6 +87,24 @@ def test_a_norm_over_all_heads_needs_a_key_head_for_each_rank() -> None:
     assert transformer_config(args, settings, ParallelLayout(2, tp=2), torch.device("cpu")).num_query_groups == 2
     with pytest.raises(MegatronError, match=r"--tensor-model-parallel-size 4: .* at most 2"):
         transformer_config(args, settings, ParallelLayout(4, tp=4), torch.device("cpu"))
+
+
+def test_the_gate_of_shared_experts_is_not_read_before_it_is_there() -> None:
+    prepare()
+    config = CONFIGS["qwen3_next"].to_dict()
+    shape = NEUTRAL | get_family("qwen3_next").settings(config) | {"moe_shared_expert_overlap": True}
+    args = make_args("model")
+    transformer_config(args, shape, ParallelLayout(), torch.device("cpu"))
+    with pytest.raises(MegatronError, match=r"--moe-shared-expert-overlap and --overlap-param-gather"):
+        transformer_config(args, shape | {"overlap_param_gather": True}, ParallelLayout(), torch.device("cpu"))
+
+
+def test_layers_that_more_ranks_than_heads_would_divide_are_refused() -> None:
+    config = CONFIGS["qwen3_next"].to_dict()
+    assert not_divided(config, ParallelLayout(4, tp=2, cp=2)) is None
+    assert not_divided(CONFIGS["llama"].to_dict(), ParallelLayout(8, tp=8)) is None
+    problem = not_divided(config, ParallelLayout(8, tp=4, cp=2))
+    assert problem is not None and "4 key heads" in problem and "4 · 2 must be a divisor of 4" in problem
 
 
 def test_flags_add_no_window_to_a_model_without_one() -> None:
