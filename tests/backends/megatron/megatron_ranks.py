@@ -96,8 +96,6 @@ PLAN: list[Layout] = [
     Layout("qwen3_next", 2, {EP: 2}),
     Layout("qwen3_5_moe", 2, {PP: 2}),
     Layout("qwen3_next_tied", 4, {PP: 2, EP: 2}),
-    Layout("qwen3_next", 2, {TP: 2}),
-    Layout("qwen3_5", 2, {TP: 2}),
     Layout("qwen3_5_moe", 2, {CP: 2, EP: 2}),
     Layout("qwen3_5", 2, {CP: 2, **FULL}),
     Layout("qwen3_5", 4, {TP: 2, CP: 2, SP: True}),
