@@ -74,7 +74,7 @@ def arguments(folder: Path | str, own: dict[str, Any] | None = None, **more: Any
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
         "sglang_server_concurrency": 64,
-        "phase_timeout": 30.0,
+        "phase_timeout": 120.0,
         "sglang_router_request_timeout_secs": 120,
         "deterministic": False,
         "buffer_filter_path": None,
