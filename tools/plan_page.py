@@ -103,7 +103,8 @@ def _training(file: str, row: dict[str, Any]) -> Iterator[Row]:
 
     layout = ParallelLayout(
         world_size=row["gpus"],
-        tp=number("--tensor-model-parallel-size", 1),
+        tp=(tp := number("--tensor-model-parallel-size", 1)),
+        etp=number("--expert-tensor-parallel-size", tp),
         ep=number("--expert-model-parallel-size", 1),
     )
     recomputed = number("--recompute-num-layers", -1 if row["recompute"] else 0)

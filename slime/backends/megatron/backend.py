@@ -163,8 +163,8 @@ class MegatronBackend(SharedBackend):
                 self.add_shares(shares, metrics)
         shares = groups.object_of_last_stage(shares)
         found = self.finish_step(shares, batch, step, scheduled, trained)
-        if self._is_empty:
-            self.finish_update()  # Megatron would not gather the weights again after a step without a backward pass
+        if not (trained or self._uneven):  # on no rank: Megatron gathers weights again only after a backward pass
+            self.finish_update()
         return found
 
     def _scoring_of_training(self) -> Scoring:
@@ -194,7 +194,6 @@ class MegatronBackend(SharedBackend):
         """Run Megatron's schedule over this rank's micro-batches, and return the second results of ``on_scores``."""
         aligned = self.aligned(micro_batches, self.layout.vpp_group)
         micros = [self.builder.build(batch, indices, scoring) for indices in aligned]
-        self._is_empty = not micros  # the same on all ranks
         return run_schedule(self.chunks, micros, on_scores, forward_only, self._around) if micros else []
 
     @contextmanager

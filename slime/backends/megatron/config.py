@@ -91,7 +91,11 @@ def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
 def transformer_config(
     args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
-    """Return the config of the whole model for this parallel layout."""
+    """Return the config of the whole model for this parallel layout.
+
+    Raises:
+        MegatronError: The model cannot have this layout, or not with these flags.
+    """
     from megatron.core.activations import quick_gelu
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -99,19 +103,8 @@ def transformer_config(
     cls = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     dtype = DTYPES[args.train_dtype]
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
-    if moe and settings.get("add_bias_linear") and layout.etp > 1:
-        raise MegatronError(
-            "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
-        )
-    if (
-        settings.get("moe_shared_expert_gate")
-        and settings.get("moe_shared_expert_overlap")
-        and settings.get("overlap_param_gather")
-    ):  # the gate is read without a call of its module, before which Megatron waits for weights
-        raise MegatronError(
-            "--moe-shared-expert-overlap and --overlap-param-gather do not go together for shared experts with a gate: "
-            "leave one of them out"
-        )
+    if problems := _layout_problems(settings, layout):
+        raise MegatronError("; ".join(problems))
     activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):
@@ -164,15 +157,32 @@ def transformer_config(
         # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
         fields["qk_layernorm"] = False
     if settings.get("qk_norm_over_heads"):
-        groups = settings["num_query_groups"]
-        if layout.tp > groups:
-            raise MegatronError(
-                f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
-                f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
-            )
         fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
     fields |= _recompute(settings, args.gradient_checkpointing)
     return cls(**fields)
+
+
+def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
+    """Return why the model cannot have this layout, or not with these flags."""
+    problems = []
+    if settings.get("num_experts") and settings.get("add_bias_linear") and layout.etp > 1:
+        problems.append(
+            "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
+        )
+    groups = settings["num_query_groups"] if settings.get("qk_norm_over_heads") else layout.tp
+    if layout.tp > groups:
+        problems.append(
+            f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
+            f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
+        )
+    # The gate is read without a call of its module, and Megatron waits for weights when their module is called.
+    overlap = settings.get("moe_shared_expert_overlap") and settings.get("overlap_param_gather")
+    if settings.get("moe_shared_expert_gate") and overlap:
+        problems.append(
+            "--moe-shared-expert-overlap and --overlap-param-gather do not go together for shared experts with a gate: "
+            "leave one of them out"
+        )
+    return problems
 
 
 def _recompute(settings: Settings, checkpointing: bool) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
@@ -30,11 +29,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slime.backends.megatron.modules import Offsets, Pack, device_of
+from slime.backends.megatron.modules import Offsets, Pack, device_of, gather_or_copy, scatter_or_reduce
 from slime.models.layer_kinds import gated_delta_net
 from slime.models.packed_layers import run_sequences
-from slime.weights.maps.family import Family, Settings
-from slime.weights.maps.layouts import ByHead, Layout
+from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.layouts import ByHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,11 +47,11 @@ class DeltaNets:
 
     Attributes:
         hf_config: The config of the language model.
-        layouts: How each parameter is divided among ranks, by its name in transformers.
+        parameters: The entries of the parameters of a layer in the weight map, by their names in transformers.
     """
 
     hf_config: PretrainedConfig
-    layouts: Mapping[str, Layout]
+    parameters: Mapping[str, Entry]
 
     def make(self, index: int, ranks: int) -> nn.Module:
         """Return the module of transformers for layer ``index``, without memory and with one of ``ranks`` equal parts
@@ -72,8 +71,8 @@ def delta_nets(hf_config: PretrainedConfig, family: Family, settings: Settings) 
     places = [index for index, linear in enumerate(settings.get("linear_attention_freq") or ()) if linear]
     if not places:
         return None
-    parameters = [entry for entry in family.layer(settings, places[0]) if _NET in entry.hf[0]]
-    return DeltaNets(hf_config, {entry.hf[0].rpartition(_NET)[2]: entry.layout for entry in parameters})
+    found = [entry for entry in family.layer(settings, places[0]) if _NET in entry.hf[0]]
+    return DeltaNets(hf_config, {entry.hf[0].rpartition(_NET)[2]: entry for entry in found})
 
 
 class PackedDeltaNet(MegatronModule):
@@ -85,11 +84,12 @@ class PackedDeltaNet(MegatronModule):
 
     def __init__(self, config: TransformerConfig, layer_number: int, nets: DeltaNets, **_: object) -> None:
         super().__init__(config=config)
-        self.layouts = nets.layouts
+        self.layouts = {name: entry.layout for name, entry in nets.parameters.items()}
+        self.keys = {name: entry.megatron.rpartition(".")[2] for name, entry in nets.parameters.items()}
         self.tp_group, self.cp_group = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
         make: dict[str, Any] = {"dtype": config.params_dtype, "device": device_of(config)}
         shapes = nets.make(layer_number - 1, self.tp_group.size()).named_parameters()
-        self.weights = NamedWeights({key(name): torch.empty(x.shape, **make) for name, x in shapes})
+        self.weights = NamedWeights({self.keys[name]: torch.empty(x.shape, **make) for name, x in shapes})
         # The module without memory computes with the weights that it is given, and registers no parameters.
         net = nets.make(layer_number - 1, self.tp_group.size() * self.cp_group.size())
         self.compute: Callable[..., Tensor] = functools.partial(torch.func.functional_call, net)
@@ -113,7 +113,7 @@ class PackedDeltaNet(MegatronModule):
         size, rank = self.cp_group.size(), self.cp_group.rank()
         held, found = self.weights(), {}
         for name, layout in self.layouts.items():
-            weight: Tensor = held[key(name)]
+            weight: Tensor = held[self.keys[name]]
             if layout.axis is None:  # each rank has the gradient of its heads
                 weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
             elif size > 1:
@@ -127,24 +127,19 @@ class PackedDeltaNet(MegatronModule):
     def _rows_of_all(self, rows: Tensor) -> Tensor:
         """Return the rows of the ranks that share the heads, ``[N, H]``, given those of this rank, ``[T, H]``. Their
         gradients are summed over these ranks."""
-        if self.config.sequence_parallel:
-            rows = gather_from_sequence_parallel_region(rows, group=self.tp_group)
-        else:
-            rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
+        rows = gather_or_copy(rows, self.config.sequence_parallel, self.tp_group)
         return gather_from_sequence_parallel_region(rows, group=self.cp_group)
 
     def _sum(self, out: Tensor) -> Tensor:
         """Sum the outputs over the ranks that share the heads, and return the rows of this rank."""
         out = reduce_scatter_to_sequence_parallel_region(out, group=self.cp_group)
-        if self.config.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        return scatter_or_reduce(out, self.config.sequence_parallel, self.tp_group)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
         """Return the weights as parts of those of all heads."""
-        axes = {f"weights.{key(name)}": x.axis for name, x in self.layouts.items() if x.axis is not None}
+        axes = {f"weights.{self.keys[name]}": x.axis for name, x in self.layouts.items() if x.axis is not None}
         tensors = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
 
@@ -162,8 +157,3 @@ class NamedWeights(nn.Module):
 
     def forward(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
-
-
-def key(name: str) -> str:
-    """Return the key of a parameter in ``weights``: its name in transformers without ".weight"."""
-    return name.removesuffix(".weight")

@@ -18,15 +18,9 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor, nn
 
-from slime.backends.megatron.modules import Offsets
+from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_reduce
 from slime.models.cpu_linear import linear
 from slime.weights.maps.family import Entry
 
@@ -98,10 +92,7 @@ class LoraColumn(ColumnParallelLinear):
         pairs = _pairs(self.lora)
         inner = linear(x, torch.cat([pair.lora_A for pair in pairs.values()])) * self.lora_scale
         # Each rank computes the part of the gradient of A x that belongs to its rows of B, so backward sums over ranks.
-        if self.sequence_parallel:
-            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            inner = copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
+        inner = gather_or_copy(inner, self.sequence_parallel, self.tp_group)
         inner_of = dict(zip(pairs, inner.chunk(len(pairs), -1), strict=True))
         outputs = [
             linear(inner_of[name], pairs[name].lora_B) if name in pairs else inner.new_zeros(*inner.shape[:-1], rows)
@@ -133,11 +124,7 @@ class LoraRow(RowParallelLinear):
     def _adapter(self, x: Tensor) -> Tensor:
         (pair,) = _pairs(self.lora).values()
         inner = linear(x, pair.lora_A) * self.lora_scale
-        if self.sequence_parallel:
-            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
-        else:
-            inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
-        return linear(inner, pair.lora_B)
+        return linear(scatter_or_reduce(inner, self.sequence_parallel, self.tp_group), pair.lora_B)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None

@@ -12,7 +12,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
@@ -49,6 +48,7 @@ from slime.backends.megatron.modules import (
     RMSNorm,
     ScaledResidual,
     device_of,
+    gather_or_copy,
     plain_residual,
 )
 from slime.backends.megatron.rotary import LatentRotary, PackedRotary
@@ -149,10 +149,7 @@ class PolicyHead(DividedRows):
     def _rows(self, hidden: Tensor, scoring: Scoring) -> Tensor:
         """Return the scored rows ``[R, H]``. Their gradients are summed over tensor-parallel ranks, because each rank
         computes only the part of the gradient that belongs to its rows of the vocabulary."""
-        if self.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            whole = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        whole = gather_or_copy(hidden, self.sequence_parallel, self.tp_group)
         rows = whole.flatten(0, 1).index_select(0, scoring.logit_index)
         return rows if self.scale == 1.0 else rows * self.scale
 

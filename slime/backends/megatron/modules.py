@@ -15,7 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -148,6 +150,23 @@ class HeadsRMSNorm(DividedRows):
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         return (self.weight * normed.to(x.dtype)).view_as(x)
+
+
+def gather_or_copy(x: Tensor, sequence_parallel: bool, group: ProcessGroup) -> Tensor:
+    """Return the rows of all tensor-parallel ranks, given this rank's rows (with ``sequence_parallel``) or all of them.
+
+    Each rank computes a part of the result from them, so their gradients are summed over the ranks.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+    return copy_to_tensor_model_parallel_region(x, group=group)
+
+
+def scatter_or_reduce(x: Tensor, sequence_parallel: bool, group: ProcessGroup) -> Tensor:
+    """Sum the ranks' parts of a result, and return this rank's rows of it (with ``sequence_parallel``) or all rows."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(x, group=group)
+    return reduce_from_tensor_model_parallel_region(x, group=group)
 
 
 def device_of(config: TransformerConfig) -> torch.device | str | int:

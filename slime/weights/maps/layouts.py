@@ -201,16 +201,12 @@ class ByHead(_Rows):
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
-        return by_head(tensor.split([self.heads * size for size in self.sizes]), self.heads)
+        parts = tensor.split([self.heads * size for size in self.sizes])
+        return torch.cat([part.unflatten(0, (self.heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
         parts = full.unflatten(0, (self.heads, -1)).split(self.sizes, dim=1)
         return [torch.cat([part.flatten(0, 1) for part in parts])]
-
-
-def by_head(tensors: Sequence[Tensor], heads: int) -> Tensor:
-    """Join tensors that each have the rows of all heads to one that has the heads one after the other."""
-    return torch.cat([x.unflatten(0, (heads, -1)) for x in tensors], dim=1).flatten(0, 1)
 
 
 def _reversed(x: Tensor) -> Tensor:

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"),
     *(
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "deepseek_v3",
         "minimax_m2",
+        "gpt_oss",
+        "qwen3_next",
+        "qwen3_5",
+        "gemma3_text",
+        "phi3",
+        "olmo3",
+        "granite",
+        "seed_oss",
+        "smollm3",
     ),
-    *("gpt_oss", "qwen3_next", "qwen3_5", "gemma3_text", "phi3", "olmo3", "granite", "seed_oss", "smollm3"),
 )
 """The modules of the families. Each has an attribute ``FAMILY``."""
 
