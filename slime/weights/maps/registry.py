@@ -13,18 +13,8 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"),
-    *(
-        "minimax_m2",
-        "gpt_oss",
-        "qwen3_next",
-        "qwen3_5",
-        "gemma3_text",
-        "phi3",
-        "olmo3",
-        "granite",
-        "seed_oss",
-        "smollm3",
-    ),
+    *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5", "gemma3_text", "phi3", "olmo3", "granite", "seed_oss"),
+    "smollm3",
 )
 """The modules of the families. Each has an attribute ``FAMILY``."""
 
