@@ -6,6 +6,7 @@ that has imported everything; ``ports.get(key)`` is a free port that all ranks a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -74,6 +75,7 @@ def _import_everything() -> None:
     torch.set_num_threads(1)  # no thread pool before the fork
     for name in ("slime.backends.megatron.backend", "slime.backends.train_loop", "fsdp_helpers", "transformers"):
         importlib.import_module(name)
+    gc.freeze()  # a collection after each small model need not look at a million objects of the imports
 
 
 if __name__ == "__main__":
