@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from dataclasses import dataclass, field
@@ -250,12 +251,28 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
 
 def leave_groups() -> None:
-    """End all process groups: each gloo group has threads of its own."""
+    """End all process groups: each gloo group has threads of its own, which slow down whatever comes next."""
     import torch.distributed as dist
 
+    forget_graphs()
     leave_model()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget_graphs() -> None:
+    """Let models with experts be freed, and with them their process groups.
+
+    Megatron's token dispatchers keep tensors of the last forward. Their graph leads to the parameters, whose hooks lead
+    back to the dispatchers; Python's garbage collector cannot see the part of this cycle that is C++.
+    """
+    import torch
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for dispatcher in [x for x in gc.get_objects() if isinstance(x, MoETokenDispatcher)]:
+        for name, value in list(vars(dispatcher).items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                setattr(dispatcher, name, None)
 
 
 def worker(rank: int, ports: Any, paths: dict[str, Path], plan: list[Layout]) -> None:
