@@ -269,7 +269,7 @@ def forget_graphs() -> None:
     import torch
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-    for dispatcher in [x for x in gc.get_objects() if isinstance(x, MoETokenDispatcher)]:
+    for dispatcher in [x for x in gc.get_objects() if issubclass(type(x), MoETokenDispatcher)]:
         for name, value in list(vars(dispatcher).items()):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 setattr(dispatcher, name, None)
