@@ -28,6 +28,22 @@ class _GatherRows(torch.autograd.Function):
         return out, None
 
 
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.settings = (group,)
+        out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
+        (group,), grad = ctx.settings, grads[0].contiguous()
+        out = grad.new_empty(grad.shape[0] * group.size(), *grad.shape[1:])
+        dist.all_gather_into_tensor(out, grad, group=group)
+        return out, None
+
+
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -47,6 +63,12 @@ class _SumOver(torch.autograd.Function):
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are summed over ranks."""
     return _GatherRows.apply(x, group)
+
+
+def scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's ``[T, ...]`` of the sum of ``[ranks · T, ...]`` over ranks: the inverse of :func:`gather_rows`
+    where each row is 0 on all ranks but one. In backward, each rank gets the gradients of all rows."""
+    return _ScatterSum.apply(x, group)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -178,7 +178,9 @@ class InputBuilder:
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
             "position_ids": self._move(layout.positions)[None],
-            "slime_pack": PackSegments.from_layout(layout, self.device, group),
+            "slime_pack": PackSegments.from_layout(
+                layout, self.device, group, with_sequences=self.stateful, deal_sequences=True
+            ),
         }
         index = [torch.from_numpy(x) for x in layout.response_index or []]
         rows, targets = self._move(layout.logit_index), self._move(layout.targets)

@@ -6,6 +6,9 @@ from the pack and padded at their ends. It starts without a state at each of the
 it. This is exact for every causal module, with the kernels that it has. Sequences of similar length form a batch, so at
 most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding. Attention that needs whole sequences is run in
 the same way (:mod:`slime.models.whole_attention`).
+
+With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are dealt to it, and
+gives the outputs back to the ranks of the rows.
 """
 
 from __future__ import annotations
@@ -22,17 +25,14 @@ from slime.models.layer_kinds.kind import Sees
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
-from slime.models.whole_attention import Attention, Outputs, run_attention, use_sdpa
+from slime.models.whole_attention import Attention, Outputs, own_rows, rows_of_all, run_attention, use_sdpa
 
 PADDED = "use --attn-implementation sdpa"
 _PACK = "slime_pack"
 
 
-def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
+def prepare_packing(model: PreTrainedModel) -> bool:
     """Let the layers of a model compute packs.
-
-    Args:
-        context_parallel: The number of ranks that divide the tokens of each sample.
 
     Returns:
         Whether the packs of this model must list their sequences.
@@ -41,8 +41,6 @@ def prepare_packing(model: PreTrainedModel, context_parallel: int = 1) -> bool:
         ModelError: The model has layers that cannot be packed. The message names them and the flag to set.
     """
     layers = layers_of(model, PADDED)
-    if context_parallel > 1:
-        layers.require(lambda kind: kind.not_context_parallel, "use --context-parallel-size 1")
     mixers, whole = list(layers.mixers()), list(layers.whole_attentions())
     if not (model._supports_attention_backend or mixers):
         raise ModelError(
@@ -77,7 +75,8 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
-        return run_sequences(lambda batch: plain(hidden_states=batch), hidden_states[0], pack).unsqueeze(0)
+        rows = rows_of_all(hidden_states[0], pack)
+        return own_rows(run_sequences(lambda batch: plain(hidden_states=batch), rows, pack), pack).unsqueeze(0)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,8 @@ class PackSegments:
 
     ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes`` contain the same for
     the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. ``sequences``
-    is there for models that have layers with a state. ``image_blocks``, int64 ``[T]``, numbers the images whose tokens
-    attend to their whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
+    is there for models whose layers need whole sequences. ``image_blocks``, int64 ``[T]``, numbers the images whose
+    tokens attend to their whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
     ``kv_index`` and ``sequences`` refer to the rows of all its ranks.
     """
 
@@ -116,7 +117,16 @@ class PackSegments:
         device: torch.device | str,
         group: ProcessGroup | None = None,
         with_sequences: bool = False,
+        deal_sequences: bool = False,
     ) -> PackSegments:
+        """Describe a pack.
+
+        Args:
+            group: The ranks that divide the tokens of each sample; None without context parallelism.
+            with_sequences: Whether to list the sequences of the pack.
+            deal_sequences: Whether to list only those that are dealt to this rank of ``group``: each rank gets about
+                as many tokens as the others.
+        """
         on_cpu = torch.device(device).type == "cpu" and group is None
         # Kernels need only upper bounds. Rounded ones avoid a recompilation for each length.
         largest = [x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE for x in (layout.max_q, layout.max_k)]
@@ -135,7 +145,7 @@ class PackSegments:
             if on_cpu
             else [],
             prefixes=_prefix_blocks(layout) if on_cpu else [],
-            sequences=_sequence_blocks(layout, device) if with_sequences else [],
+            sequences=_sequence_blocks(layout, device, group if deal_sequences else None) if with_sequences else [],
             group=group,
         )
 
@@ -155,13 +165,9 @@ def _similar(lens: np.ndarray) -> list[list[int]]:
     return buckets
 
 
-def _sequence_blocks(layout: PackLayout, device: torch.device | str) -> list[SequenceBlock]:
-    if layout.whole_samples is not None:
-        sequences = layout.whole_samples
-    else:
-        sequences = [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges]
+def _sequence_blocks(layout: PackLayout, device: torch.device | str, dealt: ProcessGroup | None) -> list[SequenceBlock]:
+    sequences, own_lens = _sequences(layout, dealt)
     lens = np.asarray([len(sequence) for sequence in sequences])
-    own_lens = lens if layout.whole_samples is not None else layout.q_lens
     blocks = []
     for bucket in _similar(lens):
         length = int(lens[bucket].max())
@@ -174,11 +180,31 @@ def _sequence_blocks(layout: PackLayout, device: torch.device | str) -> list[Seq
                 slots=to_device(slots, device) if len(slots) != len(bucket) * length else None,
                 n=len(bucket),
                 length=length,
-                own=to_device(np.concatenate([sequences[i][-own_lens[i] :] for i in bucket]), device),
+                own=to_device(np.concatenate([sequences[i][lens[i] - own_lens[i] :] for i in bucket]), device),
                 picks=to_device(np.concatenate(picks), device),
             )
         )
     return blocks
+
+
+def _sequences(layout: PackLayout, dealt: ProcessGroup | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the rows of each sequence, and how many of them, at its end, get an output."""
+    if layout.whole_samples is None:
+        return [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges], layout.q_lens
+    if dealt is None:
+        sequences = layout.whole_samples
+    elif not (sequences := deal_sequences(layout.whole_samples, dealt.size())[dealt.rank()]):
+        # Every rank needs a gradient of the layer's parameters, so this one computes a row that gets no output.
+        return [layout.whole_samples[0][:1]], np.zeros(1, np.int64)
+    return sequences, np.asarray([len(sequence) for sequence in sequences])
+
+
+def deal_sequences(sequences: Sequence[np.ndarray], ranks: int) -> list[list[np.ndarray]]:
+    """Return the sequences of each rank. The longest ones are dealt first, each to the rank with the fewest tokens."""
+    hands: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for sequence in sorted(sequences, key=len, reverse=True):
+        min(hands, key=lambda hand: sum(map(len, hand))).append(sequence)
+    return hands
 
 
 def _own_block(bucket: list[int], starts: np.ndarray, lens: np.ndarray) -> OwnBlock:

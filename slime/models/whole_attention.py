@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from slime.models.context_parallel import gather_rows, scatter_sum
 from slime.models.layer_kinds.kind import Sees
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
@@ -46,7 +47,7 @@ def run_attention(
     Args:
         plain: The forward of the module.
         sees: What bounds the keys of a query besides causality.
-        rows: ``[T, H]``, the hidden states of the pack.
+        rows: ``[T, H]``, the hidden states of the pack; with context parallelism, those of this rank.
         kwargs: The arguments that the decoder layer passes.
 
     Returns:
@@ -62,7 +63,8 @@ def run_attention(
                 f"{type(module).__name__} gets {name!r}, which slime cannot divide among the sequences of a pack: "
                 "use --attn-implementation sdpa"
             )
-    rotary = cast(Rotary, kwargs["position_embeddings"])
+    rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
+    rows = rows_of_all(rows, pack)
     out, further = torch.zeros_like(rows), list[PerBlock]()
     for i, block in enumerate(pack.sequences):
         result = plain(
@@ -76,7 +78,17 @@ def run_attention(
         further = further or [PerBlock() for _ in result[2:]]
         for values, value in zip(further, result[2:], strict=True):
             values.append(value)
-    return (out.unsqueeze(0), None, *further)
+    return (own_rows(out, pack).unsqueeze(0), None, *further)
+
+
+def rows_of_all(rows: Tensor, pack: PackSegments) -> Tensor:
+    """Return the rows of all context-parallel ranks, to which the sequences of the pack refer."""
+    return rows if pack.group is None else gather_rows(rows, pack.group)
+
+
+def own_rows(out: Tensor, pack: PackSegments) -> Tensor:
+    """Return the outputs of this rank's rows, which any of the context-parallel ranks may have computed."""
+    return out if pack.group is None else scatter_sum(out, pack.group)
 
 
 def use_sdpa(module: nn.Module) -> None:
@@ -84,6 +96,15 @@ def use_sdpa(module: nn.Module) -> None:
     config: Any = copy.deepcopy(module.config)
     config._attn_implementation = "sdpa"
     module.config = config
+
+
+def _rotary_of_all(rotary: Rotary, pack: PackSegments) -> Rotary:
+    """Return the rotary embeddings ``[1, T, d]`` of the rows of all context-parallel ranks."""
+    if isinstance(rotary, tuple):
+        return tuple(cast(Tensor, _rotary_of_all(part, pack)) for part in rotary)
+    if rotary.is_complex():  # which NCCL does not send
+        return torch.view_as_complex(rows_of_all(torch.view_as_real(rotary)[0], pack)).unsqueeze(0)
+    return rows_of_all(rotary[0], pack).unsqueeze(0)
 
 
 def _of_block(rotary: Rotary, block: SequenceBlock) -> object:

@@ -88,6 +88,17 @@ def context_parallel(make: Callable[..., FsdpBackend], paths: dict[str, Path], w
     return dict(metrics=metrics, weights=weights_of(backend), log_probs=log_probs)
 
 
+def whole_sequences(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Layers with a state and experts, recomputed. Two ranks share the tokens of every sample, and deal out whole
+    sequences for these layers: one of them gets none, because each micro-batch is a single sample."""
+    size = {"context_parallel_size": world_size}
+    backend = make("hybrid", megatron=size, gradient_checkpointing=True, entropy_coef=0.01)
+    samples = make_samples()
+    batch = make_batch(samples, [[[i] for i in range(len(samples))]], samples)
+    metrics = [train_on_rollout(backend, backend.args, batch)[0], train(backend, make_samples(seed=3, zero_groups=2))]
+    return dict(metrics=metrics, weights=weights_of(backend))
+
+
 def forward_packs(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     """Six groups, so that of four ranks two have twice as many samples as the others. By context-parallel size: the
     rank's groups, its log-probs in packs of at most 30 tokens (one rank: in training's), and how many it ran."""
@@ -261,6 +272,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (4, nan_on_the_last_rank),
     (2, two_steps),
     (2, context_parallel),
+    (2, whole_sequences),
     (2, forward_packs),
     (2, checkpointed),
     (2, place_of_copies),
@@ -274,6 +286,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, resume),
     (1, two_steps),
     (1, context_parallel),
+    (1, whole_sequences),
     (1, forward_packs),
     (1, checkpointed),
     (1, qwen3),

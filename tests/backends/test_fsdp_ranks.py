@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+from every_family import save_tiny
+
 from slime.engines.process import free_port
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -21,7 +25,8 @@ Results = dict[tuple[str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(tmp_path_factory.mktemp("ranks"))
+    root = tmp_path_factory.mktemp("ranks")
+    return save_models(root) | {"hybrid": save_tiny("Qwen3.5-MoE", root / "hybrid")}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,7 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
         ("two_steps", 4),
         ("context_parallel", 2),
         ("context_parallel", 4),
+        ("whole_sequences", 2),
         ("checkpointed", 2),
         ("qwen3", 2),
         ("critic", 2),

@@ -27,8 +27,8 @@ def test_the_page_lists_the_kinds() -> None:
     start = lines.index("| kind of layer | in a pack | context parallelism (FSDP) | embedded engine |") + 2
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : lines.index("", start)]]
     assert [row[0] for row in rows] == [kind.name for kind in all_kinds()]
-    for (_, _, context, _), kind in zip(rows, all_kinds(), strict=True):
-        assert (context == "refused") == bool(kind.not_context_parallel), kind.name
+    for (_, pack, context, _), kind in zip(rows, all_kinds(), strict=True):
+        assert ("as a batch" in pack) == (context == "whole sequences are dealt out") == bool(kind.mixers), kind.name
 
 
 @pytest.mark.slow

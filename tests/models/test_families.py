@@ -55,17 +55,6 @@ def test_a_hybrid_family_may_have_a_model_with_attention_only() -> None:
     assert [kind.name for kind in layers_of(model, "").kinds] == ["full attention"]
 
 
-def test_context_parallelism_is_refused_for_states(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
-    with pytest.raises(ModelError, match=r"gated delta net.*from token to token.*--context-parallel-size 1"):
-        prepare_packing(model, context_parallel=2)
-    indexed = AutoModelForCausalLM.from_config(tiny_config("DeepSeek V3.2"))
-    with pytest.raises(ModelError, match=r"sparse indexer.*needs whole sequences.*--context-parallel-size 1"):
-        prepare_packing(indexed, context_parallel=2)
-    model = load_hf_model(save_tiny("gpt-oss", tmp_path), torch.float32, "cpu", NAME)
-    assert prepare_packing(model, context_parallel=2) is False
-
-
 def test_a_layer_of_no_known_kind_is_refused() -> None:
     beside = AutoModelForCausalLM.from_config(tiny_config("Falcon-H1"))
     beside.model.layers[0].mamba = nn.Linear(32, 32)

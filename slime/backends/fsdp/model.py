@@ -25,7 +25,6 @@ from slime.backends.fsdp.quantized_base import quantize_base
 from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
-from slime.config.layout import ParallelLayout
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers
@@ -61,7 +60,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
         what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
         raise ModelError(f"{what}: use --attn-implementation eager")
-    stateful = packed and prepare_packing(model, ParallelLayout.from_args(args).cp)
+    stateful = packed and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:

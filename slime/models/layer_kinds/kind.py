@@ -35,8 +35,6 @@ Sees = Callable[[PretrainedConfig, Tensor, Tensor], Tensor]
 class LayerKind:
     """A way in which a layer mixes the tokens of a sequence, and what slime does with it.
 
-    A reason is "" where slime computes the kind exactly. Otherwise it is the end of an error message.
-
     Attributes:
         name: As in docs/en/models.md.
         is_at: Whether a decoder layer is of this kind. It may be of several: a sliding window with attention sinks.
@@ -51,7 +49,6 @@ class LayerKind:
         indexers: The endings of the class names of modules that select the keys of each query, with keys of their own.
             They get no gradient in transformers, so their weights are kept, and do not decay. The embedded engine
             keeps their keys in each slot.
-        not_context_parallel: Why ranks of context parallelism cannot divide its sequences.
         serve: Prepares one of the mixers that have a state for the embedded engine.
     """
 
@@ -61,7 +58,6 @@ class LayerKind:
     mixers: tuple[str, ...] = ()
     sees: Sees | None = None
     indexers: tuple[str, ...] = ()
-    not_context_parallel: str = ""
     serve: Callable[[nn.Module], None] = lambda mixer: None
 
 
@@ -74,17 +70,10 @@ def with_state(
     """Return a kind whose modules have a state.
 
     Packing: the state starts anew at each sequence. Prompt sharing: the prompt is computed once for each sample, from
-    the rows that its samples share. Context parallelism: refused. Engine: each slot has a state, and a prefix is shared
-    only if a slot has the state at its end.
+    the rows that its samples share. Context parallelism: whole sequences are dealt out among the ranks. Engine: each
+    slot has a state, and a prefix is shared only if a slot has the state at its end.
     """
-    return LayerKind(
-        name,
-        lambda place: bool(place.modules(*mixers)),
-        types,
-        mixers,
-        not_context_parallel="has a state that goes from token to token, so ranks would wait for one another",
-        serve=serve,
-    )
+    return LayerKind(name, lambda place: bool(place.modules(*mixers)), types, mixers, serve=serve)
 
 
 def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
@@ -102,15 +91,8 @@ def whole_attention(
     """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the index of a row.
 
     Packing: the attention of the layer runs on a batch of whole sequences with a mask. Prompt sharing: the prompt is
-    computed once for each sample, from the rows that its samples share. Context parallelism: refused. Engine: as full
-    attention, with the positions in the slots; what is selected and masked depends on them only.
+    computed once for each sample, from the rows that its samples share. Context parallelism: whole sequences are dealt
+    out among the ranks. Engine: as full attention, with the positions in the slots; what is selected and masked depends
+    on them only.
     """
-    return LayerKind(
-        name,
-        is_at,
-        types,
-        ("Attention",),
-        sees,
-        indexers,
-        not_context_parallel="needs whole sequences, which the ranks of context parallelism divide",
-    )
+    return LayerKind(name, is_at, types, ("Attention",), sees, indexers)

@@ -6,7 +6,7 @@ A new kind is one file with a ``KIND``, and its name in :data:`KINDS`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,16 +75,6 @@ class ModelLayers:
         for layer, kinds in self.layers:
             for kind in kinds:
                 yield from _ending(layer, kind.indexers)
-
-    def require(self, reason: Callable[[LayerKind], str], instead: str) -> None:
-        """Refuse the model if one of its kinds has a reason.
-
-        Raises:
-            ModelError: It has. The message names the kind and the reason, and ends with ``instead``, what to do.
-        """
-        for kind in self.kinds:
-            if reason(kind):
-                raise ModelError(f"{self.family} has layers of the kind {kind.name!r}, which {reason(kind)}: {instead}")
 
 
 def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:

@@ -1,0 +1,63 @@
+"""What the ranks of ``test_families_context.py`` run: every family, divided among the ranks of context parallelism."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from family_checks import CPU, assert_same_gradients, gradients, loss_of, one_at_a_time, samples
+from torch.distributed import ProcessGroup
+
+from slime.models.decoder import backbone_of
+from slime.models.inputs import InputBuilder
+from slime.models.loading import load_hf_model
+from slime.models.packed_attention import NAME
+from slime.models.packed_layers import prepare_packing
+from slime.models.scorer import PolicyScorer
+
+COUNTS = (10, 1)
+"""Samples of a pack. Of two ranks, one gets no sequence of the second."""
+
+
+def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None:
+    """Write by family what went wrong; "" if nothing did."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    found = {}
+    for family, folder in folders.items():
+        try:
+            for count in COUNTS:
+                check(folder, dist.group.WORLD, count)
+            found[family] = ""
+        except Exception:
+            found[family] = traceback.format_exc()
+    torch.save(found, output / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def check(folder: Path, group: ProcessGroup, count: int) -> None:
+    """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone on one rank."""
+    model = load_hf_model(folder, torch.float32, "cpu", NAME)
+    scorer = PolicyScorer(model)
+    builder = InputBuilder(backbone_of(model), CPU, context_group=group, stateful=prepare_packing(model))
+    tokens, responses, groups = (part[:count] for part in samples())
+    inputs = builder.build(tokens, responses, groups, [None] * count)
+    assert inputs.response_index is not None
+    firsts = torch.tensor([0, *responses]).cumsum(0)[:-1].tolist()
+    places = torch.cat([first + index for first, index in zip(firsts, inputs.response_index, strict=True)])
+    own = scorer(inputs)[0].log_probs
+    log_probs = torch.zeros(sum(responses)).index_copy(0, places, own)  # 0 for the tokens of the other rank
+    loss_of(log_probs, 0).backward()
+    got = gradients(scorer)
+    total = log_probs.detach()
+    for tensor in (total, *got.values()):
+        dist.all_reduce(tensor, group=group)
+    want = one_at_a_time(folder, count)
+    assert float((total - want[0]).abs().max()) < 1e-5
+    assert_same_gradients(got, want[1])
