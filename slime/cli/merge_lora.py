@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.cli.errors import CommandError
 from slime.types import JsonObject
@@ -13,6 +13,7 @@ from slime.types import JsonObject
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
     from slime.models.peft_files import Factors
+    from slime.weights.maps.layouts import Layout
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
 """The shape of an adapter, its factors, and the base that it names."""
@@ -77,11 +78,28 @@ def _read(folder: Path) -> Found:
     stored = meta.get("lora")
     if not isinstance(stored, dict):
         raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
-    tensors, prefix = ("torch_dist", "") if meta.get("format") == "megatron" else ("dcp", "model/")
+    of_megatron = meta.get("format") == "megatron"
+    tensors, prefix = ("torch_dist", "") if of_megatron else ("dcp", "model/")
     try:
-        return _of_snapshot(file.parent / tensors, prefix, stored)
+        layouts = _layouts(meta) if of_megatron else {}
+        return _of_snapshot(file.parent / tensors, prefix, stored, layouts)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise CommandError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _layouts(meta: Mapping[str, Any]) -> dict[str, Layout]:
+    """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
+    from slime.weights.maps.family import projection_layouts
+    from slime.weights.maps.registry import get_family
+
+    entries = get_family(str(meta["model_type"])).entries(meta["settings"])
+    # The other linear layers divide their input features, so that B is whole.
+    of_rows = [entry for entry in entries if entry.layout.axis == 0 and not entry.experts]
+    return {
+        name.removesuffix(".weight"): layout
+        for entry in of_rows
+        for name, layout in zip(entry.hf, projection_layouts(entry), strict=True)
+    }
 
 
 def _meta(file: Path) -> JsonObject:
@@ -92,9 +110,9 @@ def _meta(file: Path) -> JsonObject:
     return meta if isinstance(meta, dict) else {}
 
 
-def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Found:
+def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layouts: Mapping[str, Layout]) -> Found:
     """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several axes of rows, after
-    that of the experts if it has one."""
+    that of the experts if it has one, and its rows may have one of ``layouts``."""
     import torch
 
     from slime.backends.tensor_shards import StoredTensors, TensorShard
@@ -118,6 +136,7 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object]) -> Fou
         if is_expert_module(name):
             factors |= per_expert(name, a, b.flatten(1, -2))
         else:
+            (b,) = layouts[name].split(b) if name in layouts else (b,)
             factors[name] = Factors(a, b.flatten(0, -2))
     settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
     return settings, factors, str(stored["base"])

@@ -316,11 +316,6 @@ def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[s
             "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have no adapters with "
             "--train-backend megatron: use fsdp"
         )
-    if "linear_attention" in (config.get("layer_types") or ()):
-        problems.append(
-            "--lora-rank: gated delta nets and gated attention (linear_attention in config.json) have no adapters with "
-            "--train-backend megatron: use fsdp"
-        )
     if config.get("model_type") == "phi3":
         problems.append(
             "--lora-rank: the projection of query, key and value in one matrix (phi3) has no adapter with "

@@ -117,7 +117,7 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
         ({"num_key_value_heads": 2}, 4, "4 tensor-parallel ranks cannot share the adapters of 2 key-value heads"),
         ({"num_attention_heads": 4}, 4, None),
         ({"kv_lora_rank": 512, "num_attention_heads": 4}, 1, "the projections of latent attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, 1, "gated delta nets and gated attention"),
+        ({"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}, 2, None),
         ({"model_type": "phi3"}, 1, "query, key and value in one matrix (phi3)"),
         ({}, 8, None),  # config.json is not on this machine
     ],

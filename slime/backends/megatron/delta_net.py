@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from slime.backends.megatron.modules import Offsets, Pack, device_of, gather_or_
 from slime.models.layer_kinds import gated_delta_net
 from slime.models.packed_layers import run_sequences
 from slime.weights.maps.family import Entry, Family, Settings
-from slime.weights.maps.layouts import ByHead
+from slime.weights.maps.layouts import ByHead, Layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,6 +81,8 @@ class PackedDeltaNet(MegatronModule):
     queries, all keys and all values are stored by key head here (:class:`ByHead`), so that they can be divided.
     """
 
+    net: nn.Module
+
     def __init__(self, config: TransformerConfig, layer_number: int, nets: DeltaNets, **_: object) -> None:
         super().__init__(config=config)
         self.layouts = {name: entry.layout for name, entry in nets.parameters.items()}
@@ -90,9 +91,9 @@ class PackedDeltaNet(MegatronModule):
         make: dict[str, Any] = {"dtype": config.params_dtype, "device": device_of(config)}
         shapes = nets.make(layer_number - 1, self.tp_group.size()).named_parameters()
         self.weights = NamedWeights({self.keys[name]: torch.empty(x.shape, **make) for name, x in shapes})
-        # The module without memory computes with the weights that it is given, and registers no parameters.
-        net = nets.make(layer_number - 1, self.tp_group.size() * self.cp_group.size())
-        self.compute: Callable[..., Tensor] = functools.partial(torch.func.functional_call, net)
+        # The module without memory computes with the weights that it is given. It is no submodule, so that its
+        # parameters are not registered.
+        self.__dict__["net"] = nets.make(layer_number - 1, self.tp_group.size() * self.cp_group.size())
 
     def forward(
         self,
@@ -103,26 +104,28 @@ class PackedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """Return the output, ``[T, 1, H]`` like the input, and no bias."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
-        weights = self._weights_of_rank()
-        mixer = lambda batch: self.compute(weights, kwargs={"hidden_states": batch})  # noqa: E731
+        weights = self.weights_of_rank()
+        mixer = lambda batch: torch.func.functional_call(self.net, weights, kwargs={"hidden_states": batch})  # noqa: E731
         rows = self._rows_of_all(hidden_states.squeeze(1))
         return self._sum(run_sequences(mixer, rows, packed_seq_params.segments)).unsqueeze(1), None
 
-    def _weights_of_rank(self) -> dict[str, Tensor]:
+    def weights_of_rank(self) -> dict[str, Tensor]:
         """Return the weights with the heads that this rank computes, by their names in transformers."""
+        held = self.weights()
+        return {name: self.part_of_rank(held[self.keys[name]], layout) for name, layout in self.layouts.items()}
+
+    def part_of_rank(self, weight: Tensor, layout: Layout) -> Tensor:
+        """Return the part of a weight with the heads that this rank computes, in the order of transformers, given the
+        part of this tensor-parallel rank."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
-        held, found = self.weights(), {}
-        for name, layout in self.layouts.items():
-            weight: Tensor = held[self.keys[name]]
-            if layout.axis is None:  # each rank has the gradient of its heads
-                weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-            elif size > 1:
-                weight = weight.chunk(size, layout.axis)[rank]
-            if isinstance(layout, ByHead):
-                here = dataclasses.replace(layout, heads=layout.heads // (self.tp_group.size() * size))
-                (weight,) = here.split(weight)
-            found[name] = weight
-        return found
+        if layout.axis is None:  # each rank has the gradient of its heads
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        elif size > 1:
+            weight = weight.chunk(size, layout.axis)[rank]
+        if isinstance(layout, ByHead):
+            here = dataclasses.replace(layout, heads=layout.heads // (self.tp_group.size() * size))
+            (weight,) = here.split(weight)
+        return weight
 
     def _rows_of_all(self, rows: Tensor) -> Tensor:
         """Return the rows of the ranks that share the heads, ``[N, H]``, given those of this rank, ``[T, H]``. Their

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts
 from slime.backends.megatron.lora_experts import ExpertPair, LoraExperts, attach_experts, expert_weights
 from slime.backends.megatron.lora_layers import (
@@ -22,6 +23,7 @@ from slime.backends.megatron.lora_layers import (
     LoraLayer,
     Projection,
     attach,
+    attach_delta_net,
     factors_of,
 )
 from slime.backends.megatron.model import PolicyModel
@@ -30,10 +32,11 @@ from slime.config.args import Args
 from slime.config.lora import megatron_problems
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
 from slime.models.peft_files import Factors
-from slime.weights.maps.family import COLUMNS, REPLICATED, ROWS, Entry
+from slime.weights.maps.family import COLUMNS, REPLICATED, Entry, projection_layouts
 from slime.weights.maps.layouts import QueryKeyValue
 
-_LINEAR = re.compile(r"^decoder\.layers\.\d+\..*\.linear_(qkv|proj|fc1|fc2)\.weight$")
+_IN_DELTA_NET = r"self_attention\.weights\.(in_proj_\w+|out_proj)"
+_LINEAR = re.compile(rf"^decoder\.layers\.\d+\.(.*\.linear_(qkv|proj|fc1|fc2)\.weight|{_IN_DELTA_NET})$")
 
 
 class ModelAdapters:
@@ -100,9 +103,9 @@ class ModelAdapters:
 
     def _factor_entries(self, entry: Entry) -> Iterator[Entry]:
         """Yield the entries of the factors of all projections in a weight that have an adapter."""
-        single = len(entry.hf) == 1
-        a, b = (COLUMNS, REPLICATED) if entry.layout == COLUMNS else (REPLICATED, entry.layout if single else ROWS)
-        for name in _modules(entry):
+        is_row = entry.layout == COLUMNS
+        a, of_rows = (COLUMNS, [REPLICATED]) if is_row else (REPLICATED, projection_layouts(entry))
+        for name, b in zip(_modules(entry), of_rows, strict=True):
             if name in self._chosen:
                 yield Entry(name + FACTOR_A, (name + FACTOR_A,), a)
                 yield Entry(name + FACTOR_B, (name + FACTOR_B,), b)
@@ -110,19 +113,28 @@ class ModelAdapters:
     def _adapt(self, chunk: PolicyModel, weights: ModelWeights) -> Iterator[LoraLayer]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for local_name, module in chunk.named_modules():
+            if isinstance(module, PackedDeltaNet):
+                inside = f"{global_name(local_name, numbers)}.weights."
+                held = {inside + key: weight for key, weight in module.weights.named_parameters()}
+                pairs = {k: x for key, weight in held.items() for k, x in self._pairs(weights.entries[key], weight)}
+                if pairs:
+                    yield attach_delta_net(module, pairs, self.settings.scale)
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                continue
             entry = weights.entries.get(global_name(local_name, numbers) + WEIGHT)
-            if entry is None or not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                continue
-            factors = list(self._factor_entries(entry))
-            if not _LINEAR.match(entry.megatron) or not factors:
-                continue
-            pairs = {}
-            for a, b in zip(factors[::2], factors[1::2], strict=True):
-                name = a.megatron.removesuffix(FACTOR_A)
-                pairs[name.rpartition(".")[2]] = FactorPair(*self._values(name, (a, b), module.weight), (a, b))
-            last = [name.rpartition(".")[2] for name in _modules(entry)]
-            projections = tuple(map(Projection, last, _rows(entry, module.weight.shape[0])))
-            yield attach(module, pairs, self.settings.scale, projections, _groups(entry))
+            if entry is not None and (pairs := dict(self._pairs(entry, module.weight))):
+                last = [name.rpartition(".")[2] for name in _modules(entry)]
+                projections = tuple(map(Projection, last, _rows(entry, module.weight.shape[0])))
+                yield attach(module, pairs, self.settings.scale, projections, _groups(entry))
+
+    def _pairs(self, entry: Entry, weight: Tensor) -> Iterator[tuple[str, FactorPair]]:
+        """Yield the factors of the projections in a weight that have an adapter, by the last parts of their names."""
+        if not _LINEAR.match(entry.megatron):
+            return
+        factors = list(self._factor_entries(entry))
+        for a, b in zip(factors[::2], factors[1::2], strict=True):
+            name = a.megatron.removesuffix(FACTOR_A)
+            yield name.rpartition(".")[2], FactorPair(*self._values(name, (a, b), weight), (a, b))
 
     def _adapt_experts(self, chunk: PolicyModel) -> Iterator[LoraExperts]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -212,8 +224,8 @@ def _modules(entry: Entry) -> list[str]:
 def _rows(entry: Entry, rows: int) -> list[int]:
     """Divide the number of rows of a weight, or of this rank's part of it, among its projections."""
     if isinstance(entry.layout, QueryKeyValue):
-        one = rows // (entry.layout.heads_per_group + 2)
-        return [one * entry.layout.heads_per_group, one, one]
+        sizes = entry.layout.sizes
+        return [rows * size // sum(sizes) for size in sizes]
     return [rows // len(entry.hf)] * len(entry.hf)
 
 

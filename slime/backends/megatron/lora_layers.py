@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor, nn
 
+from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_reduce
 from slime.models.cpu_linear import linear
 from slime.weights.maps.family import Entry
@@ -133,7 +134,56 @@ class LoraRow(RowParallelLinear):
         return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
 
 
-LoraLayer: TypeAlias = LoraColumn | LoraRow
+class LoraDeltaNet(PackedDeltaNet):
+    """A gated delta net with adapters on its linear layers; attributes as in :class:`LoraColumn`. The factors are
+    divided as the weights are: each rank has, or computes with, those of its heads."""
+
+    lora: nn.ModuleDict
+    lora_on: bool
+
+    def weights_of_rank(self) -> dict[str, Tensor]:
+        """Return the weights and factors with the heads that this rank computes, by their names in ``net``."""
+        found = super().weights_of_rank()
+        for name, pair in _pairs(self.lora).items() if self.lora_on else ():
+            for end, (factor, entry) in zip((FACTOR_A, FACTOR_B), pair.by_entry(), strict=True):
+                found[name + end] = self.part_of_rank(factor, entry.layout)
+        return found
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the tensors of the layer without its adapters."""
+        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+
+
+class _LinearOfNet(nn.Linear):
+    """A linear layer of a module without memory, whose weight and factors are given to each call of the module. Without
+    factors it computes what it would without an adapter."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out if self.lora_A.is_meta else out + linear(linear(x, self.lora_A) * self.lora_scale, self.lora_B)
+
+
+LoraLayer: TypeAlias = LoraColumn | LoraRow | LoraDeltaNet
+
+
+def attach_delta_net(module: PackedDeltaNet, pairs: dict[str, FactorPair], scale: float) -> LoraDeltaNet:
+    """Change a gated delta net to one with adapters. ``pairs`` are the factors by the name of their linear layer."""
+    module.__class__ = LoraDeltaNet
+    assert isinstance(module, LoraDeltaNet)
+    module.lora, module.lora_on = nn.ModuleDict(pairs), True
+    for name in pairs:
+        layer = module.net.get_submodule(name)
+        layer.__class__ = _LinearOfNet
+        assert isinstance(layer, _LinearOfNet)
+        layer.lora_scale = scale
+        layer.lora_A, layer.lora_B = (nn.Parameter(torch.empty(0, device="meta")) for _ in range(2))
+    return module
 
 
 def attach(

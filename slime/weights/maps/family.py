@@ -45,6 +45,13 @@ class Entry:
         return self.experts > 0 and "{expert}" not in self.hf[0]
 
 
+def projection_layouts(entry: Entry) -> list[Layout]:
+    """Return the layouts of the single tensors in a weight whose output features are divided among ranks."""
+    if isinstance(entry.layout, QueryKeyValue) and not entry.layout.fused:
+        return [entry.layout.query, ROWS, ROWS]
+    return [entry.layout] if len(entry.hf) == 1 else [ROWS] * len(entry.hf)
+
+
 @dataclass(frozen=True)
 class Family:
     """The description of one model family.

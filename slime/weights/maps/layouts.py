@@ -214,12 +214,29 @@ def _reversed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class GatedQuery(_Rows):
+    """The layout of gated queries. Each head in the checkpoint is a query and its gate, ``2 * dim`` rows. The full
+    array has the queries of each group, then its gates."""
+
+    axis: int | None = 0
+    groups: int = 1
+    heads_per_group: int = 1
+    dim: int = 1
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor.unflatten(0, (self.groups, self.heads_per_group, 2, self.dim)).transpose(1, 2).flatten(0, 3)
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        return [full.unflatten(0, (self.groups, 2, self.heads_per_group, self.dim)).transpose(1, 2).flatten(0, 3)]
+
+
+@dataclass(frozen=True)
 class QueryKeyValue(_Rows):
     """The layout of attention projections: for each key-value group its query heads, its key head and its value head.
 
     The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups, a rank has a part of
-    a group. If queries are ``gated``, each head in the checkpoint is a query and its gate, ``2 * dim`` rows, and a
-    group of the full array has its gates after its queries.
+    a group. If queries are ``gated``, their layout is :class:`GatedQuery`.
     """
 
     axis: int | None = 0
@@ -232,19 +249,22 @@ class QueryKeyValue(_Rows):
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         if self.fused:
-            tensors = tensors[0].split([self.groups * size for size in self._sizes])
-        query, *key_value = (x.unflatten(0, (self.groups, -1)) for x in tensors)
-        if self.gated:
-            query = query.unflatten(1, (self.heads_per_group, 2, self.dim)).transpose(1, 2).flatten(1, 3)
-        return torch.cat([query, *key_value], dim=1).flatten(0, 1)
+            tensors = tensors[0].split([self.groups * size for size in self.sizes])
+        query, *key_value = tensors
+        parts = [self.query.join([query]), *key_value]
+        return torch.cat([x.unflatten(0, (self.groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
-        query, *key_value = full.unflatten(0, (self.groups, -1)).split(self._sizes, dim=1)
-        if self.gated:
-            query = query.unflatten(1, (2, self.heads_per_group, self.dim)).transpose(1, 2).flatten(1, 3)
-        parts = [x.flatten(0, 1) for x in (query, *key_value)]
+        query, *key_value = (x.flatten(0, 1) for x in full.unflatten(0, (self.groups, -1)).split(self.sizes, dim=1))
+        parts = [*self.query.split(query), *key_value]
         return [torch.cat(parts)] if self.fused else parts
 
     @property
-    def _sizes(self) -> list[int]:
+    def query(self) -> Layout:
+        """The layout of the queries alone."""
+        return GatedQuery(0, self.groups, self.heads_per_group, self.dim) if self.gated else ROWS
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows of queries, key and value in a group."""
         return [self.heads_per_group * self.dim * (2 if self.gated else 1), self.dim, self.dim]

@@ -76,6 +76,13 @@ PLAN = [
     lora("qwen3_moe", 2, {EP: 2}),  # routed experts have no adapters
     lora("glm4_moe", 2, {TP: 2}),  # shared experts do
     lora("mistral", 2, {TP: 2, SP: True}),
+    # gated delta nets and gated attention
+    lora("qwen3_5", **KL),
+    lora("qwen3_5", 2, {TP: 2, SP: True}, **KL),
+    lora("qwen3_5", 2, {CP: 2, **FULL}, **KL),
+    lora("qwen3_5", 2, {PP: 2, **OVERLAP}, **KL),
+    lora("qwen3_next", 2, {TP: 2, ETP: 1, EP: 2}),
+    lora("qwen3_next", 4, {TP: 2, CP: 2}, lora_sync="adapter"),
     lora("qwen3", 2, {TP: 2, SP: True}, lora_sync="adapter"),
     lora("qwen3", 2, {PP: 2}, lora_sync="adapter"),
     lora("llama", 2, {TP: 2}, kl_coef=0.01),  # a reference of another base
@@ -87,12 +94,13 @@ PLAN = [
 BOTH: dict[str, Any] = dict(lora_target_modules=("all-linear", "experts"))
 LATER = [
     (lora("qwen3", 2, OVERLAP), lora("qwen3", 2)),
+    (lora("qwen3_5", 2, OVERLAP), lora("qwen3_5", 2)),
     (lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **BOTH), lora("qwen3_moe", 2, {EP: 2}, **BOTH)),
 ]
 PLAN += [layout for pair in LATER for layout in pair]
 """Pairs that also take more steps in a row, each with the weights that the step before gathers in its time."""
 KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
-KEPT += OF_EXPERTS[1:3]
+KEPT += [lora("qwen3_5", 2, {TP: 2, SP: True}, **KL), *OF_EXPERTS[1:3]]
 """Those that also write and read files."""
 ORDINARY: dict[str, Any] = dict(lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True)
 
