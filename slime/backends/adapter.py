@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.backends.bank import CopySettings, WeightBank
 from slime.config.args import Args
+from slime.config.initial_weights import InitialWeights
 from slime.config.lora import adapter_file
 from slime.config.seeds import derive_seed
 from slime.models.lora import LoraSettings, Switched, adapters_off
@@ -85,7 +86,7 @@ class TrainedAdapter(ABC):
         Args:
             named: All parameters of the model, or those on this rank.
         """
-        self.settings, self.base_path = settings, str(args.hf_checkpoint)
+        self.settings, self.base_path = settings, InitialWeights.from_args(args).hf_folder()
         self.quantization = args.lora_base_quantization
         self.trained = [(name, p) for name, p in named if p.requires_grad]
         self.base = [(name, p) for name, p in named if not p.requires_grad]

@@ -13,7 +13,11 @@ Patterns = Sequence[str] | None
 
 
 def select_trainable(
-    held: Iterable[tuple[nn.Parameter, Names]], everywhere: Sequence[Names], only: Patterns, freeze: Patterns
+    held: Iterable[tuple[nn.Parameter, Names]],
+    everywhere: Sequence[Names],
+    only: Patterns,
+    freeze: Patterns,
+    head: str | None = None,
 ) -> None:
     """Freeze parameters by ``--only-train-params-name-list`` or ``--freeze-params-name-list``.
 
@@ -25,6 +29,8 @@ def select_trainable(
             ranks find the same errors.
         only: The regular expressions of ``--only-train-params-name-list``.
         freeze: The regular expressions of ``--freeze-params-name-list``.
+        head: How the names of a critic's head begin. No checkpoint has it, so ``only`` does not freeze it: with random
+            values that are never trained, the critic would learn nothing.
 
     Raises:
         ValueError: The expressions divide a fused parameter, match nothing, or leave no parameter to train.
@@ -37,6 +43,8 @@ def select_trainable(
             raise ValueError(f"{flag} {pattern!r} matches no parameter; names look like {everywhere[0][0]!r}")
 
     def is_trained(names: Names) -> bool:
+        if only and head is not None and names[0].startswith(head):
+            return True
         named = {any(re.search(pattern, name) for pattern in patterns) for name in names}
         if len(named) > 1:
             raise ValueError(

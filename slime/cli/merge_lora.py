@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
 from slime.types import JsonObject
@@ -87,12 +87,13 @@ def _read(folder: Path) -> Found:
         raise CommandError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _layouts(meta: Mapping[str, Any]) -> dict[str, Layout]:
+def _layouts(meta: JsonObject) -> dict[str, Layout]:
     """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
     from slime.weights.maps.family import projection_layouts
     from slime.weights.maps.registry import get_family
 
-    entries = get_family(str(meta["model_type"])).entries(meta["settings"])
+    settings = meta["settings"]
+    entries = get_family(str(meta["model_type"])).entries(settings if isinstance(settings, dict) else {})
     # The other linear layers divide their input features, so that B is whole.
     of_rows = [entry for entry in entries if entry.layout.axis == 0 and not entry.experts]
     return {

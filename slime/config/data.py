@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from slime.config.files import file_of, first_row, read_yaml
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag, shown
 from slime.config.named_data import data_name
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, OWN_FUNCTIONS, context_notice, is_fully_async
+from slime.config.rollout import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    OWN_FUNCTIONS,
+    context_notice,
+    is_fully_async,
+    rotary_problem,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -91,6 +97,11 @@ def derive_data(args: Args) -> None:
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     derive_reward(args, row)
+
+
+def check_context(args: Args) -> list[str]:
+    problem = None if args.debug_rollout_only else rotary_problem(args)
+    return [] if problem is None else [problem]
 
 
 def check_data_files(args: Args) -> list[str]:

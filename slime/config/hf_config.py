@@ -153,6 +153,28 @@ def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
     return length if counted else int(length * float(scaling.get("factor") or 1))
 
 
+def rotary_limit(config: Mapping[str, object]) -> int | None:
+    """Return the maximum length of sequences that can be computed in one batch, in tokens, from a model's config.json;
+    None for most models.
+
+    With the types ``longrope`` and ``dynamic``, transformers computes a whole batch with the rotary frequencies of its
+    longest sequence. So beyond this length, a sequence changes the others in its batch.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        return None
+    limits = []
+    for rope in (parameters, *parameters.values()):  # or by the type of layer
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+        if kind == "longrope":
+            limits.append(
+                config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            )
+        elif kind == "dynamic":
+            limits.append(config.get("max_position_embeddings"))
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
 def media_token_ids(checkpoint: str | None) -> list[int]:
     """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's start of an image,
     in whose place its processor puts them; empty for a text model."""

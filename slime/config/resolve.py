@@ -80,7 +80,7 @@ def check_ranges(args: Args) -> list[str]:
 FILE_RULES = (
     trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
     weight_sync.check_disk_sync, observability.check_debug_files, observability.check_sinks, hooks.check_hooks,
-    data.check_multimodal_keys,
+    data.check_multimodal_keys, data.check_context,
 )  # fmt: skip
 DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
 """Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace these."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, flag, flags_of, hook_flag, path_flag
-from slime.config.hf_config import context_length, is_hf_folder, read_config
+from slime.config.hf_config import context_length, is_hf_folder, read_config, rotary_limit
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -301,7 +301,8 @@ def served_context(args: Args) -> int | None:
     """
     path: str | None = args.hf_checkpoint
     if args.rollout_backend == "embedded":
-        limits = [_of_model(path, scaled=False), args.embedded_max_total_tokens]
+        of_rotary = rotary_limit((read_config(path) if path else None) or {})
+        limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = args.sglang
         path, overrides = _first_model(args, path)
@@ -338,10 +339,26 @@ def context_limit(args: Args) -> int | None:
 
 def longest_per_gpu(args: Args) -> int:
     """Return the number of tokens of the longest possible sample on one GPU; context parallel ranks share a sample."""
+    return math.ceil(longest_sample(args) / max(int(args.megatron.get("context_parallel_size") or 1), 1))
+
+
+def longest_sample(args: Args) -> int:
+    """Return the number of tokens of the longest possible sample. Prompts without a limit count as empty ones."""
     longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
-    if (limit := context_limit(args)) is not None:
-        longest = min(longest, limit)
-    return math.ceil(longest / max(int(args.megatron.get("context_parallel_size") or 1), 1))
+    limit = context_limit(args)
+    return longest if limit is None else min(longest, limit)
+
+
+def rotary_problem(args: Args) -> str | None:
+    """Return an error if samples may be longer than what the trainer computes independently of their batch."""
+    limit = rotary_limit((read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {})
+    if limit is None or args.rollout_max_response_len is None or longest_sample(args) <= limit:
+        return None
+    return (
+        f"samples may have {longest_sample(args)} tokens, and above {limit} the rotary frequencies of this model "
+        f"(longrope or dynamic in config.json) would change for all samples in a batch: use "
+        f"--rollout-max-context-len {limit}"
+    )
 
 
 def context_notice(args: Args) -> str | None:

@@ -74,6 +74,7 @@ class InputBuilder:
         context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
             packed.
         stateful: Whether layers of the model have a state, so that packs list their sequences. Only if packed.
+        longest: The maximum length of a sample, if a longer one would change the rotary frequencies of others.
     """
 
     backbone: nn.Module
@@ -84,6 +85,7 @@ class InputBuilder:
     float_dtype: torch.dtype = torch.float32
     context_group: ProcessGroup | None = None
     stateful: bool = False
+    longest: int | None = None
 
     def from_batch(self, batch: RankBatch, indices: Sequence[int]) -> ModelInputs:
         """Build the micro-batch of the samples of a rank batch at ``indices``, in that order."""
@@ -120,6 +122,12 @@ class InputBuilder:
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
         """Build one micro-batch of n samples. ``tokens`` are int64 ``[total_length]`` on the CPU."""
+        if self.longest is not None and max(map(len, tokens)) > self.longest:
+            raise ModelError(
+                f"a sample has {max(map(len, tokens))} tokens. Above {self.longest}, the rotary frequencies of this "
+                "model (longrope or dynamic in config.json) would change for all samples that are computed with it: "
+                f"use --rollout-max-context-len {self.longest}"
+            )
         if self.packed:
             inputs = self._packed(tokens, response_lengths, groups, multimodal)
         else:

@@ -68,10 +68,8 @@ class PolicyScorer(nn.Module):
         if distinct is not None:
             entropy = None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
             scores = TokenScores(scores.log_probs.index_select(0, distinct.place), entropy)
-        if self.anchored and torch.is_grad_enabled():
-            scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
         logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
-        return scores, logits
+        return self._with_anchor(scores, logits)
 
     def _capped(
         self,
@@ -98,9 +96,15 @@ class PolicyScorer(nn.Module):
             with_entropy,
             entropy_grad,
         )
-        if self.anchored and torch.is_grad_enabled():
-            scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
-        return scores, capped_logits(hidden, head.weight, head.bias, cap) / temperature if with_logits else None
+        logits = capped_logits(hidden, head.weight, head.bias, cap) / temperature if with_logits else None
+        return self._with_anchor(scores, logits)
+
+    def _with_anchor(self, scores: TokenScores, logits: Tensor | None) -> tuple[TokenScores, Tensor | None]:
+        """Add the anchor to both, because a user's loss may use one of them only."""
+        if not self.anchored or not torch.is_grad_enabled():
+            return scores, logits
+        anchor = _anchor(self.anchored)
+        return scores._replace(log_probs=scores.log_probs + anchor), None if logits is None else logits + anchor
 
 
 class ValueScorer(nn.Module):

@@ -58,3 +58,28 @@ def test_an_indexer_keeps_its_weights(tmp_path: Path) -> None:
     train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
     kept = {name for name, tensor in backend.named_weights() if torch.equal(tensor, before[name])}
     assert kept == {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}
+
+
+def test_a_sample_that_would_change_the_rotary_frequencies_of_others(tmp_path: Path) -> None:
+    """With longrope, a sample above the limit changes the log-probs of all others in its pack."""
+    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[8.0] * 4)
+    folder = saved(
+        "Phi-3", tmp_path, head_dim=8, rope_parameters=rope, original_max_position_embeddings=16,
+    )  # fmt: skip
+    builder = make_backend(make_args(folder)).builder
+    samples = [torch.arange(1, 11), torch.arange(1, 17), torch.arange(1, 18)]
+    builder.build(samples[:2], [5, 5], [0, 1], [None] * 2)
+    with pytest.raises(ModelError, match=r"a sample has 17 tokens. Above 16.* use --rollout-max-context-len 16"):
+        builder.build(samples[1:], [5, 5], [0, 1], [None] * 2)
+    assert load(folder).context_len == 16
+
+
+def test_the_value_head_of_a_critic_is_trained_although_no_checkpoint_has_it(tmp_path: Path) -> None:
+    only = dict(only_train_params_name_list=[r"layers\.1\."], advantage_estimator="ppo")
+    for role in ("critic", "actor"):
+        backend = make_backend(make_args(save_tiny("Llama", tmp_path / role), **only), role)
+        trained = [name for name, _ in backend.optimizer.named]
+        assert {name for name in trained if "value_head" in name} == (
+            {"value_head.weight", "value_head.bias"} if role == "critic" else set()
+        )
+        assert all("layers.1." in name or "value_head" in name for name in trained)

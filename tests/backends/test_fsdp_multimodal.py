@@ -94,3 +94,15 @@ def test_training_moves_the_vision_tower_too(checkpoint: Path) -> None:
     changed = [name for name, tensor in backend.named_weights() if not torch.equal(before[name], tensor)]
     assert any(".visual." in name for name in changed)
     assert any(".language_model." in name for name in changed)
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_every_loss_of_text_gives_the_vision_parameters_a_gradient(checkpoint: Path, of_logits: bool) -> None:
+    """On several ranks, those without images reduce the same parameters as the others."""
+    backend = make_backend(make_args(checkpoint))
+    scorer: Any = backend.scorer
+    scorer.anchored = [p for name, p in scorer.named_parameters() if ".visual." in name]
+    inputs = backend.builder.build([torch.arange(1, 9)], [4], [0], [None])
+    scores, logits = scorer(inputs, 1.0, with_logits=True)
+    (logits if of_logits else scores.log_probs).sum().backward()
+    assert scorer.anchored and all(p.grad is not None and not p.grad.any() for p in scorer.anchored)

@@ -88,7 +88,9 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         (MEGATRON + "--lora-base-quantization nf4", "Megatron's parallel layers have no quantized weights"),
         (INT8 + "--actor-num-gpus-per-node 2", "FSDP would shard the base over 2 ranks"),
         (INT8 + "--compile-layers", "torchao's tensors are not compiled"),
-        (INT8 + "--ref-load {other}", "is a whole model, whose weights cannot replace the codes"),
+        (INT8 + "--ref-load {other}", "is not the base"),
+        # --load is the base then, and the reference is --hf-checkpoint
+        (INT8 + "--load {other} --use-kl-loss --kl-loss-coef 0.1", "is not the base {other}"),
         (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),
         (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate changes the base"),
         ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list excludes --lora-rank"),
@@ -99,6 +101,7 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ),
         ("--lora-rank 8 --lora-sync adapter --rollout-external-engine-addrs 127.0.0.1:1", "need merged weights"),
         ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --ref-load {other}", "the same base"),
+        ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --load {other}", "--ref-load {other}"),
     ],
 )
 def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
@@ -107,7 +110,7 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
     (other / "config.json").write_text((workplace.root / "model" / "config.json").read_text())
     with pytest.raises(ConfigError) as error:
         workplace.load(line.format(other=other))
-    assert said in str(error.value)
+    assert said.format(other=other) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
-from slime.config.hf_config import context_length
-from slime.config.rollout import context_limit, context_notice, served_context
+from slime.config.hf_config import context_length, rotary_limit
+from slime.config.rollout import context_limit, context_notice, rotary_problem, served_context
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
 from slime.rollout.multi_turn import Conversation
@@ -48,6 +48,24 @@ def test_what_the_engines_take(checkpoint: Path) -> None:
     notice = context_notice(arguments(checkpoint, rollout_max_response_len=100, rollout_max_prompt_len=None))
     assert notice is not None and "40 tokens together" in notice
     assert context_notice(arguments(checkpoint, rollout_max_response_len=10, rollout_max_prompt_len=30)) is None
+
+
+def test_samples_that_would_change_the_rotary_frequencies_of_others(checkpoint: Path) -> None:
+    """Engines of slime bound them; with others the run does not start."""
+    long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    config = {"model_type": "phi3", "max_position_embeddings": 48, "original_max_position_embeddings": 20}
+    (checkpoint / "config.json").write_text(json.dumps({**config, "rope_scaling": long}))
+    assert served_context(arguments(checkpoint, rollout_backend="embedded")) == 20
+    assert rotary_problem(arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40)) is None
+    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=20, rollout_max_prompt_len=None)) is None
+    problem = rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=6))
+    assert problem is not None and problem.endswith("use --rollout-max-context-len 20")
+
+    in_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 30}
+    assert rotary_limit({"rope_parameters": in_parameters, "max_position_embeddings": 48}) == 30
+    by_layer = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
+    assert rotary_limit({"rope_parameters": by_layer, "max_position_embeddings": 48}) == 48
+    assert rotary_limit({"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 48}) is None
 
 
 @pytest.mark.parametrize(

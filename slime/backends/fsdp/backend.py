@@ -33,13 +33,13 @@ from slime.backends.fsdp.model import (
     load_full_model,
 )
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.initial_weights import InitialWeights
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
+from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.decoder import decoder_layers

@@ -22,9 +22,10 @@ from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conv
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.offload_activations import checkpoint_offloaded
 from slime.backends.fsdp.quantized_base import quantize_base
-from slime.backends.initial_weights import InitialWeights
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
+from slime.config.hf_config import rotary_limit
+from slime.config.initial_weights import InitialWeights
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers
@@ -77,7 +78,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     named = checkpoint_names(scorer)
     held = [(parameter, [name]) for name, parameter in named]
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
-    select_trainable(held, [[name] for name, _ in named], *patterns)
+    select_trainable(held, [[name] for name, _ in named], *patterns, "value_head." if role == "critic" else None)
     freeze_untrained(model)
     if args.lora_base_quantization:
         quantize_base(decoder_layers(model), args.lora_base_quantization, device)
@@ -172,6 +173,7 @@ def _builder(
         packed=packed,
         share_prompts=packed and shares_prompts,
         pad_to_multiple=multiple if on_cuda else 1,  # the CPU has no kernels to reuse
+        longest=rotary_limit(model.config.get_text_config().to_dict()),
         float_dtype=dtype if on_cuda else torch.float32,
         stateful=stateful,
     )

@@ -16,7 +16,6 @@ from torch import Tensor
 from slime.backends.adapter import TrainedAdapter
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import groups, modules
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
@@ -33,6 +32,7 @@ from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
 from slime.config.hooks import load_function
+from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder

@@ -9,7 +9,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor, nn
 
 from slime.backends.adapter import lora_settings
-from slime.backends.initial_weights import InitialWeights
 from slime.backends.megatron import rank_files, rotary
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
@@ -23,6 +22,7 @@ from slime.backends.tensor_shards import StoredTensors
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
+from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
@@ -67,7 +67,8 @@ class TrainedModel:
         names = self.weights.hf_names
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
         everywhere = [names(name) for name in [*self.weights.entries, *self.weights.own]]
-        select_trainable(held, everywhere, args.only_train_params_name_list, args.freeze_params_name_list)
+        patterns = args.only_train_params_name_list, args.freeze_params_name_list
+        select_trainable(held, everywhere, *patterns, "output_layer." if role == "critic" else None)
         lora = lora_settings(args)
         self.adapters: ModelAdapters | None = None
         if lora is not None:

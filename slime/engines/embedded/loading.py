@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slime.config.hf_config import rotary_limit
 from slime.engines.embedded import attention
 from slime.engines.embedded.deterministic import make_reproducible, separate_rows_of_experts
 from slime.engines.embedded.engine import Engine
@@ -105,6 +106,7 @@ def load_engine(options: EngineOptions) -> Loaded:
         logger.info("deterministic mode: forward passes of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
+    context_len = min(context_len, rotary_limit(text_config.to_dict()) or context_len)
     scheduler = Scheduler(
         max_running=options.max_running_requests,
         max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, options),

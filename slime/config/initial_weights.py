@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.megatron_checkpoint import megatron_lm_folder, weights_path
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class InitialWeights:
         assert args.hf_checkpoint is not None, "the checks of the flags require it"
         load, ref_load = weights_path(args.load, args.ckpt_step), weights_path(args.ref_load, args.ref_ckpt_step)
         return cls(load, ref_load, args.hf_checkpoint)
+
+    def hf_folder(self) -> str:
+        """Return the Hugging Face checkpoint that has the configuration of the initial weights."""
+        return self.load if self.load and (Path(self.load) / "config.json").is_file() else self.hf_checkpoint
 
     def path(self, megatron: bool) -> str:
         """Return the checkpoint of the initial weights.
