@@ -139,7 +139,7 @@ class PackedDeltaNet(MegatronModule):
         return scatter_or_reduce(out, self.config.sequence_parallel, self.tp_group)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
     ) -> dict[str, ShardedTensor]:
         """Return the weights as parts of those of all heads."""
         axes = {f"weights.{self.keys[name]}": x.axis for name, x in self.layouts.items() if x.axis is not None}

@@ -150,7 +150,7 @@ class LoraDeltaNet(PackedDeltaNet):
         return found
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
     ) -> dict[str, ShardedTensor]:
         """Return the tensors of the layer without its adapters."""
         return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
