@@ -15,9 +15,11 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, supported_kwargs
+from slime.rollout.multi_turn import TURNS
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.settings import seeded
+from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
@@ -162,10 +164,19 @@ def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
 
 
 def _abort_custom(state: GenerateState, fn: Callable[..., object], result: Generated, evaluation: bool) -> None:
-    """Mark the samples of a custom function that returned after the abort: their responses may have been cut short."""
-    if fn is not generate and state.aborted and not evaluation:
-        for sample in flatten(result):
-            sample.status = Sample.Status.ABORTED
+    """Mark the samples of a custom function that returned after the abort: their responses may have been cut short.
+
+    Such a function may report a finished response although the abort cut it, and the response may just as well end with
+    the model's end token, after which nothing may be generated. The two look the same, so the response is discarded,
+    unless its turns are recorded: a :class:`~slime.rollout.multi_turn.Conversation` continues after a finished turn.
+    """
+    if fn in (generate, generate_streaming) or not state.aborted or evaluation:  # these two report an abort themselves
+        return
+    for sample in flatten(result):
+        recorded = sample.status in _FINISHED and TURNS in sample.metadata and not sample.reward_timed_out
+        if sample.status is not Sample.Status.ABORTED and not recorded:
+            sample.reset_response()
+        sample.status = Sample.Status.ABORTED
 
 
 async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> Generated:

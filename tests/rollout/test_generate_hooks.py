@@ -16,7 +16,7 @@ from rollout_parts import Prompts, SmallEngine, arguments, source_of
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.observability import best_effort
-from slime.rollout import custom_generate
+from slime.rollout import custom_generate, sglang_streaming_rollout
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.sglang_rollout import (
     GenerateState,
@@ -233,6 +233,74 @@ async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
         args.hold = False
         again = await roll(args, source, 1)
     assert flatten(again[0])[0].group_index == 0 and len(flatten(again[0])) == 6
+
+
+AFTER_THE_ABORT = """
+import asyncio
+from slime.rollout.generate import generate
+from slime.rollout.multi_turn import Conversation
+from slime.rollout.sglang_streaming_rollout import generate_streaming
+
+async def until_the_abort(args, sample):
+    if sample.group_index == 0 and "held" not in sample.metadata:  # as one that asks a slow judge
+        sample.metadata["held"] = True
+        while not args.state_of().aborted: await asyncio.sleep(0.01)
+    return sample
+async def plain(args, sample, sampling_params):
+    return await until_the_abort(args, await generate(args, sample, sampling_params))
+async def group(args, samples):
+    params = args.state_of().sampling_params
+    return [await plain(args, sample, {**params, "sampling_seed": sample.index}) for sample in samples]
+async def turns(args, sample, sampling_params):
+    await Conversation(args, sample, sampling_params).turn()
+    return await until_the_abort(args, sample)
+async def failed(args, sample, sampling_params):
+    await plain(args, sample, sampling_params)
+    if args.state_of().aborted: sample.status = "failed"
+    return sample
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "group", "turns", "failed"])
+async def test_nothing_is_generated_after_the_end_of_a_response_that_was_finished_at_the_abort(
+    tokenizer_dir, hook, name
+):
+    args = arguments(
+        tokenizer_dir, {"state_of": None}, over_sampling_batch_size=5, partial_rollout=True,
+        rollout_max_response_len=40, custom_generate_function_path=hook(AFTER_THE_ABORT, name),
+    )  # fmt: skip
+    args.state_of = partial(GenerateState, args)
+    source = source_of(args)
+    async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 6) as engine:
+        assert [group[0].group_index for group in await roll(engine.serve(args), source)] == [1, 2, 3, 4]
+        back = flatten(source.buffer)
+        assert {sample.status for sample in back} == {Sample.Status.ABORTED} and len(back) == 2
+        assert {sample.response_length for sample in back} == ({6} if name == "turns" else {0})
+        trained = await roll(args, source, 1)
+    first = flatten(trained[0])
+    assert [sample.group_index for sample in first] == [0, 0]
+    assert all(s.response_length == 6 == len(s.response) and s.status is Sample.Status.COMPLETED for s in first)
+
+
+async def test_a_streamed_response_that_ended_before_the_abort_is_kept(tokenizer_dir, monkeypatch):
+    """The abort comes between the last token and the return of the function."""
+    args = arguments(
+        tokenizer_dir,
+        partial_rollout=True,
+        custom_generate_function_path="slime.rollout.sglang_streaming_rollout.generate_streaming",
+    )
+    state, append = GenerateState(args), sglang_streaming_rollout.append_output
+
+    def append_and_abort(*given):
+        append(*given)
+        state.aborted = True
+
+    monkeypatch.setattr(sglang_streaming_rollout, "append_output", append_and_abort)
+    sample = Sample(prompt="p", index=0, group_index=0)
+    async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 6) as engine:
+        await generate_and_rm(engine.serve(args), sample, {**state.sampling_params, "sampling_seed": 1})
+    assert state.aborted
+    assert sample.status is Sample.Status.COMPLETED and sample.response_length == 6 and sample.reward is not None
 
 
 # --- the list form ---------------------------------------------------------------------------
