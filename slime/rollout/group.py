@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MASKED_IN = "masked_in_rollout_id"
-_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 
 
 def is_finished(group: Group) -> bool:
-    """Whether every sample of a group is generated. Groups from the buffer can be finished before submission."""
+    """Whether no sample of a group is generated further. Groups from the buffer can be finished before submission."""
     leaves = flatten(group)
     return bool(leaves) and all(sample.status in _FINISHED for sample in leaves)
 
@@ -100,9 +100,8 @@ async def generate_and_rm_group(
                 else _same(entry)
                 for position, entry in enumerate(group)
             )
-        leaves = flatten(result)
-        if scores_whole_groups(args) and not any(sample.status is Sample.Status.ABORTED for sample in leaves):
-            await _score(args, leaves, "group_reward_model")
+        if scores_whole_groups(args) and not _is_aborted(result):
+            await _score(args, flatten(result), "group_reward_model")
     return result
 
 
@@ -179,18 +178,23 @@ def _abort_custom(state: GenerateState, fn: Callable[..., object], result: Gener
         sample.status = Sample.Status.ABORTED
 
 
+def _is_aborted(result: Generated | Group) -> bool:
+    return any(sample.status is Sample.Status.ABORTED for sample in flatten(result))
+
+
 async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> Generated:
     for sample in flatten(result):  # before the hooks and the verifier: they must see the response that is trained
         cut_at_sampled_media(GenerateState(args), sample)
+    if _is_aborted(result):  # the response is continued or generated again, and the hooks see it when it is complete
+        return result
     if isinstance(result, list):
         result = [await _sample_hooks(args, sample, evaluation) for sample in result]
     else:
         result = await _sample_hooks(args, result, evaluation)
-    leaves = flatten(result)
-    if scores_whole_groups(args) or any(sample.status is Sample.Status.ABORTED for sample in leaves):
+    if scores_whole_groups(args) or _is_aborted(result):
         return result
     if isinstance(result, list):
-        await _score(args, leaves, "group_reward_model")
+        await _score(args, result, "group_reward_model")
     elif result.reward is None and not result.reward_timed_out:
         with trace_span(result, "reward_model"):
             result.reward = await async_rm(args, result)

@@ -390,6 +390,45 @@ async def test_a_rollout_that_is_over_does_not_wait_for_requests_that_reach_no_e
     assert http.take_retries() > 0
 
 
+async def test_a_failed_sample_stays_as_it_is_while_its_group_continues(tokenizer_dir, hooks):
+    path = hooks("""
+from slime.rollout.generate import generate
+from slime.rollout.rm_hub.outcome import mark_unscored
+failed = []
+async def one_fails(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    if sample.group_index == 0 and sample.status.value == "completed" and not failed:
+        failed.append(sample.index)
+        mark_unscored(sample, "error", "the server of a tool was lost")
+        sample.status = "failed"
+    return sample
+""")
+    args = arguments(
+        tokenizer_dir,
+        over_sampling_batch_size=6,
+        partial_rollout=True,
+        n_samples_per_prompt=3,
+        custom_generate_function_path=path("one_fails"),
+    )
+    source = source_of(args)
+    asked = Counter()
+
+    def last(prompt):  # of the requests for group 0, only the last one is cut
+        asked[prompt] += 1
+        return prompt == "prompt 0: " and asked[prompt] == 3
+
+    async with SmallEngine(slow=last, jitter=0.0, length=lambda p, s: 8) as engine:
+        await roll(engine.serve(args), source)
+        assert sorted(s.status.value for s in source.buffer[0]) == ["aborted", "completed", "failed"]
+        before = {s.status.value: (s.index, list(s.tokens)) for s in source.buffer[0]}
+        output = await roll(args, source, 1)
+    after = {s.index: s for s in output.samples[0]}
+    index, tokens = before["failed"]
+    assert after[index].status is Sample.Status.FAILED and after[index].tokens == tokens
+    assert after[index].reward is None and after[index].reward_timed_out
+    assert after[before["aborted"][0]].response_length == 12 and after[before["aborted"][0]].reward is not None
+
+
 async def test_a_group_that_is_cut_again_and_again_goes_on_as_long_as_it_grows(tokenizer_dir):
     """Weight updates that abort cut long answers many times; only standing still is an error."""
     args = arguments(tokenizer_dir, rollout_batch_size=1, n_samples_per_prompt=1, rollout_max_response_len=40)
@@ -605,6 +644,24 @@ async def test_hooks_of_samples_filters_and_all_samples(tokenizer_dir, hooks):
     assert indices == sorted(indices) and set(indices) > {g[0].group_index for g in output.samples}
     for sample in flatten(output.samples):
         assert sample.metadata["hook"] == (5, False, None) and sample.response.endswith("!")
+
+
+async def test_a_sample_hook_gets_a_response_once_when_it_is_complete(tokenizer_dir, hooks):
+    path = hooks("""
+def count(args, sample, rollout_id):
+    assert sample.status.value == "completed"
+    sample.metadata.setdefault("hooked", []).append((rollout_id, sample.response_length))
+""")
+    args = arguments(
+        tokenizer_dir, over_sampling_batch_size=6, partial_rollout=True, rollout_sample_hook_path=[path("count")]
+    )
+    source = source_of(args)
+    async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
+        await roll(engine.serve(args), source)
+        engine.slow = lambda prompt: False
+        output = await roll(args, source, 1)
+    continued = [s for s in flatten(output.samples) if s.group_index in (0, 2)]
+    assert [s.metadata["hooked"] for s in continued] == [[(1, 12)]] * 4
 
 
 async def test_a_sample_hook_must_give_a_sample_or_nothing(tokenizer_dir, hooks):
