@@ -34,6 +34,7 @@ from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
+from slime.rollout.stop_strings import cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -301,11 +302,13 @@ class Session:
         """Return the engine's outputs for one answer. A weight update or the loss of an engine can interrupt an answer;
         then the request is sent again with the tokens so far, until the answer is complete."""
         outputs: list[GenerateOutput] = []
-        tries = 0
+        begin, tries = len(probe.tokens), 0
         while True:
             body = build_generate_body(self.state, probe, {**params, "max_new_tokens": most})
             output = await self._ask(probe, body, on_text)
             self.check_open()  # raises if the rollout was aborted: its truncated answer is discarded
+            if output is not None:
+                output = cut_at_stop(self.state.tokenizer, probe.tokens[begin:], output, params)
             new = [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]] if output else []
             if "structural_tag" in params and output and output["meta_info"]["finish_reason"]["type"] == "abort":
                 # The engine would apply the constraint to the rest as if it were the whole answer, so the partial

@@ -16,6 +16,7 @@ from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.settings import restricts_vocabulary
 from slime.rollout.state import GenerateState
+from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.rollout.weight_timeline import TIMELINE
 from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-_UNFINISHED = "\ufffd"  # decoders write it in place of an incomplete UTF-8 character
 _CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 
 
@@ -70,7 +70,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
             return sample
         span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
     compare_read(state, sample, body, output["meta_info"])
-    append_output(args, sample, output)
+    append_output(args, sample, output, params)
     return sample
 
 
@@ -119,12 +119,21 @@ def build_generate_body(state: GenerateState, sample: Sample, params: SamplingPa
     return body
 
 
-def append_output(args: Args, sample: Sample, output: GenerateOutput) -> None:
+def append_output(args: Args, sample: Sample, output: GenerateOutput, params: SamplingParams | None = None) -> None:
     """Append an engine's reply to ``sample``: token ids, log-probs, text, status, weight version and counters.
+
+    Args:
+        params: The parameters of the request. A reply that continues an interrupted response is cut at a stop string of
+            theirs that is divided between the two.
 
     Raises:
         ValueError: The reply has no log-probs, or one of them is NaN.
     """
+    if params is not None and sample.response_length and sample.status is Sample.Status.ABORTED:
+        known = sample.array("tokens")
+        assert known is not None
+        response = known[len(known) - sample.response_length :].tolist()
+        output = cut_at_stop(GenerateState(args).tokenizer, response, output, params)
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs")
     if scored is None:
@@ -133,7 +142,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput) -> None:
             f"its meta_info has {', '.join(sorted(meta))}"
         )
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
-    if sample.response_length and text.startswith(_UNFINISHED):
+    if sample.response_length and text.startswith(UNFINISHED):
         text = _finish_character(GenerateState(args), sample, tokens, text)
     log_probs = np.array([item[0] for item in scored], np.float64)
     if np.isnan(log_probs).any():
@@ -158,13 +167,13 @@ def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, 
     assert ids is not None
     before = ids[len(ids) - min(sample.response_length, _CHARACTER_TOKENS) :].tolist()
     skip = bool(state.sampling_params["skip_special_tokens"])
-    kept = state.tokenizer.decode(before, skip_special_tokens=skip).rstrip(_UNFINISHED)
-    rest = state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip).lstrip(_UNFINISHED)
+    kept = state.tokenizer.decode(before, skip_special_tokens=skip).rstrip(UNFINISHED)
+    rest = state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip).lstrip(UNFINISHED)
     whole = state.tokenizer.decode([*before, *tokens.tolist()], skip_special_tokens=skip)
     if not whole.startswith(kept) or not whole.endswith(rest) or len(whole) < len(kept) + len(rest):
         return text  # this tokenizer's text is not the concatenation of the bytes of its tokens
-    sample.response = sample.response.rstrip(_UNFINISHED) + whole[len(kept) : len(whole) - len(rest)]
-    return text.lstrip(_UNFINISHED)
+    sample.response = sample.response.rstrip(UNFINISHED) + whole[len(kept) : len(whole) - len(rest)]
+    return text.lstrip(UNFINISHED)
 
 
 def get_model_url(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 TURNS = "model_turns"  # key of sample.metadata: the position of each model turn, so that an aborted sample can continue
-_MARGIN = 4  # tokens of extra context: a tokenizer may decode the first token of a sequence differently
 _LONGEST_TOKEN = 512  # characters; the longest tokens of known vocabularies are runs of 128 or 256 spaces
 _MARK = "slime.4f1d.turn"  # placeholder for the model's turn while the chat template renders the messages after it
 
@@ -241,13 +240,12 @@ class Conversation:
         """Generate ``turn``, or the rest of a turn that an abort interrupted."""
         sample, before = self.sample, self.sample.response_length
         written = len(sample.response)
-        sample.status = Sample.Status.PENDING
+        # generate() cuts the rest of an interrupted turn, which is ABORTED, at a stop string that began before.
+        sample.status = Sample.Status.ABORTED if before > turn["start"] else Sample.Status.PENDING
         self._calls += 1
         await generate(self.args, sample, params)
         self._drop_sampled_medium(before, written)
         turn["text"] += sample.response[written:]
-        if before > turn["start"]:
-            self._cut_at_stop(turn, before - turn["start"], params["stop"] or [])
         if sample.status is Sample.Status.ABORTED:
             return None
         turn["end"], turn["finish"] = sample.response_length, sample.status.value
@@ -263,20 +261,6 @@ class Conversation:
         if sample.response_length > before and sample.tokens[-1] in self.state.media_token_ids:
             own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
             sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
-
-    def _cut_at_stop(self, turn: ModelTurn, before: int, stop: Sequence[str]) -> None:
-        """Cut a turn at a stop string that is split between the request before an abort and the request after it.
-
-        An engine looks for stop strings only in the text that it generates for one request.
-        """
-        sample, decode = self.sample, self.state.tokenizer.decode
-        ids = sample.tokens[len(sample.tokens) - sample.response_length + turn["start"] :]
-        length = first_stop(decode, ids, before, stop)
-        if length is not None:
-            text = decode(ids[:length])
-            before_turn = sample.response[: len(sample.response) - len(turn["text"])]
-            sample.cut_response(turn["start"] + length, before_turn + text)
-            turn["text"], sample.status = text, Sample.Status.COMPLETED
 
     def _encode(self, text: str) -> list[int]:
         """Tokenize what a tool or an environment said, but not much more of it than can fit: a text of 100 MB would
@@ -295,37 +279,6 @@ class Conversation:
         sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
         self.turns[-1]["answered"] = True
         return True
-
-
-def first_stop(decode: Callable[[list[int]], str], ids: list[int], before: int, stop: Sequence[str]) -> int | None:
-    """Return the smallest ``n > before`` for which the text of ``ids[:n]`` contains a stop string, or None.
-
-    ``ids[:before]`` must contain no stop string. The search doubles its step until a stop string appears, and bisects
-    the last step. Each decoded text begins shortly before the end of the part that is known to contain no stop string,
-    so the time is linear in the number of ids. Since a token has at least one byte, a stop string of ``b`` bytes spans
-    at most ``b`` tokens.
-    """
-    stops = [text for text in stop if text]
-    if not stops or before >= len(ids):
-        return None
-    margin = max(len(text.encode()) for text in stops) + _MARGIN
-
-    def stopped(known: int, end: int) -> bool:
-        text = decode(ids[max(known - margin, 0) : end])
-        return any(stop in text for stop in stops)
-
-    if stopped(0, before + 1):
-        return before + 1
-    low, step = before + 1, 1  # invariant: ids[:low] contain no stop string
-    while not stopped(low, min(low + step, len(ids))):
-        if low + step >= len(ids):
-            return None
-        low, step = low + step, 2 * step
-    high = min(low + step, len(ids))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if stopped(low, middle) else (middle, high)
-    return high
 
 
 def _join_media(sample: Sample, new: Sample) -> None:

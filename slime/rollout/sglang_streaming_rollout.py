@@ -69,7 +69,7 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
                 return without_room(state, sample)
     if answer.meta is not None:
         compare_read(state, sample, body, answer.meta)
-        append_output(args, sample, answer.output(aborted=not answer.ended))
+        append_output(args, sample, answer.output(aborted=not answer.ended), params)
     else:
         sample.status = Sample.Status.ABORTED
     return sample

@@ -143,6 +143,28 @@ async def test_an_answer_that_an_engine_interrupts_goes_on(endpoint: AgentServer
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_that_an_interruption_divides_ends_an_answer(
+    endpoint: AgentServer, checkpoint: Path, stream: bool
+) -> None:
+    script = [("one</", {"type": "abort"}), ("end>and more", {"type": "stop", "matched": None}), "two"]
+    async with ScriptedEngine(make_tokenizer(), script) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        create = talk.openai.chat.completions.create
+        answer: Any = await create(model="m", messages=QUESTION, stop=["</end>"], stream=stream)  # type: ignore[call-overload]
+        if stream:
+            deltas = [chunk.choices[0].delta.content async for chunk in answer]
+            assert "".join(filter(None, deltas)) == "one"
+        else:
+            assert answer.choices[0].message.content == "one" and answer.choices[0].finish_reason == "stop"
+        said = {"role": "assistant", "content": "one"}
+        await create(model="m", messages=[*QUESTION, said, {"role": "user", "content": "and?"}])
+    sample = talk.sample()
+    text = talk.state.tokenizer.decode(sample.tokens[-sample.response_length :])
+    assert text.startswith("one</end>") and "more" not in text and sample.weight_versions == ["1", "2", "3"]
+    assert len(talk.session.tree.turns) == 2 and len(talk.session.tree.leaves()) == 1
+
+
 async def test_stop_strings_end_a_turn_and_are_not_shown(endpoint: AgentServer, checkpoint: Path) -> None:
     finish = {"type": "stop", "matched": "\n\n"}
     async with ScriptedEngine(make_tokenizer(), [("one", finish), "two"]) as engine:

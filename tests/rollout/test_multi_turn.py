@@ -7,8 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rollout_parts import arguments
 
 from slime.data.convert import samples_to_train_data
@@ -16,7 +14,7 @@ from slime.data.sample import Sample
 from slime.rollout import generate as generate_module
 from slime.rollout import multi_turn
 from slime.rollout.group import generate_and_rm
-from slime.rollout.multi_turn import Conversation, ToolCall, first_stop, tool_calls
+from slime.rollout.multi_turn import Conversation, ToolCall, tool_calls
 from slime.rollout.state import GenerateState
 
 ALPHABET = "abc <>/=\n"
@@ -305,38 +303,3 @@ def test_tool_calls_are_read_in_order_and_say_what_is_wrong():
     errors = [call.error for call in tool_calls(bad + "<tool_call>{")]
     assert "not JSON" in errors[0] and '"name"' in errors[1] and "not an object" in errors[2]
     assert "not closed by </tool_call>" in errors[3]
-
-
-def _naive_stop(decode, ids, before, stop):
-    return next((n for n in range(before + 1, len(ids) + 1) if any(s in decode(ids[:n]) for s in stop)), None)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.sampled_from(["a", "b", "ab", " ", "é", "\u20ac", "<", "/s>", "</", "s>"]), max_size=30),
-    st.integers(0, 30),
-    st.lists(st.sampled_from(["</s>", "ab", "b a", "é", "<<", " "]), max_size=3),
-)
-def test_the_first_stop_string_of_a_turn(words, before, stop):
-    """Against the text of each length; a token may be a part of a character."""
-    pieces = [part for word in words for part in ([word] if word.isascii() else [bytes([b]) for b in word.encode()])]
-    data = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
-
-    def decode(ids):
-        return b"".join(data[i] for i in ids).decode(errors="replace")
-
-    ids, before = list(range(len(data))), min(before, len(data))
-    assert first_stop(decode, ids, before, stop) == _naive_stop(decode, ids, before, stop)
-
-
-def test_a_long_turn_is_searched_in_linear_time():
-    decoded = 0
-
-    def decode(ids):
-        nonlocal decoded
-        decoded += len(ids)
-        return "".join("</s>"[i - 60_000] if i >= 60_000 else "x" for i in ids)
-
-    ids = list(range(60_004))
-    assert first_stop(decode, ids, 30_000, ["</s>", "never"]) == 60_004 and decoded < 5 * len(ids)
-    assert first_stop(decode, ids, 30_000, ["never"]) is None
