@@ -240,12 +240,13 @@ class Conversation:
         """Generate ``turn``, or the rest of a turn that an abort interrupted."""
         sample, before = self.sample, self.sample.response_length
         written = len(sample.response)
+        begin = written - len(turn["text"])  # in the text of the response
         # generate() cuts the rest of an interrupted turn, which is ABORTED, at a stop string that began before.
         sample.status = Sample.Status.ABORTED if before > turn["start"] else Sample.Status.PENDING
         self._calls += 1
         await generate(self.args, sample, params)
         self._drop_sampled_medium(before, written)
-        turn["text"] += sample.response[written:]
+        turn["text"] = sample.response[begin:]  # not "+=": an incomplete character before the rest is complete now
         if sample.status is Sample.Status.ABORTED:
             return None
         turn["end"], turn["finish"] = sample.response_length, sample.status.value

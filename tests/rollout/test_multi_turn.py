@@ -245,6 +245,27 @@ async def test_a_stop_string_across_an_abort_ends_the_turn(scripted):
     assert sample.response == text and len(sample.loss_mask) == sample.response_length == len(sample.rollout_log_probs)
 
 
+async def test_a_character_that_an_abort_divides_is_complete_in_the_text_of_its_turn(tokenizer_dir, monkeypatch):
+    """The tokenizer has a token for each byte."""
+    args, engine = use(monkeypatch, tokenizer_dir, Scripted)
+    params, tokenizer = {**GenerateState(args).sampling_params, "sampling_seed": 5}, engine.tokenizer
+    ids = tokenizer("<tool>caf\u00e9 \U0001f600</tool>")["input_ids"]
+
+    async def answer(state, sample, body):
+        count = counts.pop(0)
+        part, ids[:] = ids[:count], ids[count:]
+        meta = {"output_token_logprobs": [[-1.0, i, None] for i in part], "weight_version": "1"}
+        finish = {"type": "abort" if ids else "stop"}
+        return {"text": tokenizer.decode(part), "meta_info": {**meta, "finish_reason": finish}}
+
+    monkeypatch.setattr(generate_module, "ask_engine", answer)
+    sample, text, counts = Sample(prompt="p", index=0, group_index=0), None, [10, 3, 40]
+    while counts:  # interrupted in the middle of the first character, then of the second one
+        text = await Conversation(args, sample, params).turn()
+    assert text == sample.response == "<tool>caf\u00e9 \U0001f600</tool>"
+    assert sample.metadata["model_turns"][0]["text"] == text
+
+
 async def test_no_turn_begins_when_the_rollout_is_over_but_in_an_evaluation(scripted):
     args, engine, sample, params = scripted(("ab", "stop"))
     GenerateState(args).aborted = True
