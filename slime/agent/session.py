@@ -304,7 +304,7 @@ class Session:
         outputs: list[GenerateOutput] = []
         begin, tries = len(probe.tokens), 0
         while True:
-            body = build_generate_body(self.state, probe, {**params, "max_new_tokens": most})
+            body = build_generate_body(self.state, probe, {**_part(params, len(outputs)), "max_new_tokens": most})
             output = await self._ask(probe, body, on_text)
             self.check_open()  # raises if the rollout was aborted: its truncated answer is discarded
             if output is not None:
@@ -338,6 +338,15 @@ class Session:
                 raise
             code = "context_length_exceeded" if says_too_long(error) else None
             raise ApiError(400, str(error), code) from error
+
+
+def _part(params: SamplingParams, number: int) -> SamplingParams:
+    """Return the parameters of a part of an interrupted answer. An engine draws the tokens of each request by its seed
+    from the beginning, so the parts after the first one, which is number 0, have seeds of their own."""
+    seed = params.get("sampling_seed")
+    return (
+        {**params, "sampling_seed": derive_seed(seed, "part", number)} if number and isinstance(seed, int) else params
+    )
 
 
 def _parting(on_part: OnPart, split: StreamSplit) -> OnText:

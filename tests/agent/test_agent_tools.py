@@ -143,6 +143,21 @@ async def test_an_answer_that_an_engine_interrupts_goes_on(endpoint: AgentServer
     )
 
 
+async def test_each_part_of_an_interrupted_answer_has_a_seed_of_its_own(
+    endpoint: AgentServer, checkpoint: Path
+) -> None:
+    """An attempt without a token is no part."""
+    abort = {"type": "abort"}
+    async with ScriptedEngine(
+        make_tokenizer(), [("", abort), ("He", abort), ("", abort), ("l", abort), "lo."]
+    ) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        talk.session.params["sampling_seed"] = 5
+        await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+    seeds = [body["sampling_params"]["sampling_seed"] for body in engine.bodies]
+    assert seeds[0] == seeds[1] and seeds[2] == seeds[3] and len(set(seeds)) == 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_that_an_interruption_divides_ends_an_answer(
     endpoint: AgentServer, checkpoint: Path, stream: bool
