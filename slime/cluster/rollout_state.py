@@ -108,9 +108,7 @@ class RolloutState:
             self._positions[rollout_id] = self.schedule.file.position()
         self.sources[rollout_id] = self._source_state()
         if not self.args.debug_rollout_only:
-            # Copies, because user hooks that convert the samples for training may modify them.
-            groups = [_shallow(group) for group in rollout.groups]
-            self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
+            self.ahead[rollout_id] = _copied(rollout)
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
             # Now, because when the snapshot is written, a later rollout may have advanced the data source.
             self._save_own(rollout_id)
@@ -183,8 +181,8 @@ class RolloutState:
         self.attempt, self._position = attempt, state["schedule"]
         for number, kept in state["ahead"].items():
             self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
+        self.restored = {number: _copied(rollout) for number, rollout in self.ahead.items()}
         # The restored data source is in the state after the newest of these rollouts, not after ``rollout_id``.
-        self.restored = dict(self.ahead)
         self.newest = max(self.ahead, default=rollout_id)
         self.sources = {self.newest: state["data_source"]}
         if self._position is not None:
@@ -219,5 +217,20 @@ def _file(directory: Path, rollout_id: int) -> Path:
     return directory / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
-def _shallow(group: Group) -> Group:
-    return [copy.copy(entry) if isinstance(entry, Sample) else [*map(copy.copy, entry)] for entry in group]
+def _copied(rollout: Rollout) -> Rollout:
+    """Copy a rollout for the next snapshot, because user hooks that convert the samples for training may modify them.
+
+    The entries of metadata and rewards are shared: users may put objects there that cannot be copied.
+    """
+    groups: list[Group] = [
+        [_sample(entry) if isinstance(entry, Sample) else [*map(_sample, entry)] for entry in group]
+        for group in rollout.groups
+    ]
+    return Rollout(groups, dict(rollout.metrics), rollout.seconds)
+
+
+def _sample(sample: Sample) -> Sample:
+    copied = copy.copy(sample)
+    for name in ("metadata", "train_metadata", "reward"):
+        setattr(copied, name, copy.copy(getattr(sample, name)))
+    return copied

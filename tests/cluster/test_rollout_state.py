@@ -238,6 +238,34 @@ def test_what_hooks_change_after_the_rollout_is_not_saved(tmp_path: Path) -> Non
         assert one.version_spans == before.version_spans and one.spec_info == before.spec_info
 
 
+def test_what_hooks_change_after_a_resume_is_not_saved_either(tmp_path: Path) -> None:
+    """A second resume must give the rollouts as they were generated, not as hooks of the first one left them."""
+    state = make_state(tmp_path)
+    for rollout_id in range(3):
+        groups = answered(state.source.get_samples(1))
+        for sample in flatten(groups):
+            sample.reward = {"score": 1.0}
+        state.complete(rollout_id, Rollout(groups, {"m": 1.0}, 1.0))
+        for sample in flatten(groups):  # by a hook of the first attempt
+            double(sample)
+    for rollout_id in range(2):
+        state.save(rollout_id, tmp_path)
+        state = make_state(tmp_path)
+        state.load(rollout_id, tmp_path, rollout_id + 1)
+        samples = flatten([rollout.groups for rollout in state.restored.values()])
+        assert [sample.reward for sample in samples] == [{"score": 1.0}] * 2 * (2 - rollout_id)
+        assert all("seen" not in sample.metadata and sample.tokens == [1, 2, 3, 4] for sample in samples)
+        for sample in samples:
+            double(sample)
+
+
+def double(sample: Sample) -> None:
+    assert isinstance(sample.reward, dict)
+    sample.reward["score"] *= 2
+    sample.metadata["seen"] = True
+    sample.tokens.append(9)
+
+
 def test_the_cost_of_a_state_does_not_depend_on_the_lengths() -> None:
     """Arrays are shared between samples and their saved form; no object is made per token."""
     groups = [[Sample(index=i, tokens=list(range(4000)), response_length=0) for i in range(4)]]
