@@ -40,6 +40,8 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
     try:
         total = await _converse(Conversation(args, sample, sampling_params, evaluation), episode, limits)
     except StepFailed as failed:
+        if sample.status is Sample.Status.ABORTED:  # it would be continued again and again
+            sample.status = Sample.Status.FAILED
         mark_unscored(sample, failed.status, str(failed))
         return sample
     finally:

@@ -65,6 +65,18 @@ async def test_an_aborted_episode_continues_where_it_was(play: Any) -> None:
     assert sample.reward == pytest.approx(-0.125 + 1 / 2), "the first guess was played again for the new episode"
 
 
+async def test_an_aborted_episode_that_cannot_be_played_again_ends(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ABORTED sample would be continued again and again, until too many attempts without a token end the run."""
+    sample, script = await play(GUESS, ["x", "ABORT"], number=3)
+
+    def broken(*_: object) -> None:
+        raise OSError("the game is broken")
+
+    monkeypatch.setattr("guess_number.Guess.step", broken)
+    await generate(script.args, sample, script.params)
+    assert sample.status is Sample.Status.FAILED and sample.reward_timed_out and sample.remove_sample
+
+
 async def test_an_environment_that_fails_costs_its_sample_only(play: Any) -> None:
     sample, _ = await play(GUESS, ["crash"])
     assert sample.reward is None and sample.remove_sample
