@@ -79,6 +79,7 @@ def _first_tokens(meta: MetaInfo, count: int, stop: str) -> MetaInfo:
         cut["top_p_token_ids"] = ids[: offsets[-1] - offsets[0]].tolist()
         cut["top_p_token_offsets"] = offsets.tolist()
     if meta.get("weight_versions"):
-        spans = [{**span, "end": min(span["end"], count)} for span in meta["weight_versions"] if span["start"] < count]
+        spans = [span for span in meta["weight_versions"] if span["start"] < count]
+        spans[-1] = {**spans[-1], "end": min(spans[-1]["end"], count)}
         cut["weight_versions"] = spans
     return cut
