@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ settings.register_profile("slime", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+_END, _ROTATION = os.environ.get("SLIME_TESTS_END"), os.environ.get("SLIME_TESTS_ROTATION")
+_TIME_IS_OVER = "the time of this stage is over (SLIME_TESTS_END)"
 DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")
 
 
@@ -92,7 +95,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     With ``--dist loadgroup`` the tests of a group run in one process. A file is a group, because its tests share
     fixtures that take long to make. Whole runs (tests/e2e) share nothing, so each is a group of its own, but for those
     of the specification's commands: these are typed with their ports.
+
+    With ``$SLIME_TESTS_ROTATION``, a hexadecimal number, another file is the first.
     """
+    if _ROTATION:
+        files = list(dict.fromkeys(item.path for item in items))
+        first = int(_ROTATION, 16) % max(len(files), 1)
+        place = {path: number for number, path in enumerate([*files[first:], *files[:first]])}
+        items.sort(key=lambda item: place[item.path])
     for item in items:
         e2e = "e2e" in item.path.parts
         if not e2e or item.get_closest_marker("seeds"):
@@ -102,6 +112,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.needs_model)
         if "datasets_dir" in names:
             item.add_marker(pytest.mark.needs_datasets)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start no test, and no fixture of it, after the end that ``.ci/run`` has set for the stage."""
+    if _END and time.time() > float(_END):
+        pytest.skip(_TIME_IS_OVER)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were not run, because a skipped test does not fail the stage."""
+    skipped = terminalreporter.getreports("skipped")
+    if count := sum(_TIME_IS_OVER in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(f"slime: {count} tests were not run: {_TIME_IS_OVER}", yellow=True)
 
 
 @pytest.fixture(scope="session")

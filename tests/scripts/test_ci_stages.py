@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,3 +117,24 @@ def test_the_quick_suite_starts_no_engine_and_no_ray() -> None:
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.marks)
 def test_each_stage_has_tests(stage: Stage) -> None:
     assert any(stage.runs(file, marks) for file, _, marks in marked_tests())
+
+
+def run_pytest(*arguments: str, **environment: str) -> str:
+    """Run pytest in a process of its own, and return what it prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=CHECKOUT, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("end", "said"), [("1", "slime: {} tests were not run: the time"), ("", "{} passed")])
+def test_a_stage_starts_no_test_after_its_end_and_says_so(end: str, said: str) -> None:
+    printed = run_pytest("tests/scripts/test_ci_stages.py::test_each_stage_has_tests", SLIME_TESTS_END=end)
+    assert said.format(len(STAGES)) in printed
+
+
+@pytest.mark.parametrize("rotation", ["0", "1", "a"])
+def test_each_commit_begins_with_another_file(rotation: str) -> None:
+    files = ["tests/scripts/test_ci_stages.py", "tests/scripts/test_settings.py"]
+    printed = run_pytest("--collect-only", *files, SLIME_TESTS_ROTATION=rotation)
+    assert printed.startswith(files[int(rotation, 16) % 2])
