@@ -7,6 +7,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # The tests of a file share the servers that its fixtures start, so one process runs all of them.
 if [ $# -eq 0 ]; then
-    set -- -n 2 --dist loadfile
+    set -- -n 2 --dist loadfile --no-loadscope-reorder  # the order of tests/conftest.py
 fi
 exec bash "$here/test.sh" -m "real and not slow and not sglang and not megatron and not cuda" "$@"

@@ -8,6 +8,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # Runs mostly wait for processes to start, so two take turns; a group (tests/conftest.py) shares ports or fixtures.
 if [ $# -eq 0 ]; then
-    set -- -n 2 --dist loadgroup
+    set -- -n 2 --dist loadgroup --no-loadscope-reorder  # the order of tests/conftest.py
 fi
 exec bash "$here/test.sh" -m "slow and not sglang and not megatron and not cuda" "$@"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slime.config.flag import DERIVED, flag
 from slime.config.hf_config import read_config
 from slime.config.initial_weights import InitialWeights
+from slime.config.megatron_checkpoint import weights_path
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -232,14 +233,15 @@ def check_lora(args: Args) -> list[str]:
         options = sorted(f"--{name.replace('_', '-')}" for name in idle)
         return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
     problems = _contradictions(args)
+    reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = InitialWeights.from_args(args).path(args.train_backend == "megatron") if args.hf_checkpoint else None
     if args.lora_base_quantization:
         option = f"--lora-base-quantization {args.lora_base_quantization}"
         ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
         found = _quantization_problems(args.train_backend, ranks, bool(args.compile_layers), args.hf_checkpoint)
         has_reference = args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit
-        others = {"--opd-teacher-load": args.opd_teacher_load}
-        others |= {"--ref-load": args.ref_load} if has_reference else {}
+        others = {"--opd-teacher-load": weights_path(args.opd_teacher_load)}
+        others |= {"--ref-load": reference} if has_reference else {}
         found += [
             f"{name} {path} is not the base {base}, and its weights cannot replace the codes; name the base"
             for name, path in others.items()
@@ -257,7 +259,7 @@ def check_lora(args: Args) -> list[str]:
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
             problems.append(f"{option} excludes --lora-rank, which trains only the adapter: use --lora-target-modules")
-    if args.ref_update_interval and args.ref_load not in (None, base):
+    if args.ref_update_interval and reference not in (None, base):
         problems.append(
             "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "
             f"same base: pass --ref-load {base}"

@@ -350,12 +350,17 @@ def longest_sample(args: Args) -> int:
 
 
 def rotary_problem(args: Args) -> str | None:
-    """Return an error if samples may be longer than what the trainer computes independently of their batch."""
+    """Return an error if samples of a rollout may be longer than what the trainer computes independently of their
+    batch."""
     limit = rotary_limit((read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {})
-    if limit is None or args.rollout_max_response_len is None or longest_sample(args) <= limit:
+    if limit is None or args.loss_type == "sft_loss":
+        return None
+    served = context_limit(args)
+    is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
+    if is_known and longest_sample(args) <= limit:
         return None
     return (
-        f"samples may have {longest_sample(args)} tokens, and above {limit} the rotary frequencies of this model "
+        f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this model "
         f"(longrope or dynamic in config.json) would change for all samples in a batch: use "
         f"--rollout-max-context-len {limit}"
     )

@@ -126,7 +126,7 @@ class InputBuilder:
             raise ModelError(
                 f"a sample has {max(map(len, tokens))} tokens. Above {self.longest}, the rotary frequencies of this "
                 "model (longrope or dynamic in config.json) would change for all samples that are computed with it: "
-                f"use --rollout-max-context-len {self.longest}"
+                f"use --rollout-max-context-len {self.longest}, or leave longer rows out of SFT data"
             )
         if self.packed:
             inputs = self._packed(tokens, response_lengths, groups, multimodal)

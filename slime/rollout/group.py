@@ -262,9 +262,12 @@ def continuable(group: Group, original: Group, partial: bool) -> Group:
     """
     if not partial or not all(isinstance(entry, Sample) for entry in group):
         return original
-    for sample in flatten(group):
+    for sample, before in zip(flatten(group), flatten(original), strict=False):
+        if sample.status is not Sample.Status.ABORTED:
+            continue
         log_probs = sample.array("rollout_log_probs")
-        aligned = log_probs is not None and len(log_probs) == sample.response_length
-        if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
+        if sample.response_length and (log_probs is None or len(log_probs) != sample.response_length):
             sample.reset_response()  # without a log-prob for every token the response so far cannot be trained
+        if not sample.response_length and not before.response_length:
+            sample.multimodal_inputs = before.multimodal_inputs  # without the media of the response that is discarded
     return group

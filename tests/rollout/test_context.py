@@ -57,7 +57,10 @@ def test_samples_that_would_change_the_rotary_frequencies_of_others(checkpoint: 
     (checkpoint / "config.json").write_text(json.dumps({**config, "rope_scaling": long}))
     assert served_context(arguments(checkpoint, rollout_backend="embedded")) == 20
     assert rotary_problem(arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40)) is None
-    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=20, rollout_max_prompt_len=None)) is None
+    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=5)) is None
+    assert rotary_problem(arguments(checkpoint, rollout_max_context_len=20, rollout_max_prompt_len=None)) is None
+    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=None)) is not None
+    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=40, loss_type="sft_loss")) is None
     problem = rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=6))
     assert problem is not None and problem.endswith("use --rollout-max-context-len 20")
 

@@ -17,6 +17,7 @@ from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.observability import best_effort
 from slime.rollout import custom_generate, sglang_streaming_rollout
+from slime.rollout.group import continuable
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.sglang_rollout import (
     GenerateState,
@@ -570,3 +571,12 @@ def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
     assert sample.tokens == [1, 7, 4, 5, 7, 2, 6] and sample.response_length == 5 and sample.response == "45726"
     assert sample.loss_mask == [1, 1, 0, 0, 1] and sample.rollout_log_probs == [-1.0, -2.0, 0.0, 0.0, -3.0]
     assert sample.status is Sample.Status.TRUNCATED
+
+
+def test_a_response_that_is_discarded_leaves_no_media_behind() -> None:
+    """An image that an environment added belongs to the response, and a prompt has no placeholder for it."""
+    before = Sample(index=0, prompt="look", multimodal_inputs={"images": ["of the prompt"]})
+    after = Sample(index=0, prompt="look", multimodal_inputs={"images": ["of the prompt", "of a tool"]})
+    after.status = Sample.Status.ABORTED
+    (kept,) = flatten(continuable([after], [before], partial=True))
+    assert kept is after and kept.multimodal_inputs == {"images": ["of the prompt"]}

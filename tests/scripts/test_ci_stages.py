@@ -138,3 +138,9 @@ def test_each_commit_begins_with_another_file(rotation: str) -> None:
     files = ["tests/scripts/test_ci_stages.py", "tests/scripts/test_settings.py"]
     printed = run_pytest("--collect-only", *files, SLIME_TESTS_ROTATION=rotation)
     assert printed.startswith(files[int(rotation, 16) % 2])
+
+
+@pytest.mark.parametrize("script", ["test_processes.sh", "test_runs.sh"])
+def test_xdist_keeps_that_order(script: str) -> None:
+    """By default, it runs the files with the most tests first, so that the others would always be the last."""
+    assert re.search(r"--dist load\w+ --no-loadscope-reorder", (CHECKOUT / "scripts" / script).read_text())
