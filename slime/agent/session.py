@@ -344,9 +344,9 @@ def _part(params: SamplingParams, number: int) -> SamplingParams:
     """Return the parameters of a part of an interrupted answer. An engine draws the tokens of each request by its seed
     from the beginning, so the parts after the first one, which is number 0, have seeds of their own."""
     seed = params.get("sampling_seed")
-    return (
-        {**params, "sampling_seed": derive_seed(seed, "part", number)} if number and isinstance(seed, int) else params
-    )
+    if number == 0 or not isinstance(seed, int):
+        return params
+    return {**params, "sampling_seed": derive_seed(seed, "part", number)}
 
 
 def _parting(on_part: OnPart, split: StreamSplit) -> OnText:

@@ -25,7 +25,7 @@ from slime.models.layer_kinds.kind import Sees
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
-from slime.models.whole_attention import Attention, Outputs, own_rows, rows_of_all, run_attention, use_sdpa
+from slime.models.whole_attention import Attention, Outputs, run_attention, use_sdpa
 
 PADDED = "use --attn-implementation sdpa"
 _PACK = "slime_pack"
@@ -75,8 +75,8 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
-        rows = rows_of_all(hidden_states[0], pack)
-        return own_rows(run_sequences(lambda batch: plain(hidden_states=batch), rows, pack), pack).unsqueeze(0)
+        rows = pack.rows_of_all(hidden_states[0])
+        return pack.own_rows(run_sequences(lambda batch: plain(hidden_states=batch), rows, pack)).unsqueeze(0)
 
     return forward
 

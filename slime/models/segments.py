@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.models.context_parallel import gather_rows, scatter_sum
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -148,6 +150,14 @@ class PackSegments:
             sequences=_sequence_blocks(layout, device, group if deal_sequences else None) if with_sequences else [],
             group=group,
         )
+
+    def rows_of_all(self, rows: Tensor) -> Tensor:
+        """Return the rows of all context-parallel ranks, to which ``sequences`` refer."""
+        return rows if self.group is None else gather_rows(rows, self.group)
+
+    def own_rows(self, out: Tensor) -> Tensor:
+        """Return the outputs of this rank's rows, each of which one of the context-parallel ranks has computed."""
+        return out if self.group is None else scatter_sum(out, self.group)
 
 
 def _similar(lens: np.ndarray) -> list[list[int]]:

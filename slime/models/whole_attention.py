@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from slime.models.context_parallel import gather_rows, scatter_sum
 from slime.models.layer_kinds.kind import Sees
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
@@ -64,7 +63,7 @@ def run_attention(
                 "use --attn-implementation sdpa"
             )
     rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
-    rows = rows_of_all(rows, pack)
+    rows = pack.rows_of_all(rows)
     out, further = torch.zeros_like(rows), list[PerBlock]()
     for i, block in enumerate(pack.sequences):
         result = plain(
@@ -78,17 +77,7 @@ def run_attention(
         further = further or [PerBlock() for _ in result[2:]]
         for values, value in zip(further, result[2:], strict=True):
             values.append(value)
-    return (own_rows(out, pack).unsqueeze(0), None, *further)
-
-
-def rows_of_all(rows: Tensor, pack: PackSegments) -> Tensor:
-    """Return the rows of all context-parallel ranks, to which the sequences of the pack refer."""
-    return rows if pack.group is None else gather_rows(rows, pack.group)
-
-
-def own_rows(out: Tensor, pack: PackSegments) -> Tensor:
-    """Return the outputs of this rank's rows, which any of the context-parallel ranks may have computed."""
-    return out if pack.group is None else scatter_sum(out, pack.group)
+    return (pack.own_rows(out).unsqueeze(0), None, *further)
 
 
 def use_sdpa(module: nn.Module) -> None:
@@ -103,8 +92,8 @@ def _rotary_of_all(rotary: Rotary, pack: PackSegments) -> Rotary:
     if isinstance(rotary, tuple):
         return tuple(cast(Tensor, _rotary_of_all(part, pack)) for part in rotary)
     if rotary.is_complex():  # which NCCL does not send
-        return torch.view_as_complex(rows_of_all(torch.view_as_real(rotary)[0], pack)).unsqueeze(0)
-    return rows_of_all(rotary[0], pack).unsqueeze(0)
+        return torch.view_as_complex(pack.rows_of_all(torch.view_as_real(rotary)[0])).unsqueeze(0)
+    return pack.rows_of_all(rotary[0]).unsqueeze(0)
 
 
 def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
