@@ -29,6 +29,10 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=False, **QWEN3,
     ),
+    "qwen3-32b": dict(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        num_key_value_heads=8, tie_word_embeddings=False, **QWEN3,
+    ),
     "qwen3-30b-a3b": dict(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
         num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
@@ -196,7 +200,8 @@ def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def main() -> None:

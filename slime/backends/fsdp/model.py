@@ -29,6 +29,8 @@ from slime.config.initial_weights import InitialWeights
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers
+from slime.models.fused import fuse
+from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
 from slime.models.layer_kinds.registry import freeze_untrained
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
@@ -69,6 +71,9 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
         model.to(where)  # type: ignore[arg-type]
         check_scorer(policy, _builder(model, where, *layout))
         model.to("cpu")  # type: ignore[arg-type]
+    if device.type == "cuda" and args.train_dtype == "bfloat16":
+        fuse(bool(args.compile_layers))
+        use_grouped_experts(model)
     lora = lora_settings(args)
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
@@ -218,6 +223,9 @@ def compile_layers(model: PreTrainedModel) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
+    # With dynamic shapes, the scale of an adapter would be dynamic as well. torch then traces each layer twice: at the
+    # end it finds out that the scale is constant, and starts again.
+    dynamo.specialize_float = True
     compiled: dict[type, Any] = {}
     for layer in decoder_layers(model):
         kind = type(layer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.backends.adapter import TrainedAdapter
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.megatron import groups, modules
+from slime.backends.megatron import groups
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
@@ -36,6 +36,7 @@ from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
+from slime.models.fused import fuse
 from slime.models.peft_files import factor_names, named_factors
 from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
@@ -67,7 +68,7 @@ class MegatronBackend(SharedBackend):
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
         if args.custom_megatron_init_path:
             load_function(args.custom_megatron_init_path)(args)
-        modules.fuse(bool(args.compile_layers))
+        fuse(bool(args.compile_layers))
         self.model = TrainedModel(args, role, self.layout, rank, device)
         self.chunks, self.weights = self.model.chunks, self.model.weights
         self._around: Around | None = None

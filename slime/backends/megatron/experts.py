@@ -12,8 +12,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor, nn
 
-from slime.backends.megatron.modules import Offsets, device_of, fused_on_cuda, without_keeping
-from slime.backends.megatron.permutation import Routed, combine, order_by_expert, order_of_chunks, spread
+from slime.backends.megatron.modules import Offsets, device_of, without_keeping
+from slime.models.fused import fused_on_cuda
+from slime.models.permutation import Routed, combine, order_by_expert, order_of_chunks, spread
 
 
 @fused_on_cuda

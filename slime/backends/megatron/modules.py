@@ -3,10 +3,9 @@ and an MLP that saves few tensors for the backward pass."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +28,14 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from slime.models.fused import fused_on_cuda
 from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Offsets = tuple[tuple[int, int, int], ...]
 """(axis, index of the part, number of parts) for each axis along which a tensor is divided outside of its module."""
-COMPILED_VARIANTS = 64  # per compiled function, one for each combination of trailing sizes; torch's default limit is 8
 
 
 @dataclass
@@ -52,35 +50,6 @@ class Pack(PackedSeqParams):
     window_cos_sin: tuple[Tensor, Tensor] | None = None
     """The same for layers with a sliding window, if they have frequencies of their own."""
     segments: PackSegments | None = None
-
-
-_fused = True
-
-
-def fuse(on: bool) -> None:
-    """Set whether this process compiles the functions below for its GPU (not with ``--no-compile-layers``)."""
-    global _fused
-    _fused = on
-
-
-def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Compile ``fn`` for tensors on a GPU. The first size of each tensor is dynamic. The function is compiled again for
-    other trailing sizes, because kernels in which all sizes are dynamic are several times slower."""
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
-    compiled = torch.compile(fn)
-
-    @functools.wraps(fn)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        if not (_fused and tensors[0].is_cuda):
-            return fn(*args, **kwargs)
-        for x in tensors:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-            torch._dynamo.mark_static(x, list(range(1, x.dim())))
-        return compiled(*args, **kwargs)
-
-    return call
 
 
 @fused_on_cuda

@@ -27,7 +27,7 @@ def test_tokens_go_to_experts_and_back_as_with_megatron(tokens: int, experts: in
     prepare()
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from slime.backends.megatron.permutation import combine, order_by_expert, spread
+    from slime.models.permutation import combine, order_by_expert, spread
 
     topk = data.draw(st.integers(1, experts))
     routing_map, probs = _routing(tokens, experts, topk, data.draw(st.integers(0, 99)))
@@ -59,7 +59,7 @@ def test_chunks_move_as_with_megatron(sizes: list[int], random: object) -> None:
     prepare()
     from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
-    from slime.backends.megatron.permutation import combine, order_of_chunks, spread
+    from slime.models.permutation import combine, order_of_chunks, spread
 
     chunks = list(range(len(sizes)))
     random.shuffle(chunks)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def test_chunks_move_as_with_megatron(sizes: list[int], random: object) -> None:
 
 def test_the_rows_of_a_token_are_summed_in_float32() -> None:
     prepare()
-    from slime.backends.megatron.permutation import combine, order_by_expert
+    from slime.models.permutation import combine, order_by_expert
 
     routing_map, probs = _routing(64, 16, 8, 0)
     order, _, _ = order_by_expert(routing_map, probs, 8)
@@ -86,7 +86,7 @@ def test_sorted_copies_of_tokens_are_made_again_and_not_kept() -> None:
     prepare()
     from slime.backends.megatron.experts import grouped_linear
     from slime.backends.megatron.modules import without_keeping
-    from slime.backends.megatron.permutation import order_by_expert, spread
+    from slime.models.permutation import order_by_expert, spread
 
     routing_map, probs = _routing(10, 4, 2, 0)
     order, _, counts = order_by_expert(routing_map, probs, 2)

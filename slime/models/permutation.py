@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slime.backends.megatron.modules import fused_on_cuda
 from slime.models.autograd import Context, Gradients
+from slime.models.fused import fused_on_cuda
 
 
 class Order(NamedTuple):
