@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.backends.collectives import local
 
@@ -141,6 +142,23 @@ def host_tensors(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> li
         out.append(piece[used : used + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape))
         used, rest = used + need, rest - need
     return out
+
+
+@contextmanager
+def copied_to(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move a model on the CPU to a device within the context. Afterwards it has its old tensors again, because to copy
+    a model from a GPU to pageable memory takes more than a second per GiB."""
+    values = [(parameter, parameter.data) for parameter in model.parameters()]
+    held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        model.to(device)
+        yield
+    finally:
+        for module, parameters, buffers in held:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        for parameter, data in values:  # between some devices, a parameter stays the same object and has a new value
+            parameter.data = data
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

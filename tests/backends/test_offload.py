@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.offload import HostArena, Offloader
+from slime.backends.offload import HostArena, Offloader, copied_to
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=12))
@@ -70,3 +70,15 @@ def test_memory_that_grows_keeps_what_sleeps_in_it() -> None:
     offloader.sleep([first, second])
     offloader.wake()
     assert first.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] and torch.equal(second, torch.arange(100.0))
+
+
+def test_a_model_has_its_own_tensors_again_after_it_was_on_a_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = list(model.parameters())
+    with copied_to(model, torch.device("meta")):
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))

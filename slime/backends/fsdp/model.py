@@ -22,6 +22,7 @@ from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conv
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.offload_activations import checkpoint_offloaded
 from slime.backends.fsdp.quantized_base import quantize_base
+from slime.backends.offload import copied_to
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
@@ -68,9 +69,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         where = check_device(device, stateful)
-        model.to(where)  # type: ignore[arg-type]
-        check_scorer(policy, _builder(model, where, *layout))
-        model.to("cpu")  # type: ignore[arg-type]
+        with copied_to(model, where):
+            check_scorer(policy, _builder(model, where, *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
