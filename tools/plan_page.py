@@ -41,8 +41,12 @@ TRAINING = (
     "h200_train_mfu_november_23.jsonl",
     "h200_train_mfu_one_gpu.jsonl",
     "h200_optimizer_cpu_offload.jsonl",
+    "h200_train_mfu_november_26.jsonl",
 )
 OLD_EXPERTS = "kernels of experts that have been replaced"
+OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"
+FLOAT8 = "the seconds are those without it"
+STATE_ON_CPU = "Adam had 4 threads; the only row with the state on the CPU"
 EAGER = 9.75 * GIB
 """NCCL's memory before communicators were made at their first use (h200_nccl_memory: 10.35 with the context)."""
 
@@ -88,7 +92,8 @@ def rows() -> Iterator[Row]:
     """All rows of H200s that say what was run."""
     for name in TRAINING:
         for row in read(name):
-            yield from _training(name.partition(".")[0], row)
+            if row["shape"] in SHAPES and not row.get("disturbed"):
+                yield from _training(name.partition(".")[0], row)
     yield from _decoding()
     yield from _colocated_step()
     yield from _recipe()
@@ -117,6 +122,12 @@ def _training(file: str, row: dict[str, Any]) -> Iterator[Row]:
         optimizer_on_cpu="--optimizer-cpu-offload" in given,
         distributed_optimizer="--use-distributed-optimizer" in given,
         reshard="--no-fsdp-reshard-after-forward" not in given,
+        lora_rank=number("--lora-rank", 0),
+        master_bytes=2.0 if "--bf16-master-weights" in given else 4.0,
+        moment_bytes=2.0 if "--optimizer-8bit" in given else 8.0,
+        state_on_cpu="--fsdp-cpu-offload" in given,
+        inputs_on_cpu="--offload-activations" in given,
+        float8="--float8-training" in given,
     )
     length = row.get("sample_tokens", 1024)
     count = max(tokens // length, 1)
@@ -130,13 +141,17 @@ def _training(file: str, row: dict[str, Any]) -> Iterator[Row]:
     how = {0: "", -1: ", recomputed"}.get(recomputed, f", {recomputed} layers recomputed")
     what = f"{row['backend']} {row['shape']} {sizes or 'one GPU'}, {tokens // 1024}k x {row['micro_batches']}"
     what += f", samples of {length // 1024}k{how}" + "".join(
-        f", {f}" for f in given if "offload" in f or "reshard" in f
+        f", {f}" for f in given if any(word in f for word in ("offload", "reshard", "lora", "8bit", "bf16-m", "float8"))
     )
     old = OLD_EXPERTS if SHAPES[row["shape"]].get("num_experts") and row.get("code") != "after" else ""
     alone = "the only row with Adam on the CPU: it gives the rate" if train.optimizer_on_cpu else ""
-    yield Row(file, what, "GiB, peak", train_memory(shape, train, batch).peak / GIB, row["peak_gib"])
-    yield Row(file, what, "s, train", seconds.step, statistics.median(row["train_seconds"]), old or alone)
-    yield Row(file, what, "s, log-probs", seconds.scoring, statistics.median(row["log_probs_seconds"]), old)
+    no_rate = OTHER_EXPERTS if SHAPES[row["shape"]].get("num_experts") and row["backend"] == "fsdp" else ""
+    no_rate = FLOAT8 if train.float8 else no_rate
+    peak = train_memory(shape, train, batch).peak / GIB
+    yield Row(file, what, "GiB, peak", peak, row["peak_gib"], STATE_ON_CPU if train.state_on_cpu else "")
+    why = old or alone or no_rate or (STATE_ON_CPU if train.state_on_cpu else "")
+    yield Row(file, what, "s, train", seconds.step, statistics.median(row["train_seconds"]), why)
+    yield Row(file, what, "s, log-probs", seconds.scoring, statistics.median(row["log_probs_seconds"]), old or no_rate)
 
 
 def _asynchronous() -> Iterator[Row]:

@@ -140,8 +140,9 @@ def _head(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
     split = train.layout.tp * train.layout.cp
     logits = train.dtype_bytes * model.shape.vocab * batch.scored / split
     own = 0.0
-    if train.backend == "fsdp":  # the weight in bf16, and its gradient in bf16 and float32
-        own = (2.0 + (0.0 if train.lora_rank else 2.0 + 4.0)) * model.embedding
+    if train.backend == "fsdp":  # the weight in bf16, and its gradient in bf16 and, unless it is on the CPU, in float32
+        master = 0.0 if train.state_on_cpu else 4.0
+        own = (2.0 + (0.0 if train.lora_rank else 2.0 + master)) * model.embedding
     return min(logits, KEPT_LOGITS) + CHUNK + own
 
 

@@ -47,6 +47,8 @@ BULK = 0.75
 """The same for the large messages of data parallelism."""
 HOST_COPY = 45e9
 """Bytes/s between host memory and GPU: 45 GiB of the trainer in 1.0 s (h200_step)."""
+HOST_SHARDS = 16e9
+"""Bytes/s of master weights in CPU memory that are cast and copied for a pass (h200_train_mfu_november_26)."""
 DECODE_STEP = 1.5e-3
 """Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA graphs."""
 DECODE_LAYER = 0.9e-3
@@ -83,24 +85,42 @@ def train_seconds(
     """Estimate an optimizer step of ``batch.count`` micro-batches on every rank."""
     layout = train.layout
     again = train.recomputed_share(model.shape.layers)
-    layers_forward, head_forward = _forward(model, kind, train, batch)
+    layers, head = _forward(model, kind, train, batch)
     attention = _attention(model, kind, batch) / (layout.tp * layout.cp)
-    layers_forward += attention
-    layers_backward = 2 * (layers_forward - attention) + 2 * ATTENTION_BACKWARD * attention
+    layers_forward = layers.total + attention
+    layers_backward = _backward(layers, train) + 2 * ATTENTION_BACKWARD * attention
     share = 1 / layout.pp  # The last stage has the LM head in addition, and the others wait for it.
-    forward = share * layers_forward + head_forward
-    backward = 2 * head_forward + share * (layers_backward + again * layers_forward)
+    forward = share * layers_forward + head.total
+    backward = _backward(head, train) + share * (layers_backward + again * layers_forward)
     rounds = batch.count + layout.pp - 1
     exchange = share * _exchange(model, kind, train, batch, gpus_per_node)
-    scoring = rounds * (forward + exchange)
+    read = _read_from_cpu(model, train)
+    scoring = rounds * (forward + exchange + read)
     passes = 2.5 + again
     compute = rounds * (forward + backward)
-    between = rounds * passes * exchange
+    between = rounds * (passes * exchange + 3 * read)  # weights twice, gradients once
     sharded = _data_parallel(model, kind, train, batch, compute, gpus_per_node)
     return TrainSeconds(compute, between + sharded, _optimizer(model, kind, train), scoring)
 
 
-def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs) -> tuple[float, float]:
+@dataclass(frozen=True)
+class _Forward:
+    """Seconds of a forward pass: matrix products with weights, and all else."""
+
+    products: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.rest
+
+
+def _backward(forward: _Forward, train: TrainSetup) -> float:
+    """Seconds of the backward pass. Frozen weights have no gradients, which are half of its products."""
+    return (1 if train.lora_rank else 2) * forward.products + 2 * forward.rest
+
+
+def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs) -> tuple[_Forward, _Forward]:
     """Seconds of a micro-batch's forward pass on one group of model-parallel ranks: layers without attention, and the
     LM head."""
     s, layout = model.shape, train.layout
@@ -113,8 +133,14 @@ def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
         traffic += ROUTING / 3 * 2.0 * s.experts_per_token * s.hidden * s.sparse_layers * tokens
     moved = traffic / (MEMORY * kind.bandwidth)
     head = 2.0 * model.embedding * batch.scored / split / (MATMUL * kind.flops)
-    head += HEAD_BYTES / 3 * s.vocab * batch.scored / split / (MEMORY * kind.bandwidth)
-    return dense + experts + moved + LAUNCH / 3 * s.layers, head
+    logits = HEAD_BYTES / 3 * s.vocab * batch.scored / split / (MEMORY * kind.bandwidth)
+    return _Forward(dense + experts, moved + LAUNCH / 3 * s.layers), _Forward(head, logits)
+
+
+def _read_from_cpu(model: PlannedModel, train: TrainSetup) -> float:
+    """Seconds in which a pass copies the weights of a rank from CPU memory, or their gradients to it."""
+    shards = train.shards or train.layout.world_size
+    return train.master_bytes * model.parameters / shards / HOST_SHARDS if train.state_on_cpu else 0.0
 
 
 def _attention(model: PlannedModel, kind: GpuKind, batch: Packs) -> float:
