@@ -197,8 +197,8 @@ def _untimed(train: TrainSetup) -> list[str]:
         found.append("--float8-training: memory and seconds are those without it")
     if train.state_on_cpu:
         found.append(
-            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 CPU cores, and the copies "
-            "that of one measurement"
+            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 CPU cores, and the "
+            "copies have that of one measurement"
         )
     if train.lora_experts:
         name = "--lora-target-modules experts: "
