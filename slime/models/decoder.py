@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,3 +28,42 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
     named = [m for m in lists if type(m[0]).__name__ in names]
     return max((list(m) for m in named or lists), key=len)
+
+
+@contextmanager
+def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model have only its first decoder layers within the context: as few as contain each kind of layer.
+
+    What is checked on them holds for all layers, and neither the memory nor the time of a large model is needed.
+    """
+    layers = decoder_layers(model)
+    first: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        first.setdefault(_kind(layer), number)
+    where = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and list(child) == layers
+    ]
+    for module, name, _ in where:
+        module._modules[name] = nn.ModuleList(layers[: max(first.values()) + 1])
+    try:
+        yield
+    finally:
+        for module, name, child in where:
+            module._modules[name] = child
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return a value that is equal for layers with the same modules and settings, whatever their weights."""
+    settings = [
+        sorted((name, value) for name, value in vars(module).items() if _is_setting(name, value))
+        for module in layer.modules()
+    ]
+    return repr([(type(module).__name__, own) for module, own in zip(layer.modules(), settings, strict=True)])
+
+
+def _is_setting(name: str, value: object) -> bool:
+    is_place = "idx" in name or "index" in name or name in ("layer_id", "layer_number")
+    return isinstance(value, bool | int | float | str | None) and not name.startswith("_") and not is_place

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.data.packing import MIN_SHARED_TOKENS
-from slime.models.decoder import backbone_of
+from slime.models.decoder import backbone_of, one_layer_of_each_kind
 from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
@@ -100,6 +100,8 @@ def check_packed(folder: Path) -> None:
     for share in (False, True):
         builder = InputBuilder(backbone_of(model), CPU, share_prompts=share, stateful=stateful)
         assert check_scorer(scorer, builder) < 1e-5
+        with one_layer_of_each_kind(model):
+            assert check_scorer(scorer, builder) < 1e-5
         assert_same(scorer, builder, want)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():

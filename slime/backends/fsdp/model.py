@@ -29,7 +29,7 @@ from slime.config.hf_config import rotary_limit
 from slime.config.initial_weights import InitialWeights
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
-from slime.models.decoder import backbone_of, decoder_layers
+from slime.models.decoder import backbone_of, decoder_layers, one_layer_of_each_kind
 from slime.models.fused import fuse
 from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
@@ -69,7 +69,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         where = check_device(device, stateful)
-        with copied_to(model, where):
+        with one_layer_of_each_kind(model), copied_to(model, where):
             check_scorer(policy, _builder(model, where, *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
@@ -155,7 +155,7 @@ def check_device(device: torch.device, stateful: bool) -> torch.device:
     """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
 
     With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on
-    the GPU. The whole model must fit there in float32 for a moment.
+    the GPU. The embeddings and one layer of each kind must fit there in float32 for a moment.
     """
     if device.type != "cuda" or not stateful:
         return torch.device("cpu")
