@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from slime.backends.base import TrainBackend
+    from slime.backends.fsdp.backend import FsdpBackend
+    from slime.backends.megatron.backend import MegatronBackend
     from slime.config.args import Args
 
 LOOPBACK = "lo"
@@ -58,19 +60,30 @@ def create_backend(
     # Every rank has different random numbers, which are the same in each run. What must be equal on all ranks (a value
     # head) has its own seed.
     torch.manual_seed(args.seed + rank)
+    made = backend_class(args)
     if args.train_backend == "megatron":
-        from slime.backends.megatron.core import prepare, require_cuda
+        from slime.backends.megatron.core import require_cuda
+
+        require_cuda()
+    return made(args, role, rank, world_size, device)
+
+
+def backend_class(args: Args) -> type[MegatronBackend | FsdpBackend]:
+    """Import the backend, which takes seconds and no memory of a GPU, and return its class."""
+    from slime.models.cpu_memory import large_imports
+
+    if args.train_backend == "megatron":
+        from slime.backends.megatron.core import prepare
 
         prepare()
-        require_cuda()
         with large_imports():
             from slime.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(args, role, rank, world_size, device)
+        return MegatronBackend
     with large_imports():
         from slime.backends.fsdp.backend import FsdpBackend
 
-    return FsdpBackend(args, role, rank, world_size, device)
+    return FsdpBackend
 
 
 def _init_process_group(

@@ -109,8 +109,8 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     """Start all parts of the run; each is stored in ``parts`` as soon as it exists.
 
     Engines and training ranks load their models at the same time, unless both use the same GPU. An engine takes its
-    share of the GPU memory that is free when it starts, so in that case the engines start first and release their
-    memory again before the training ranks start.
+    share of the GPU memory that is free when it starts, so in that case the ranks only import their libraries, and load
+    their models when the engines have started and released their memory again.
     """
     from slime.cluster.placement import Placement, plan_slots
     from slime.cluster.session import check_resources, connect
@@ -128,8 +128,6 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         shares_memory = args.offload_rollout and placement.slots.train > 0
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
         urls: list[str] = []
-        if engines is not None and args.offload_rollout and placement.on_gpu:
-            urls, engines = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory), None
         # Without --num-rollout, only the data source knows the length of the run (--num-epoch). The training ranks need
         # it when they are built: the learning-rate schedule depends on it.
         num_rollout = args.num_rollout
@@ -138,6 +136,10 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         args = args.with_values(num_rollout=num_rollout)
         if placement.slots.train:
             _start_training(args, parts, placement, waiter, keys.engine)
+        if engines is not None and args.offload_rollout and placement.on_gpu:
+            urls, engines = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory), None
+        for group in parts.groups:
+            group.load()
         if args.save:
             _check_save_folder(Path(args.save), manager, parts.groups)
         # Engines and ranks have been loading their models side by side since they were started above.
@@ -183,6 +185,8 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
         fixed = parts.fixed = replace(fixed, args=args)
         parts.begin, parts.groups = begin, []
         _start_training(args, parts, placement, fixed.waiter, fixed.engine_keys)
+        for group in parts.groups:
+            group.load()
         restore_rollouts(begin, fixed.settings, manager, log)  # while the ranks load the snapshot
         for group in parts.groups:
             group.wait_started()
@@ -239,7 +243,7 @@ def _wait_for_engines(
 
 
 def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter, engine_keys: ServerKeys) -> None:
-    """Start the ranks of actor and critic; they load their models in the background."""
+    """Start the ranks of actor and critic, which import their libraries in the background."""
     from slime.cluster.train_group import TrainGroup
 
     if problems := check_schedules(args):  # checked again: the length of the run may have been unknown until now

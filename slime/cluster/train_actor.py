@@ -102,6 +102,13 @@ class TrainActor:
         """The process of this rank."""
         return ActorProcess.own()
 
+    def import_backend(self) -> None:
+        """Import what :meth:`init` needs. The GPU may belong to an engine that is still starting."""
+        from slime.backends.create import backend_class
+
+        progress.report("import the training backend")
+        backend_class(self.args)
+
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
         import ray

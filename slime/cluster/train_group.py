@@ -74,9 +74,13 @@ class TrainGroup:
         )[0]
         self._processes: list[ActorProcess] = []
         self._asked = [rank.process.remote() for rank in self.ranks]
+        self.starting = [rank.import_backend.remote() for rank in self.ranks]
         # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
-        path = str(load_path) if load_path else None
-        self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
+        self._init = self.host, port, str(load_path) if load_path else None
+
+    def load(self) -> None:
+        """Let the ranks load their models in the background, which takes memory of their GPUs."""
+        self.starting += [rank.init.remote(*self._init) for rank in self.ranks]
 
     def wait_started(self) -> None:
         self._processes = self._call(self._asked, "to start", self.args.start_timeout, "--start-timeout")
