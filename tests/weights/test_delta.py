@@ -190,6 +190,21 @@ def test_an_engine_that_only_says_it_has_the_base_refuses_and_is_healed(hf_folde
     assert holds(engine, 1)
 
 
+def test_a_whole_version_for_an_engine_that_refused_reaches_it_through_the_hook(hf_folder: Path) -> None:
+    """``--custom-update-weight-post-write-path`` copies each version to where the engines read it."""
+    told: list[str] = []
+
+    def hook(folder: Path, engines: Any) -> None:
+        told.append(f"{folder.name} for {[engine.url for engine in engines]}")
+
+    transport, engines = make(hf_folder, written=hook), [Engine("a"), Engine("b")]
+    send(transport, engines, 0, "0.0")
+    engines[1].model = Model()
+    send(transport, engines, 1, "0.1")
+    assert all(holds(engine, 1) for engine in engines)
+    assert told == ["weight_v0.0 for ['a', 'b']", "delta_v0.1 for ['a', 'b']", "weight_v0.1 for ['b']"]
+
+
 def test_damage_on_the_way_is_found_before_the_model_is_touched(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,9 +81,8 @@ class DeltaTransport:
             current = set()
         if len(current) < len(engines):
             await self._publish_full(update.version, result)
-        if self.written is not None:
-            for folder in self._published:
-                await asyncio.to_thread(self.written, folder, engines)
+        for folder in self._published:
+            await self._tell_written(folder, engines)
         ready = await open_window() if open_window is not None else engines
         behind = [engine for engine in ready if engine.url not in current]
         if delta is not None:
@@ -94,10 +93,15 @@ class DeltaTransport:
         if behind:
             if self._published[-1] == delta:
                 await self._publish_full(update.version, result)
+                await self._tell_written(self._published[-1], behind)
             result.failed.update(await self._load(self._published[-1], behind))
         if not self.keep_files:
             await asyncio.to_thread(_remove, [path for path in old if path not in self._published])
         return result
+
+    async def _tell_written(self, folder: Path, engines: Sequence[EngineHandle]) -> None:
+        if self.written is not None:
+            await asyncio.to_thread(self.written, folder, engines)
 
     async def close(self) -> None:
         """Remove the published files, unless files are kept. The copy in memory is not removed."""
