@@ -79,9 +79,15 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
     flush()
     if len(shards) == 1:
         (path / shards[0][0]).rename(path / "model.safetensors")
-        return
+    # The files of an older export that had another number of them: transformers would load the single one in spite of
+    # the index, and engines may read all files of a folder without an index.
+    files = {file for file, _ in shards} if len(shards) > 1 else {"model.safetensors"}
+    for old in path.iterdir():
+        if re.fullmatch(r"model(-\d{5})?\.safetensors", old.name) and old.name not in files:
+            old.unlink()
     weight_map = {name: file for file, names in shards for name in names}
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    if len(shards) > 1:
+        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 def copy_companions(source: str | Path, path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slime.models.shards import INDEX, read_headers
 from slime.weights import hf_folder
@@ -33,3 +34,23 @@ def test_an_export_that_fails_is_not_loaded_with_files_of_the_one_before(
         write_tensors(tensors(200), tmp_path, writer=True)
     assert produced == [0, 1, 2], "other ranks iterate to the end, too"
     assert not (tmp_path / INDEX).exists()
+
+
+def test_an_export_in_more_files_than_the_one_before_is_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As float32 after bfloat16 (``--save-hf-dtype``), or by a converter into a folder that was used before."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    weights = model.state_dict()
+    config.save_pretrained(tmp_path)
+    for value, size in ((1.0, 1 << 30), (2.0, 2000), (3.0, 4000), (4.0, 1 << 30)):
+        monkeypatch.setattr(hf_folder, "SHARD_BYTES", size)
+        write_tensors(((name, torch.full_like(weight, value)) for name, weight in weights.items()), tmp_path, True)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert {float(weight.max()) for weight in loaded.values()} == {value}
+        files = {file.name for file in tmp_path.glob("*.safetensors")}
+        assert files == {header.file for header in read_headers(tmp_path).values()}, "engines may read every file"
