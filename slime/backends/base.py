@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -78,6 +79,10 @@ class TrainBackend(Protocol):
     @property
     def adapter_sync(self) -> AdapterSync | None:
         """Return what :meth:`named_weights` yields of an adapter (LoRA); None if the weights themselves are trained."""
+
+    def using(self, tag: ModelTag) -> AbstractContextManager[None]:
+        """Let the model compute as one of the copies of the weights within the context, also for
+        :meth:`named_weights`."""
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""

@@ -122,8 +122,9 @@ class SharedBackend:
         """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective operation."""
         raise NotImplementedError
 
-    def _using(self, tag: ModelTag) -> AbstractContextManager[None]:
-        """Let the model compute as one of the copies of the weights within the context."""
+    def using(self, tag: ModelTag) -> AbstractContextManager[None]:
+        """See :meth:`TrainBackend.using`."""
+        self.finish_update()
         return self.bank.using(tag) if self.adapter is None else self.adapter.using(tag, self.bank)
 
     # --- an optimizer step ----------------------------------------------------------------------

@@ -34,12 +34,23 @@ class RunFacts(TypedDict, total=False):
     """See :func:`settings`."""
 
 
+class OldActorFacts(TypedDict):
+    """What the copies of the weights held that ``--keep-old-actor`` keeps (:class:`slime.cluster.trainer.OldActor`)."""
+
+    held: int
+    """The number of steps that had trained the weights that the engines had."""
+    lag: int
+    ahead: int
+    """The number of rollouts generated ahead that the snapshot holds."""
+
+
 class Facts(RunFacts):
     """The facts that the run provides for one snapshot."""
 
     rollout_id: int
     """The last trained rollout."""
     weight_version: NotRequired[str]
+    old_actor: NotRequired[OldActorFacts]
     metrics: NotRequired[dict[str, float]]
     """The metrics of the step that were known when the snapshot was written."""
 

@@ -34,6 +34,7 @@ from slime.weights.update import WeightSyncError
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from slime.backends.base import ModelTag
     from slime.cluster.engine import EngineStatus
     from slime.cluster.manager_client import ManagerClient
     from slime.cluster.step_log import StepLog
@@ -94,9 +95,10 @@ class EnginePool:
         first_rollout: int = 0,
     ) -> None:
         self.settings, self.urls = settings, list(urls)
-        self.version, self.held_step = "", 0
+        self.version, self.held_step = "", first_rollout
         self._manager, self._trainer, self._log = manager, trainer, log
         self._attempt, self._first_rollout = attempt, first_rollout
+        self._model: ModelTag = "actor"  # the copy of the weights that the last update sent
         self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
         self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
         self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
@@ -128,6 +130,7 @@ class EnginePool:
             held = self._first_rollout
             if trainer.trained is not None:
                 held = max(trainer.trained + 1, held)
+            self._model, held = trainer.old_actor.to_send(held)
             self.version = f"{self._attempt}.{held}"
             report, urls = self._call_with_failover(partial(self._send, actor), urls, replace=True)
             assert report is not None
@@ -160,7 +163,7 @@ class EnginePool:
 
     def _send(self, actor: TrainGroup, urls: list[str]) -> UpdateReport:
         same_host = all(urlsplit(url).hostname == actor.host for url in urls)
-        send = partial(actor.update_weights, urls, self.version, same_host, self._slots)
+        send = partial(actor.update_weights, urls, self.version, same_host, self._slots, self._model)
         report = send()
         if self._check_is_due():
             send(check_equal=True)  # The engines already hold these weights: overwrite them, send them again, compare.

@@ -101,6 +101,7 @@ class Prefetcher:
             settings.update_weights_interval,
             settings.max_weight_staleness,
             rollouts.start,
+            version=pool.held_step,
         )
         self.finished: deque[RolloutBatch] = deque()
         self.in_flight = False  # whether there is a standing pool, whose groups continue through an update

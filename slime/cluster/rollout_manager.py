@@ -171,7 +171,7 @@ class RolloutManager(EngineManager):
             return False
         self._generate_state().observer = self.state.observe
         ahead = len(self.state.restored)  # the number of rollouts that need not be generated
-        self.pool = opener(self.args, self.data_source, first_step, last_step, ahead)
+        self.pool = opener(self.args, self.data_source, first_step, last_step, ahead, held_step)
         return True
 
     @property
@@ -278,9 +278,13 @@ class RolloutManager(EngineManager):
 
     # --- state -------------------------------------------------------------------------------
 
-    def save_state(self, rollout_id: int, directory: str) -> None:
-        """Write data source, ledger and rollouts generated ahead below ``directory``, after step ``rollout_id``."""
-        self.state.save(rollout_id, Path(directory))
+    def save_state(self, rollout_id: int, directory: str) -> int:
+        """Write data source, ledger and rollouts generated ahead below ``directory``, after step ``rollout_id``.
+
+        Returns:
+            The number of these rollouts.
+        """
+        return self.state.save(rollout_id, Path(directory))
 
     def load_state(self, rollout_id: int, directory: str, attempt: int) -> None:
         self.state.load(rollout_id, Path(directory), attempt)

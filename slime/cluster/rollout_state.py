@@ -138,8 +138,9 @@ class RolloutState:
         """The rollout whose data source state belongs to a snapshot after step ``trained``."""
         return trained if self._own("load") is not None else max(self.newest, trained)
 
-    def save(self, rollout_id: int, directory: Path) -> None:
-        """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``."""
+    def save(self, rollout_id: int, directory: Path) -> int:
+        """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``, and return the
+        number of rollouts that it holds."""
         # The snapshot refers to a position in the schedule's file, so the file must be on disk up to there.
         if self.schedule is not None:
             self.schedule.file.sync()
@@ -161,6 +162,7 @@ class RolloutState:
             )
         self._save_own(rollout_id)
         self.trained(rollout_id)
+        return len(kept)
 
     def close(self) -> None:
         self.ledger.close()

@@ -199,7 +199,7 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
 def _trainer(args: Args, asynchronous: bool, parts: Parts) -> Trainer:
     actor = next((group for group in parts.groups if group.role == "actor"), None)
     critic = next((group for group in parts.groups if group.role == "critic"), None)
-    old_actor = OldActor.from_args(args, asynchronous)
+    old_actor = OldActor.from_args(args, asynchronous, parts.begin.manifest)
     settings = TrainerSettings.from_args(args)
     return Trainer(settings, actor, critic, old_actor, parts.log, parts.stop, parts.begin.trained)
 

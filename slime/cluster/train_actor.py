@@ -164,6 +164,7 @@ class TrainActor:
         same_host: bool,
         slots: Mapping[str, range],
         token: str,
+        model: ModelTag = "actor",
         check_equal: bool = False,
     ) -> UpdateReport | None:
         """Send this group's weights to the engines; ranks that send to engines return a report.
@@ -174,6 +175,7 @@ class TrainActor:
         Args:
             slots: By engine URL, its GPU slots; see :func:`ranks_of_engines`.
             token: Names this call; the same on all ranks.
+            model: The copy of the weights to send.
             check_equal: The engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         from slime.weights.changes import AuditMemory
@@ -191,21 +193,22 @@ class TrainActor:
             run(self.transport.close())
         peers = self._peers(ranks, token)
         self.audit_memory = self.audit_memory or AuditMemory()
-        # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
-        if self.weight_sync.audit:
-            self.probe = self._score_probe()
-        with self.timers("update_weights"):
-            report = sync_weights(
-                self.weight_sync,
-                self.backend.named_weights(),
-                self._handles(urls),
-                self.transport,
-                version,
-                is_sender=bool(urls),
-                check_equal=check_equal,
-                peers=peers,
-                memory=self.audit_memory,
-            )
+        with self.backend.using(model):
+            # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
+            if self.weight_sync.audit:
+                self.probe = self._score_probe()
+            with self.timers("update_weights"):
+                report = sync_weights(
+                    self.weight_sync,
+                    self.backend.named_weights(),
+                    self._handles(urls),
+                    self.transport,
+                    version,
+                    is_sender=bool(urls),
+                    check_equal=check_equal,
+                    peers=peers,
+                    memory=self.audit_memory,
+                )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
             self.backend.clear_memory()
         return report

@@ -115,9 +115,10 @@ class TrainGroup:
         version: str,
         same_host: bool,
         slots: Mapping[str, range],
+        model: ModelTag = "actor",
         check_equal: bool = False,
     ) -> UpdateReport:
-        """Send the weights to the engines.
+        """Send the weights, or a copy of them, to the engines.
 
         Returns:
             One report. Several ranks may send at the same time; the times are those of the slowest.
@@ -125,7 +126,7 @@ class TrainGroup:
         # A repeated update has the same version. The random part keeps it from reading store keys of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
         update, what = TrainActor.update_weights, f"to send weights {version}"
-        results = self._all(what, update, list(engine_urls), version, same_host, dict(slots), token, check_equal)
+        results = self._all(what, update, list(engine_urls), version, same_host, dict(slots), token, model, check_equal)
         reports = [report for report in results if report is not None]
         return dataclasses.replace(
             reports[0],

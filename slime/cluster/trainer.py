@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slime.config.rollout import old_actor_lag
+from slime.weights.update import parse_version
 
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
+    from slime.checkpoint.manifest import Manifest, OldActorFacts
     from slime.cluster.step_log import StepLog
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches
@@ -52,32 +54,66 @@ class OldActor:
     loop, the first rollout that is trained after an update was generated before that update, with the weights from
     before it. The rollouts after it, until the next update, were generated with the engines' weights.
 
+    A snapshot between two updates holds rollouts that were generated ahead with the engines' weights, and more of them
+    would follow until the next update. So a run that resumes from it sends these weights again, from the copy of them
+    in the snapshot, and not those of its last step.
+
     Args:
         is_kept: ``--keep-old-actor``.
         lag: The number of updates by which the first rollout after an update is behind, 0 or 1; see
             :func:`old_actor_lag`.
+        interval: The number of steps between two updates.
+        before: What the snapshot says from which the run resumes; None without one.
+        first_step: The number of steps that had trained the weights of that snapshot.
     """
 
-    def __init__(self, is_kept: bool, lag: int = 0) -> None:
-        self.is_kept, self.lag = is_kept, lag
-        self._version = ""  # of the last update
+    def __init__(
+        self, is_kept: bool, lag: int = 0, interval: int = 1, before: OldActorFacts | None = None, first_step: int = 0
+    ) -> None:
+        self.is_kept, self.lag, self.interval, self.first_step = is_kept, lag, interval, first_step
+        # With another lag, the snapshot has other copies.
+        self._before = before if is_kept and before is not None and before["lag"] == lag else None
+        self.held = None if self._before is None else self._before["held"]
+        """The number of steps that had trained the engines' weights at the last update; None before the first."""
+        self._version = ""  # of the last update of this process
         self._steps_behind: int | None = None
         """Steps since the last update whose rollouts had the weights from before it; None once the copy holds the
         engines' weights."""
 
     @classmethod
-    def from_args(cls, args: Args, asynchronous: bool) -> OldActor:
+    def from_args(cls, args: Args, asynchronous: bool, snapshot: Manifest | None = None) -> OldActor:
         is_kept = bool(args.keep_old_actor)
-        return cls(is_kept, (old_actor_lag(args) or 0) if asynchronous and is_kept else 0)
+        lag = (old_actor_lag(args) or 0) if asynchronous and is_kept else 0
+        interval = args.update_weights_interval if asynchronous else 1
+        of_snapshot = (snapshot.get("old_actor"), snapshot["rollout_id"] + 1) if snapshot is not None else ()
+        return cls(is_kept, lag, interval, *of_snapshot)
+
+    def facts(self, ahead: int) -> OldActorFacts | None:
+        """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is nothing to say."""
+        return None if self.held is None else {"held": self.held, "lag": self.lag, "ahead": ahead}
+
+    def to_send(self, step: int) -> tuple[ModelTag, int]:
+        """Return the weights for an update after ``step`` steps, and the number of steps that trained them."""
+        between = step == self.first_step and step % self.interval != 0
+        if self.held is None or self.held >= step or not between:
+            return "actor", step
+        return "rollout_actor" if self.lag == 1 else "old_actor", self.held
 
     def updated(self, actor: HoldsCopies, version: str) -> None:
         """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does nothing.
 
         Calls are repeated when a weight update is repeated because engines were lost.
         """
-        if self.is_kept and version != self._version:
-            self._version = version
-            self._steps_behind = 0 if self.lag == 1 else None
+        if not self.is_kept or version == self._version:
+            return
+        before, self._before = self._before, None
+        self._version, self.held = version, parse_version(version).step
+        # After a resume, no rollout is behind if those of the snapshot were generated with the weights that the engines
+        # get now, or if there are none, because what was in progress at a stop is generated again.
+        none_behind = before is not None and (before["ahead"] == 0 or self.held < self.first_step)
+        self._steps_behind = None if self.lag == 0 else 1 if none_behind else 0
+        # With the same weights as in the snapshot, its copies are the right ones.
+        if before is None or before["held"] != self.held:
             actor.refresh_old_actor(behind=self.lag == 1)
 
     def before_step(self, actor: HoldsCopies) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.create import create_backend
 from slime.backends.shared import SharedBackend
 from slime.backends.train_loop import train_on_rollout
+from slime.checkpoint.manifest import Manifest
+from slime.checkpoint.snapshot import MANIFEST
 from slime.cluster.local_ranks import Place
 from slime.cluster.train_actor import Role, refresh_old_actor
 from slime.cluster.trainer import OldActor
@@ -26,7 +29,7 @@ from slime.data.wire import to_rank_batch
 from slime.models.digest import tensor_digest
 from slime.replay import capture
 from slime.replay.capture import InLoss, SampleFacts
-from slime.weights.update import cast_floating
+from slime.weights.update import Version, cast_floating
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,10 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
     backend = create_backend(args, job.role, place.rank, place.world_size, place.address, place.port, place.rank)
     if job.load is not None:
         backend.load(job.load / job.role)
-    copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous)
+    copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
     if job.role == "actor":
-        old.updated(copies, "start")
+        old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
     for rollout_id in job.rollouts:
         batch = _read_batch(job, args, place, rollout_id)
         replayed = rollout_id == job.rollouts[-1]
@@ -133,8 +136,14 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             backend.copy_weights("actor", "ref")
         if not job.asynchronous or (rollout_id + 1) % args.update_weights_interval == 0:
-            old.updated(copies, f"after {rollout_id}")
+            old.updated(copies, str(Version(0, rollout_id + 1)))
     return result
+
+
+def _manifest(job: RoleJob) -> Manifest | None:
+    """Return the manifest of the snapshot from which the rank continues; None without one."""
+    file = job.load / MANIFEST if job.load is not None and not job.args.finetune else None
+    return cast(Manifest, json.loads(file.read_bytes())) if file is not None and file.is_file() else None
 
 
 def _read_batch(job: RoleJob, args: Args, place: Place, rollout_id: int) -> RankBatch:

@@ -30,6 +30,8 @@ class Admission:
         max_staleness: ``--max-weight-staleness``. None: the bound that the two values above imply.
         first_step: First step of this process: 0, or the step at which a resumed run continues.
         last_step: The step after the last one, for which nothing starts any more. None: no end.
+        version: Version of the engines' weights at the start. None: ``first_step``. It is older in a run that resumes
+            between two updates with the weights that the engines had.
 
     Attributes:
         bound: Maximum number of steps between the weights with which a unit starts and the step that trains it.
@@ -48,6 +50,7 @@ class Admission:
         max_staleness: int | None = None,
         first_step: int = 0,
         last_step: int | None = None,
+        version: int | None = None,
     ) -> None:
         numbers = {"batch": (batch, 1), "buffer_size": (buffer_size, 0), "update_interval": (update_interval, 1)}
         numbers |= {"max_staleness": (0 if max_staleness is None else max_staleness, 0), "first_step": (first_step, 0)}
@@ -65,7 +68,7 @@ class Admission:
         self.max_staleness = max_staleness
         self.bound = staleness_bound(buffer_size, update_interval, max_staleness)
         self.end = None if last_step is None else batch * (last_step - first_step)
-        self.version = first_step
+        self.version = first_step if version is None else version
         self.open = 0
         self._taken = 0
         self._trained = 0

@@ -50,10 +50,11 @@ def generate_rollout_fully_async(
 
 
 def open_pool(
-    args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0
-) -> StandingPool:
+    args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0,
+    version: int | None = None,
+) -> StandingPool:  # fmt: skip
     """Create the pool of this run, without groups. The rollout function takes its groups from this pool."""
-    pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead)
+    pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead, version)
     return pool
 
 
@@ -70,11 +71,13 @@ class StandingPool(RolloutLoop):
     Args:
         first_step, last_step: The steps to generate for; see :class:`~slime.rollout.admission.Admission`.
         ahead: Number of rollouts of these steps that already exist, from an earlier attempt.
+        version: Version of the engines' weights; None for ``first_step``.
     """
 
     def __init__(
-        self, args: Args, data_source: DataSource, first_step: int = 0, last_step: int | None = None, ahead: int = 0
-    ) -> None:
+        self, args: Args, data_source: DataSource, first_step: int = 0, last_step: int | None = None, ahead: int = 0,
+        version: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(args, -1, data_source)
         # Always, not only with --deterministic: Admission's bound on staleness assumes that groups are trained in the
         # order of admission.
@@ -86,6 +89,7 @@ class StandingPool(RolloutLoop):
             args.max_weight_staleness,
             first_step,
             last_step,
+            version,
         )
         self.admission.open = ahead * self.target
         self._drained = False

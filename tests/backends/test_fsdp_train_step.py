@@ -266,8 +266,12 @@ def test_whole_rollout_two_steps_with_reference_and_hook(llama: Path, tmp_path: 
 def test_copies_are_swapped_in_and_out(llama: Path) -> None:
     backend = make_backend(make_args(llama, keep_old_actor=True))
     batch = whole_batch(make_samples())
-    first = backend.log_probs(batch)["log_probs"]
+    first, sent = backend.log_probs(batch)["log_probs"], weights_of(backend)
     step(backend, batch)
+    with backend.using("old_actor"):
+        again = weights_of(backend)
+    assert all(torch.equal(again[name], weight) for name, weight in sent.items())
+    assert not all(torch.equal(weights_of(backend)[name], weight) for name, weight in sent.items())
     trained = backend.log_probs(batch)["log_probs"]
     old = backend.log_probs(batch, "old_actor")["log_probs"]
     assert all(torch.equal(a, b) for a, b in zip(first, old, strict=True))

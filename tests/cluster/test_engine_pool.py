@@ -8,8 +8,9 @@ import pytest
 from driver_parts import Driver
 
 from slime.cluster.engine import EnginesLost
+from slime.cluster.trainer import OldActor
 from slime.engines.sglang_api import EngineError
-from slime.weights.update import WeightSyncError
+from slime.weights.update import UpdateReport, WeightSyncError
 
 A, B, C, NEW = (f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4))
 
@@ -64,6 +65,29 @@ def test_a_version_says_how_many_steps_had_trained_the_weights(
     driver.trainer.train(6, [])
     driver.pool.update_weights()
     assert (driver.pool.version, driver.pool.held_step) == ("0.7", 7)
+
+
+def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(trained=4, first_rollout=5, num_rollout=9)
+    driver.trainer.old_actor = OldActor(True, 1, 3, {"held": 3, "lag": 1, "ahead": 1}, 5)
+    models: list[str] = []
+    send = driver.actor.update_weights
+
+    def watch(urls: list[str], version: str, same_host: bool, slots: object, model: str, **more: bool) -> UpdateReport:
+        models.append(f"{version} {model}")
+        return send(urls, version, **more)
+
+    monkeypatch.setattr(driver.actor, "update_weights", watch)
+    driver.pool.update_weights()
+    assert driver.pool.held_step == 3
+    driver.actor_manager.unsynced = ["http://127.0.0.1:2"]
+    driver.pool.sync_recovered_engines()  # an engine that was lost gets the same
+    driver.actor_manager.unsynced = []
+    driver.trainer.train(5, [])
+    driver.pool.update_weights()
+    assert models == ["0.3 rollout_actor", "0.3 rollout_actor", "0.6 actor"]
+    assert "actor copies rollout_actor to old_actor" in driver.said
+    assert driver.said.count("actor refreshes its old actor") == 1
 
 
 def test_a_run_without_engines_updates_nothing() -> None:

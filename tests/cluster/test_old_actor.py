@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from slime.rollout.admission import Admission
 
 
 class Copies:
-    """A training group that has numbers for weights."""
+    """A training group that has numbers for weights: how many steps have trained them."""
 
     def __init__(self) -> None:
         self.weights = {"actor": 0, "old_actor": 0}
@@ -35,26 +36,45 @@ class Copies:
         self.rank.refresh_old_actor(behind)
 
 
+@dataclass
+class Snapshot:
+    """The part of a snapshot that this test needs."""
+
+    manifest: Any
+    weights: dict[str, int]
+    ahead: list[int]  # the weights that made each rollout ahead of training
+
+
 class Loop:
     """The order of events of ``train_async.py``, with seconds that are only numbers: one rollout after the other is
     made while steps are trained; an update waits for the rollout under way, and none starts meanwhile."""
 
-    def __init__(self, args: Args, making: list[float]) -> None:
+    def __init__(self, args: Args, making: list[float], snapshot: Snapshot | None = None) -> None:
         self.args, self.making = args, making
-        self.admission = Admission(1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
-        self.actor, self.old = Copies(), OldActor.from_args(args, asynchronous=True)
+        self.actor = Copies()
+        self.first = 0 if snapshot is None else snapshot.manifest["rollout_id"] + 1
+        self.old = OldActor.from_args(args, True, None if snapshot is None else snapshot.manifest)
+        self.restored: list[int] = []
+        if snapshot is not None:
+            self.actor.weights, self.restored = dict(snapshot.weights), list(snapshot.ahead)
+            self.actor.moving_copies |= snapshot.weights.keys() - {"actor"}
         self.now, self.busy_until, self.holding = 0.0, None, False
-        self.made_with: list[int] = []
+        self.made_with: list[int] = []  # of the rollouts from ``first`` on
         self.finished = 0
+        self.snapshots: list[Snapshot] = []
 
     now: float
     busy_until: float | None
 
     def start(self) -> None:
         free = self.busy_until is None and not self.holding and self.admission.room() > 0
-        if free and len(self.made_with) < len(self.making):
+        if free and self.first + len(self.made_with) < len(self.making):
             self.admission.admit()
-            self.busy_until = self.now + self.making[len(self.made_with)]
+            if len(self.made_with) < len(self.restored):  # it need not be made again
+                self.busy_until = self.now
+                self.made_with.append(self.restored[len(self.made_with)])
+                return
+            self.busy_until = self.now + self.making[self.first + len(self.made_with)]
             self.made_with.append(self.admission.version)
 
     def pass_until(self, end: float) -> None:
@@ -64,27 +84,53 @@ class Loop:
             self.start()
         self.now = end
 
+    def hold(self) -> None:
+        self.holding = True
+        self.pass_until(self.now if self.busy_until is None else self.busy_until)
+
+    def update(self, step: int) -> None:
+        """Send the weights after ``step`` steps."""
+        model, held = self.old.to_send(step)
+        assert self.actor.weights[model] == held
+        self.old.updated(self.actor, f"0.{held}")
+        self.held = held
+
+    def save(self, step: int) -> None:
+        """Write a snapshot after ``step`` steps; what is under way is lost."""
+        ahead = self.made_with[step - self.first : self.finished]
+        manifest = {"rollout_id": step - 1, "old_actor": self.old.facts(len(ahead))}
+        self.snapshots.append(Snapshot(manifest, dict(self.actor.weights), ahead))
+
     def run(self, training: list[float]) -> list[tuple[int, int]]:
         """For each step the weights that made its rollout, and those that score it."""
         found = []
-        self.old.updated(self.actor, "0.0")
+        args = self.args
+        self.update(self.first)
+        self.admission = Admission(
+            1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness, self.first,
+            version=self.held,
+        )  # fmt: skip
         self.start()
-        for step, seconds in enumerate(training):
-            while self.finished <= step:
+        for step in range(self.first, len(training)):
+            while self.finished <= step - self.first:
                 assert self.busy_until is not None, "nothing is made"
                 self.pass_until(self.busy_until)
             self.admission.taken()
             self.start()
             self.old.before_step(self.actor)
-            found.append((self.made_with[step], self.actor.weights["old_actor"]))
-            self.pass_until(self.now + seconds)
+            found.append((self.made_with[step - self.first], self.actor.weights["old_actor"]))
+            self.pass_until(self.now + training[step])
             self.actor.weights["actor"] = step + 1
-            if (step + 1) % self.args.update_weights_interval == 0:
-                self.holding = True
-                self.pass_until(self.now if self.busy_until is None else self.busy_until)
+            self.save(step + 1)  # at a stop
+            self.hold()
+            self.save(step + 1)
+            self.holding = False
+            if (step + 1) % args.update_weights_interval == 0:
+                self.hold()
+                self.update(step + 1)
                 self.admission.version_changed(step + 1)
-                self.old.updated(self.actor, f"0.{step + 1}")
                 self.holding = False
+                self.save(step + 1)  # at a stop
             self.admission.trained()
             self.start()
         return found
@@ -100,9 +146,9 @@ def arguments(buffered: int, interval: int, bound: int | None, **more: object) -
 SECONDS = st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=9, max_size=9)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans(), SECONDS, SECONDS)
-def test_the_old_actor_made_the_samples(
+def test_the_old_actor_made_the_samples_also_after_a_resume(
     buffered: int, interval: int, more: int, bounded: bool, making: list[float], training: list[float]
 ) -> None:
     args = arguments(buffered, interval, interval - 1 + more if bounded else None)
@@ -110,8 +156,16 @@ def test_the_old_actor_made_the_samples(
         assert any("--keep-old-actor" in problem for problem in check_loop(args, asynchronous=True))
         return
     assert check_loop(args, asynchronous=True) == []
-    made_with, scored_with = zip(*Loop(args, making).run(training), strict=True)
+    whole = Loop(args, making)
+    made_with, scored_with = zip(*whole.run(training), strict=True)
     assert scored_with == made_with
+    for snapshot in whole.snapshots:
+        resumed = Loop(args, making, snapshot)
+        for made, scored in resumed.run(training):
+            assert scored == made
+        for later in resumed.snapshots[::4]:
+            for made, scored in Loop(args, making, later).run(training):
+                assert scored == made
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def manifests(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_save_is_committed_with_what_a_resume_needs(tmp_path: Path) -> None:
-    driver = Driver(save=str(tmp_path), save_hf=str(tmp_path / "hf-{rollout_id}"))
+    driver = Driver(save=str(tmp_path), save_hf=str(tmp_path / "hf-{rollout_id}"), keep_old_actor=True)
+    driver.actor_manager.results["save_state"] = lambda *_: 2
     driver.pool.update_weights()
     driver.log.pending["rollout/reward"] = 0.5
     driver.said.clear()
@@ -33,6 +34,7 @@ def test_a_save_is_committed_with_what_a_resume_needs(tmp_path: Path) -> None:
     assert driver.said == ["actor saves", "save_state", "actor has saved", f"actor writes {tmp_path}/hf-3"]
     (manifest,) = manifests(tmp_path).values()
     facts = {"rollout_id": 3, "weight_version": "0.0", "attempt": 0, "seed": 7}
+    assert manifest["old_actor"] == {"held": 0, "lag": 0, "ahead": 2}
     assert {name: manifest[name] for name in facts} == facts and manifest["metrics"]["rollout/reward"] == 0.5
     assert driver.snapshots.saved == 3
 

@@ -254,6 +254,21 @@ def test_the_old_log_probs_are_those_of_the_weights_that_made_the_samples(runner
 
 
 @pytest.mark.slow
+def test_a_run_resumed_between_two_updates_goes_on_with_the_weights_of_its_engines(runner, flags) -> None:
+    """One rollout was generated ahead. The next one, of the same weights, is generated after the resume."""
+    saved = runner.tmp / "saved"
+    flags = [*flags, "--keep-old-actor", "--update-weights-interval", 3, "--num-rollout", 6, "--save", saved]
+    flags += ["--save-interval", 1]
+    whole = runner.run(*flags, name="whole", script="train_async.py")
+    resumed = runner.run(*flags, "--load", saved, "--ckpt-step", 3, name="resumed", script="train_async.py")
+    for result in (whole, resumed):
+        assert_good(result)
+        for row in result.metrics():
+            assert row["rollout/log_probs"] == pytest.approx(row["rollout/rollout_log_probs"], abs=1e-4)
+    assert same_numbers(resumed.metrics()[-2:], whole.metrics()[-2:]) == []
+
+
+@pytest.mark.slow
 def test_ppo_trains_a_critic(runner, flags) -> None:
     result = runner.run(*flags, "--advantage-estimator", "ppo", "--num-rollout", 3)
     assert_good(result)

@@ -130,7 +130,7 @@ class FsdpBackend(SharedBackend):
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
-        with self._using(model):
+        with self.using(model):
             return self._score(batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0])
 
     def values(self, batch: RankBatch) -> list[Tensor]:

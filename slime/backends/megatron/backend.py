@@ -111,7 +111,7 @@ class MegatronBackend(SharedBackend):
         policy = model in ("actor", "old_actor")  # other models choose their experts themselves
         mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
         self.finish_update()
-        with self._using(model), self._routed(batch, mode):
+        with self.using(model), self._routed(batch, mode):
             return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
 
     def values(self, batch: RankBatch) -> list[Tensor]:

@@ -163,8 +163,10 @@ def train(backend: Any, seed: int) -> dict[str, float]:
 
 
 def after(backend: Any) -> dict[str, Any]:
-    """Two more steps, the weights then, and the old actor's score before."""
+    """Two more steps, the weights then, and the old actor's score and weights before."""
     old = backend.log_probs(rank_batch(0, 0, 0, 1), "old_actor")["log_probs"]
+    with backend.using("old_actor"):  # as it is sent to the engines of a run that resumes between two updates
+        sent = {name: tensor.clone() for name, tensor in backend.named_weights()}
     metrics = [train(backend, 2), train(backend, 3)]
     weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
-    return {"metrics": metrics, "weights": weights, "old": old}
+    return {"metrics": metrics, "weights": weights, "old": old, "sent": sent}

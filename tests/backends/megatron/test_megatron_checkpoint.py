@@ -46,6 +46,9 @@ def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
                 )
         for name, tensor in straight["weights"].items():
             torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=0 if exact else 1e-5)
+        for name, tensor in straight["sent"].items():
+            torch.testing.assert_close(resumed["sent"][name], tensor, rtol=0, atol=0 if exact else 1e-5)
+        assert any(not torch.equal(tensor, straight["weights"][name]) for name, tensor in straight["sent"].items())
         for ours, theirs in zip(resumed["old"], straight["old"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
