@@ -127,9 +127,7 @@ class EnginePool:
             trainer.make_room_for_weights()
             self._onload("weights")
             # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
-            held = self._first_rollout
-            if trainer.trained is not None:
-                held = max(trainer.trained + 1, held)
+            held = max(self._first_rollout, 0 if trainer.trained is None else trainer.trained + 1)
             self._model, held = trainer.old_actor.to_send(held)
             self.version = f"{self._attempt}.{held}"
             report, urls = self._call_with_failover(partial(self._send, actor), urls, replace=True)
@@ -306,9 +304,10 @@ class EnginePool:
     def _sync_recovered(self, actor: TrainGroup, status: EngineStatus, keep_version: bool) -> None:
         """Send weights to restarted engines such that all engines of the run hold the same version.
 
-        If the trainer has trained a step since the last update, the weights of that update no longer exist. Then all
-        engines get the newest weights.
+        If the trainer has trained a step since the last update, the weights of that update exist only as the copy of
+        ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
+        copy = self._model if self._trainer.trained == self._trained_at_update else self._trainer.old_actor.engines_copy
         if self.settings.offload_train or self.settings.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
             # serves, waiting would not end, because the rollout cannot finish.
@@ -316,11 +315,12 @@ class EnginePool:
                 return
             self.offload()
             self.update_weights()
-        elif self._trainer.trained != self._trained_at_update:
+        elif copy is None:
             if keep_version and status.serving:
                 return
             self.update_weights()
         else:
+            self._model = copy
             self._pause_checks()
             _, urls = self._call_with_failover(partial(self._send, actor), status.unsynced)
             if self.settings.audit_weights:

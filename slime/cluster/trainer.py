@@ -92,12 +92,16 @@ class OldActor:
         """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is nothing to say."""
         return None if self.held is None else {"held": self.held, "lag": self.lag, "ahead": ahead}
 
+    @property
+    def engines_copy(self) -> ModelTag | None:
+        """The copy of the weights that the engines have; None without one."""
+        return None if self.held is None else "rollout_actor" if self.lag == 1 else "old_actor"
+
     def to_send(self, step: int) -> tuple[ModelTag, int]:
         """Return the weights for an update after ``step`` steps, and the number of steps that trained them."""
-        between = step == self.first_step and step % self.interval != 0
-        if self.held is None or self.held >= step or not between:
-            return "actor", step
-        return "rollout_actor" if self.lag == 1 else "old_actor", self.held
+        copy, held = self.engines_copy, self.held or 0
+        resumed_between = step == self.first_step and step % self.interval != 0
+        return (copy, held) if copy is not None and held < step and resumed_between else ("actor", step)
 
     def updated(self, actor: HoldsCopies, version: str) -> None:
         """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does nothing.

@@ -90,6 +90,21 @@ def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatc
     assert driver.said.count("actor refreshes its old actor") == 1
 
 
+def test_an_engine_that_comes_back_between_two_updates_gets_the_version_of_the_others() -> None:
+    """Of which ``--keep-old-actor`` has a copy. What is generated has one version, that of the copy."""
+    driver = Driver(keep_old_actor=True)
+    driver.pool.update_weights()
+    driver.trainer.train(0, [])
+    driver.said.clear()
+    driver.actor_manager.unsynced = ["http://127.0.0.1:2"]
+    driver.pool.sync_recovered_engines()
+    assert driver.actor.sent[-1] == ["http://127.0.0.1:2"] and "actor sends 0.0" in driver.said
+    assert driver.pool.held_step == 0 and "actor refreshes its old actor" not in driver.said
+    driver.actor_manager.unsynced = []
+    driver.pool.update_weights()
+    assert "actor sends 0.1" in driver.said and driver.pool.held_step == 1
+
+
 def test_a_run_without_engines_updates_nothing() -> None:
     driver = Driver(serving=[])
     driver.pool.update_weights()
