@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,30 @@ def test_a_request_brings_no_template(engine: Served, variables: dict[str, Any])
 def test_variables_of_the_models_template_are_passed_on(engine: Served) -> None:
     body = {**body_for("/v1/chat/completions", "n", 1), "chat_template_kwargs": {"enable_thinking": False}}
     assert engine.ask("/v1/chat/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, {"logprobs": True}),
+        ("/v1/completions", {"prompt": "Hi"}, {"logprobs": 2}),
+    ],
+)
+def test_a_stream_of_an_openai_route_has_the_log_probs(
+    engine: Served, route: str, prompt: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    body = {**prompt, **asked, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    engine.ask("/flush_cache")  # a prompt from the cache is computed in another shape, with other last bits
+    whole = engine.ask(route, body)[1]["choices"][0]["logprobs"]
+    engine.ask("/flush_cache")
+    text = engine.ask(route, {**body, "stream": True})[1]
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert len(parts) > 1
+    for name, values in whole.items():
+        assert [value for part in parts for value in part[name]] == values and len(values) == 5
+    without = engine.ask(route, {**prompt, "max_tokens": 2, "stream": True})[1]
+    assert '"logprobs":null' in without
 
 
 def test_a_text_far_beyond_the_context_is_not_tokenised(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:

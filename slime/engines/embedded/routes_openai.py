@@ -203,7 +203,7 @@ async def _deltas(
         new, finish = answer["text"], answer["meta_info"]["finish_reason"]
         piece: dict[str, object] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
         reason = None if finish is None else _REASONS[finish["type"]]
-        choice = {"index": index, "finish_reason": reason, **piece}
+        choice = {"index": index, "finish_reason": reason, "logprobs": _logprobs(answer, kind), **piece}
         yield index, {**head, "object": f"{kind}.chunk" if chat else kind, "choices": [choice]}
 
 
