@@ -93,6 +93,25 @@ def test_a_late_twin_copies_the_prompt_and_computes_one_token() -> None:
     assert [(work.start, work.end) for work in plan.works] == [(4, 5)]
 
 
+def test_a_twin_that_comes_after_an_update_in_place_gets_no_kv_from_before_it() -> None:
+    """The first one is between two chunks of its prompt."""
+    scheduler, cache = Scheduler(4, 1024, 64, prefill_tokens=4), PretendedCache()
+    scheduler.add(sequence("a", [1, 2, 3, 4, 5, 6]))
+    step(scheduler, cache)
+    scheduler.pause("in_place")
+    scheduler.weights_changed("0.2")
+    scheduler.resume()
+    cache.epoch += 1
+    for rid in ("b", "c"):
+        scheduler.add(sequence(rid, [1, 2, 3, 4, 5, 6]))
+    while any(len(seq.output_ids) < 2 for seq in scheduler.running):
+        step(scheduler, cache, check_epoch=False)
+    first, *late = scheduler.running
+    assert {epoch for _, epoch in cache.slots[first.slot]} == {0, 1}
+    assert [{epoch for _, epoch in cache.slots[seq.slot]} for seq in late] == [{1}, {1}]
+    assert late[1].cached_tokens == 6, "the late ones share among themselves"
+
+
 def test_finished_sequences_leave_their_tokens_for_the_next_turn() -> None:
     scheduler, cache = Scheduler(4, 1024, 64), PretendedCache()
     first = sequence("a", [1, 2, 3], max_new_tokens=3)

@@ -292,7 +292,8 @@ class Scheduler:
             budget -= end - sequence.computed
             done = end == len(sequence.tokens)
             works.append(Work(sequence, sequence.computed, end, done))
-            if plain and done:
+            # What a pause in place has kept of the prompt is KV of old weights, which no other sequence may get.
+            if plain and done and not (sequence.computed and self.table.slots[sequence.slot].stale):
                 leaders[key] = len(works) - 1
         return works
 
