@@ -8,6 +8,7 @@ cannot be reached leaves its sample without a reward.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shlex
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
+    from mcp import Client
+
     from slime.config.args import Args
 
 _SANDBOX = "sandbox:"
@@ -117,7 +120,7 @@ class Servers:
                     command, *words = _command(address)
                     target = stdio_client(StdioServerParameters(command=command, args=words))
                 client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
-                listed = (await client.list_tools()).tools
+                listed = await _listed(client, seconds)
             except Exception as error:  # The package, anyio and the HTTP client raise different errors.
                 raise StepFailed("error", f"--mcp-server {address}: {type(error).__name__}: {error}"[:2000]) from error
             for tool in listed:
@@ -161,6 +164,21 @@ class Servers:
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts)
         return f"error: {text}" if result.is_error else text
+
+
+async def _listed(client: Client, seconds: float) -> list[Any]:
+    """Return the tools of a server, which may list them in several pages.
+
+    Raises:
+        TimeoutError: The last page did not come within ``seconds``.
+    """
+    async with asyncio.timeout(seconds):  # each page has a deadline, but the number of pages has no limit
+        page = await client.list_tools()
+        tools = list(page.tools)
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+    return tools
 
 
 def _command(address: str) -> list[str]:

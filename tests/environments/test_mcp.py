@@ -120,6 +120,13 @@ async def test_calls_reach_a_server_over_http(monkeypatch: pytest.MonkeyPatch, b
     assert script.asked[1].endswith("<tool>2<eos><assistant>")
 
 
+async def test_a_server_may_list_its_tools_in_pages(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+    command = f"{sys.executable} {SERVER.with_name('mcp_pages.py')}"
+    _, script = await talk(monkeypatch, bytes_dir, command, [call("third"), "Done.<eos>"])
+    assert all(f'"name": "{name}"' in script.asked[0] for name in ("first", "second", "third"))
+    assert script.asked[1].endswith("<tool>I am third<eos><assistant>")
+
+
 @pytest.mark.parametrize("server", ["/nowhere/to/be/found", "http://127.0.0.1:9/mcp"])
 async def test_a_server_that_cannot_be_reached_costs_its_sample_only(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, server: str
