@@ -172,7 +172,10 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
                 if "error" in chunk:
-                    raise HttpError(f"{url}, sample {sample.index}: {chunk['error']}", _status(chunk["error"]))
+                    failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", _status(chunk["error"]))
+                    if answer.meta is None or not failure.retryable:
+                        raise failure
+                    return  # as below, where the connection is lost
                 answer.add(chunk)
                 if answer.ended:
                     return

@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
+from aiohttp import web
 
 from slime.agent.chat import ChatTemplate
 from slime.agent.server import AgentServer
@@ -219,6 +220,36 @@ async def test_a_retry_of_the_client_library_is_one_turn(endpoint: AgentServer, 
     counts = talk.session.counts
     assert counts["turns"] == len(talk.session.tree.turns) == 1 and counts["cancelled"] >= 1
     assert talk.sample().response == "Hello.<|end|>"
+
+
+class FailingEngine(ScriptedEngine):
+    """Sends the first five tokens of its first streamed answer, and then the error of an engine whose step failed."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if self.bodies:
+            return await super().generate(request)
+        body = await request.json()
+        self.bodies.append(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        ids = self.tokenizer("The sum is three.", add_special_tokens=False)["input_ids"][:5]
+        part = self.answer(self.tokenizer.decode(ids), ids, None, body)
+        for chunk in (part, {"error": {"message": "the step failed", "code": 500}}):
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def test_a_streamed_answer_goes_on_where_its_engine_failed(endpoint: AgentServer, checkpoint: Path) -> None:
+    tokenizer = make_tokenizer()
+    begun = tokenizer("The sum is three.", add_special_tokens=False)["input_ids"][:5]
+    async with FailingEngine(tokenizer, [" and the rest."]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        stream = await talk.openai.chat.completions.create(model="m", messages=QUESTION, stream=True)  # type: ignore[call-overload]
+        said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert said == tokenizer.decode(begun) + " and the rest."
+    assert engine.bodies[1]["input_ids"] == [*engine.bodies[0]["input_ids"], *begun], "the client has these tokens"
+    assert talk.sample().response == f"{said}<|end|>"
 
 
 def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
