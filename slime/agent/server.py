@@ -133,21 +133,21 @@ class AgentServer:
             parent, _, added = prepared
             encoder = dialect(ask, (parent.length if parent else 0) + len(added))
             return await _stream(request, encoder, session, ask, prepared)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_caught(session.answer(ask, prepared))) for _ in range(ask.choices)]
-        turns = [task.result() for task in tasks]
-        failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
-        if failed is not None:
-            raise failed
-        made = [turn for turn in turns if isinstance(turn, Turn)]
-        response = _json(dialect.whole(ask, made))
-        # The response is sent here and not by aiohttp, to notice if the client does not receive it: such a turn is not
-        # part of the conversation and is removed from the tree.
+        answers = [asyncio.ensure_future(_caught(session.answer(ask, prepared))) for _ in range(ask.choices)]
         try:
+            turns = await asyncio.gather(*answers)
+            failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
+            if failed is not None:
+                raise failed
+            response = _json(dialect.whole(ask, [turn for turn in turns if isinstance(turn, Turn)]))
+            # The response is sent here and not by aiohttp, to notice if the client does not receive it: such turns are
+            # not part of the conversation and are removed from the tree.
             await response.prepare(request)
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
-            _undelivered(session, made)
+            await asyncio.gather(*answers, return_exceptions=True)  # those still being generated were cancelled
+            done = [answer.result() for answer in answers if not answer.cancelled()]
+            _undelivered(session, [turn for turn in done if isinstance(turn, Turn)])
             raise
         return response
 

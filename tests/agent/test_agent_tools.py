@@ -3,6 +3,7 @@ model calls no tools."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,23 @@ async def test_a_retry_of_the_client_library_is_one_turn(endpoint: AgentServer, 
     counts = talk.session.counts
     assert counts["turns"] == len(talk.session.tree.turns) == 1 and counts["cancelled"] >= 1
     assert talk.sample().response == "Hello.<|end|>"
+
+
+async def test_of_several_choices_none_is_trained_if_the_client_leaves_before_the_last(
+    endpoint: AgentServer, checkpoint: Path
+) -> None:
+    async with ScriptedEngine(make_tokenizer(), ["Hello.", None, "Good day."]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        asked = asyncio.ensure_future(talk.openai.chat.completions.create(model="m", messages=QUESTION, n=2))  # type: ignore[call-overload]
+        async with asyncio.timeout(20):
+            while not talk.session.tree.turns or len(engine.bodies) < 2:
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            while talk.session.tasks:
+                await asyncio.sleep(0.01)
+        assert talk.session.tree.turns == {} and talk.session.counts["turns"] == 0
+        await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+    assert talk.sample().response == "Good day.<|end|>" and talk.session.counts["cancelled"] == 2
 
 
 class FailingEngine(ScriptedEngine):
