@@ -126,6 +126,7 @@ class Session:
         return parent, messages, added
 
     def _place(self, ask: Ask) -> Place:
+        before = None
         if ask.after is not None:
             before = self.tree.turns.get(ask.after)
             if before is None:
@@ -138,6 +139,8 @@ class Session:
                 said = said[1:]
             ask.messages = [*system, *said, *(message for message in new if message["role"] != "system")]
         parent = self.tree.find(ask)
+        if parent is not None and before is not None and before.all_keys() == parent.all_keys():
+            parent = before  # the conversations are equal, but not the reasoning, which the keys leave out
         if parent is not None:
             # Only the new messages are tokenized. Rendering the whole conversation again could give other ids for the
             # model's earlier answers than those that it sampled, and training needs the sampled ones.

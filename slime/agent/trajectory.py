@@ -86,6 +86,10 @@ class Turn:
     def conversation(self) -> list[Message]:
         return [message for turn in self.path() for message in (*turn.messages, turn.answer)]
 
+    def all_keys(self) -> tuple[str, list[Key]]:
+        """Return what is compared of the whole conversation: its tools and the key of each message."""
+        return self.tools_key, [key for turn in self.path() for key in turn.keys]
+
 
 class Tree:
     """The turns of one session."""

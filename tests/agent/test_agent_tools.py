@@ -129,6 +129,21 @@ async def test_responses_tools(endpoint: AgentServer, checkpoint: Path, stream: 
         assert two.parent is one
 
 
+async def test_a_response_goes_on_from_its_own_reasoning(endpoint: AgentServer, checkpoint: Path) -> None:
+    """Two responses whose texts are equal are told apart by their ids."""
+    script = ["<think>one way</think>3", "<think>the other</think>3", "sure"]
+    async with ScriptedEngine(make_tokenizer(), script) as engine:
+        talk = Scripted(endpoint, checkpoint, engine, agent_reasoning_parser="qwen3")
+        create = talk.openai.responses.create
+        first, second = [await create(model="m", input="1 and 2?") for _ in range(2)]
+        assert first.output_text == second.output_text == "3"
+        await create(model="m", input="sure?", previous_response_id=first.id)
+    asked = talk.state.tokenizer.decode(engine.bodies[2]["input_ids"])
+    assert "one way" in asked and "the other" not in asked
+    one, two, three = talk.session.tree.turns.values()
+    assert three.parent is one and not two.children
+
+
 async def test_an_answer_that_an_engine_interrupts_goes_on(endpoint: AgentServer, checkpoint: Path) -> None:
     """As a weight update does; the program sees one answer, the sample both versions."""
     script = [("Hel", {"type": "abort"}), ("", {"type": "abort"}), "lo."]
