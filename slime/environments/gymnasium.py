@@ -85,10 +85,14 @@ class Gymnasium(Environment):
     async def start(self, number: int, limits: StepLimits) -> Episode:
         def begin() -> Any:
             made = self._create()
-            made.reset(seed=self.reset_seed(number))
+            try:
+                made.reset(seed=self.reset_seed(number))
+            except BaseException:
+                made.close()
+                raise
             return made
 
-        return _Episode(await in_thread(begin, limits.seconds), self._tag, limits)
+        return _Episode(await in_thread(begin, limits.seconds, lambda made: made.close()), self._tag, limits)
 
 
 class _Episode(Episode):
@@ -117,8 +121,11 @@ def _text(observation: object) -> str:
     )
 
 
-async def in_thread(call: Callable[[], T], seconds: float) -> T:
+async def in_thread(call: Callable[[], T], seconds: float, abandon: Callable[[T], object] = lambda result: None) -> T:
     """Run a call that may block in a daemon thread.
+
+    Args:
+        abandon: Called in a thread with a result that comes after ``seconds``, or after the caller was cancelled.
 
     Raises:
         StepFailed: It took longer than ``seconds``. The thread is abandoned, since a thread cannot be ended.
@@ -129,6 +136,8 @@ async def in_thread(call: Callable[[], T], seconds: float) -> T:
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
+        elif error is None:
+            threading.Thread(target=abandon, args=(result,), name="slime-environment", daemon=True).start()
 
     def work() -> None:
         result, error = None, None

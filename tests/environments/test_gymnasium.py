@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.data.sample import Sample
-from slime.environments.base import EnvironmentProblem
+from slime.environments.base import EnvironmentProblem, StepFailed, StepLimits
+from slime.environments.gymnasium import Gymnasium
 from slime.environments.registry import environment
 from slime.environments.rollout import generate
 
@@ -81,6 +84,29 @@ async def test_an_environment_that_fails_costs_its_sample_only(play: Any) -> Non
     sample, _ = await play(GUESS, ["crash"])
     assert sample.reward is None and sample.remove_sample
     assert sample.metadata["reward_failure"] == "error: OSError: the game is broken"
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_an_environment_whose_episode_cannot_begin_is_closed(late: bool) -> None:
+    """It may hold processes or connections, and each sample makes another one."""
+    go_on, closed = threading.Event(), threading.Event()
+
+    class Stuck:
+        def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+            if not late:
+                raise OSError("the game is broken")
+            go_on.wait(60)
+            return "Guess.", {}
+
+        def close(self) -> None:
+            closed.set()
+
+    with pytest.raises(StepFailed if late else OSError):
+        await Gymnasium(Stuck, 1, 0, "", "").start(0, StepLimits(seconds=0.05 if late else 60.0))
+    go_on.set()
+    async with asyncio.timeout(30):
+        while not closed.is_set():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_custom_reward_replaces_the_environments(play: Any) -> None:
