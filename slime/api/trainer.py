@@ -77,6 +77,7 @@ class Trainer:
         self.callbacks = listeners
         self.stopped = False
         self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
+        self._news: list[Callable[[Callback], None]] = []  # what is complete and was not told to the callbacks yet
         self._stack = contextlib.ExitStack()
         self._run: Run | None = self._stack.enter_context(open_run(self.args, in_program=True))
         _current = self
@@ -102,9 +103,13 @@ class Trainer:
             raise Closed(f"all {self.num_rollout} rollouts are trained; give a larger num_rollout")
         saves = run.is_due(rollout_id, self.args.save_interval)
         evaluates = run.is_due(rollout_id, self.args.eval_interval)
+        metrics: dict[str, float] = {}
+        # With --async-save, the folder gets this name once the snapshot is complete.
+        folder = run.snapshots.folder_of(rollout_id) if saves else None
         with self._working(run):
             self._finish_evaluation(run)
             batch = run.generate(rollout_id)
+            told = len(self._news)
             with run.stop.deferred():  # A step is trained completely or not at all.
                 run.offload_engines()
                 run.train(rollout_id, batch)
@@ -119,14 +124,10 @@ class Trainer:
             finally:
                 with run.stop.deferred():
                     run.end_step(rollout_id)
-        metrics = dict(run.log.last_step)
-        self._tell(lambda one: one.on_step(self, metrics))
-        if saves:
-            # With --async-save, the folder gets this name once the snapshot is complete.
-            folder = run.snapshots.folder_of(rollout_id)
-            self._tell(lambda one: one.on_save(self, folder))
-        if evaluates:
-            self._tell(lambda one: one.on_evaluate(self, dict(run.log.last_evaluation)))
+                metrics.update(run.log.last_step)
+                self._news.insert(told, lambda one: one.on_step(self, metrics))
+                if folder is not None:
+                    self._news.insert(told + 1, lambda one: one.on_save(self, folder))
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -136,7 +137,6 @@ class Trainer:
             self._finish_evaluation(run)
             self._start_evaluation(run, self.next_rollout)
             self._finish_evaluation(run)
-        self._tell(lambda one: one.on_evaluate(self, dict(run.log.last_evaluation)))
         return dict(run.log.last_evaluation)
 
     def save(self) -> Path:
@@ -161,8 +161,8 @@ class Trainer:
             run.snapshots.commit()
             if shares_memory:
                 run.update_weights()  # The trainer goes to sleep again, and the engines wake up.
-        folder = self.checkpoints[-1]
-        self._tell(lambda one: one.on_save(self, folder))
+            folder = self.checkpoints[-1]
+            self._news.append(lambda one: one.on_save(self, folder))
         return folder
 
     def run(self) -> None:
@@ -320,7 +320,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _working(self, run: Run) -> Iterator[None]:
-        """A block in which Ctrl-C is a request that waits obey; it leaves the run open. Any error closes the run."""
+        """A block in which Ctrl-C is a request that waits obey; it leaves the run open. Any error closes the run.
+
+        At its end the callbacks hear of what it has completed, also if Ctrl-C ended it."""
         from slime.cluster.stop_signals import StopRequested
 
         run.stop.forget()
@@ -332,8 +334,12 @@ class Trainer:
         except BaseException as error:
             self._end(error)
             raise
-        if run.stop.requested is not None:
-            run.stop.forget()
+        interrupted = run.stop.requested is not None
+        run.stop.forget()
+        news, self._news = self._news, []
+        for what in news:
+            self._tell(what)
+        if interrupted:
             raise KeyboardInterrupt
 
     def _start_evaluation(self, run: Run, step: int) -> None:
@@ -344,6 +350,8 @@ class Trainer:
         if self._evaluation is not None:
             run.evaluations.finish(*self._evaluation)
             self._evaluation = None
+            metrics = dict(run.log.last_evaluation)
+            self._news.append(lambda one: one.on_evaluate(self, metrics))
 
     def _open(self) -> Run:
         if self._run is None:

@@ -237,6 +237,43 @@ def test_callbacks_hear_of_every_phase_and_can_stop_the_run(program: Program, tm
         trainer.step()
 
 
+def test_callbacks_hear_of_what_was_complete_when_ctrl_c_ended_the_call(program: Program, tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Listener(slime.Callback):
+        def on_step(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+            heard.append(f"step {metrics['rollout/id']:.0f}")
+
+        def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+            heard.append(f"evaluate {len(trainer.evaluations)}")
+
+        def on_save(self, trainer: Trainer, folder: Path) -> None:
+            heard.append(f"save {folder.name}")
+
+    saving = {"save_interval": 1, "save": str(tmp_path / "s")}
+    trainer = program.trainer([Listener()], num_rollout=3, eval_interval=1, **saving)
+    interrupt_in(program, "eval")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step()
+    assert heard == ["step 0", "save iter_0000000"]
+    say = program.driver.actor._say
+
+    def press(what: str) -> None:
+        say(what)
+        if what == "trains":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    program.patch.setattr(program.driver.actor, "_say", press)
+    heard.clear()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step()
+    assert heard == ["evaluate 1", "step 1", "save iter_0000001"]
+    program.patch.setattr(program.driver.actor, "_say", say)
+    heard.clear()
+    trainer.evaluate()
+    assert heard == ["evaluate 3"] * 2, "the one that was interrupted, and the new one"
+
+
 def test_a_run_that_is_stopped_early_is_saved_once(program: Program, tmp_path: Path) -> None:
     trainer = program.trainer(num_rollout=9, save_interval=20, save=str(tmp_path / "s"))
     for _ in range(3):
