@@ -122,7 +122,10 @@ class Servers:
                 client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
                 listed = await _listed(client, seconds)
             except Exception as error:  # The package, anyio and the HTTP client raise different errors.
-                raise StepFailed("error", f"--mcp-server {address}: {type(error).__name__}: {error}"[:2000]) from error
+                cause: BaseException = error
+                while isinstance(cause, BaseExceptionGroup):  # its own text does not say what happened
+                    cause = cause.exceptions[0]
+                raise StepFailed("error", f"--mcp-server {address}: {type(cause).__name__}: {cause}"[:2000]) from error
             for tool in listed:
                 found.add(tool, client, address)
             if target is not address:

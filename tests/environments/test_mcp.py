@@ -127,12 +127,19 @@ async def test_a_server_may_list_its_tools_in_pages(monkeypatch: pytest.MonkeyPa
     assert script.asked[1].endswith("<tool>I am third<eos><assistant>")
 
 
-@pytest.mark.parametrize("server", ["/nowhere/to/be/found", "http://127.0.0.1:9/mcp"])
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ("/nowhere/to/be/found", "FileNotFoundError: "),
+        ("http://127.0.0.1:9/mcp", "ConnectError: "),
+        ("/bin/false", "MCPError: Connection closed"),
+    ],
+)
 async def test_a_server_that_cannot_be_reached_costs_its_sample_only(
-    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, server: str
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, server: str, reason: str
 ) -> None:
     sample, _ = await talk(monkeypatch, bytes_dir, server, [])
-    assert sample.remove_sample and f"--mcp-server {server}" in sample.metadata["reward_failure"]
+    assert sample.remove_sample and f"--mcp-server {server}: {reason}" in sample.metadata["reward_failure"]
 
 
 async def test_a_server_that_dies_costs_its_sample_only(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
