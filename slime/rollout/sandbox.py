@@ -245,9 +245,13 @@ async def _run(order: bytes, limits: Limits, python: str) -> Result:
         try:
             process.stdin.write(order)
             process.stdin.close()
-            async with asyncio.timeout(_START_SECONDS):  # not wait_for: in Python 3.11 it can swallow a cancellation
-                began = await ready.read(1)
-                said = b"" if began else await outputs[1]
+            try:
+                # Not wait_for: in Python 3.11 it can swallow a cancellation.
+                async with asyncio.timeout(_START_SECONDS):
+                    began = await ready.read(1)
+                    said = b"" if began else await outputs[1]
+            except TimeoutError as error:
+                raise SandboxUnavailable(f"a sandbox was not set up within {_START_SECONDS:g} s") from error
             if not began:
                 lines = said.decode(errors="replace").splitlines()
                 raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")
