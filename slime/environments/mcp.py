@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.agent.messages import RAW_ARGUMENTS, CalledFunction, Tool
-from slime.agent.tool_parsers import tool_parser, tools_in_words
+from slime.agent.messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
+from slime.agent.tool_parsers import ToolParser, tool_parser, tools_in_words
 from slime.config.agent import choose_parser
 from slime.config.hf_config import read_config
 from slime.data.sample import Message, Sample
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from slime.config.args import Args
 
+logger = logging.getLogger(__name__)
 _SANDBOX = "sandbox:"
 """Begins the value of ``--mcp-server`` for a Python program that runs in the sandbox."""
 _SANDBOX_LIMITS = Limits(seconds=86_400, memory_bytes=2 << 30, disk_bytes=64 << 20, open_files=256, tasks=64)
@@ -64,7 +66,7 @@ async def _converse(
     talk = Conversation(args, sample, sampling_params, evaluation)
     parser = tool_parser(_parser_name(args), servers.schemas)
     # An aborted sample continues: the new servers are brought to where the old ones were. Servers over HTTP still are.
-    past = [entry["function"] for turn in talk.turns if turn["answered"] for entry in parser.parse(said(talk, turn))[1]]
+    past = [entry["function"] for turn in talk.turns if turn["answered"] for entry in _calls(parser, said(talk, turn))]
     for function in past:
         if function["name"] in servers.started and servers.lost is None:
             await talk.tools([servers.call(function)], args.environment_timeout)
@@ -73,7 +75,7 @@ async def _converse(
         mark_unscored(sample, "error", servers.lost)
         return sample
     while await talk.turn() is not None:
-        _, calls = parser.parse(said(talk, talk.turns[-1]))
+        calls = _calls(parser, said(talk, talk.turns[-1]))
         if not calls:
             break
         results = await talk.tools([servers.call(entry["function"]) for entry in calls], args.environment_timeout)
@@ -85,6 +87,14 @@ async def _converse(
         if not talk.reply(messages):
             break
     return sample
+
+
+def _calls(parser: ToolParser, text: str) -> list[ToolCall]:
+    try:
+        return parser.parse(text)[1]
+    except Exception:  # a user's parser can raise anything, and the text can be malformed
+        logger.exception("the tool parser failed, so a turn of the model counts as one without calls")
+        return []
 
 
 class Servers:

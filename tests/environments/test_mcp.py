@@ -127,6 +127,20 @@ async def test_a_server_may_list_its_tools_in_pages(monkeypatch: pytest.MonkeyPa
     assert script.asked[1].endswith("<tool>I am third<eos><assistant>")
 
 
+async def test_a_turn_on_which_the_parser_fails_has_no_calls(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import json\nclass Parser:\n    marks = ()\n    def parse(self, text):\n"
+        "        return '', [{'id': '', 'type': 'function', 'function': json.loads(text)}]\n"
+    )
+    says = [json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}}) + "<eos>", "It is 3.<eos>"]
+    spoken, parser = "".join(says), f"{tmp_path / 'mine.py'}:Parser"
+    sample, script = await talk(monkeypatch, bytes_dir, COMMAND, says, agent_tool_parser=parser)
+    assert script.asked[1].endswith("<tool>3<eos><assistant>")
+    assert sample.status is Sample.Status.COMPLETED and script.trained(sample) == spoken
+
+
 @pytest.mark.parametrize(
     ("server", "reason"),
     [
