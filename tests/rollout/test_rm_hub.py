@@ -325,6 +325,9 @@ async def test_gpqa_reads_label_or_metadata():
     assert await score("gpqa", "<think>A</think>the answer is C", None, choices=choices, correct_letter="C") == 1.0
     assert await score("gpqa", "Three.", None, choices=choices, correct_answer="three") == 1.0
     assert await score("gpqa", "the answer is E", "E", valid_letters=["A", "B", "E"]) == 1.0
+    numbers = {"choices": ["1", "2", "3", "4"], "correct_answer": "3"}
+    assert await score("gpqa", "the answer is C", "3", **numbers) == 1.0, "the text is known, so 3 is no index"
+    assert await score("gpqa", "the answer is D", "3", **numbers) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def valid_letters(metadata: Mapping[str, object]) -> str:
 def correct_letter(label: object, metadata: Mapping[str, object], letters: str) -> str | None:
     """Return the correct letter, or None if there is none.
 
-    It is ``correct_letter`` of the metadata, else that of a label that is a letter, an index or a choice's text.
+    It is ``correct_letter`` of the metadata, else that of a label that is a letter, else that of the choice whose text
+    the metadata name, else that of a label that is an index or a choice's text.
     """
     for value in (metadata.get("correct_letter"), label):
         if (
@@ -112,14 +113,19 @@ def correct_letter(label: object, metadata: Mapping[str, object], letters: str) 
             and value.strip().strip("()").upper() in letters
         ):
             return value.strip().strip("()").upper()
+    named = metadata.get("correct_answer") or metadata.get("answer_text")
+    text = named or label
+    found = [
+        letter
+        for letter, choice in _choice_texts(metadata, letters).items()
+        if isinstance(text, str) and normalize_answer(str(choice)) == normalize_answer(text)
+    ]
+    if named and found:  # a label that is a number can be the text of a choice, too
+        return found[0]
     indexed = metadata.get("choices") or metadata.get("valid_letters")
     if indexed and isinstance(label, int | str) and str(label).isdigit() and int(label) < len(letters):
         return letters[int(label)]
-    text = metadata.get("correct_answer") or metadata.get("answer_text") or label
-    for letter, choice in _choice_texts(metadata, letters).items():
-        if isinstance(text, str) and normalize_answer(str(choice)) == normalize_answer(text):
-            return letter
-    return None
+    return found[0] if found else None
 
 
 def unreadable(label: object, metadata: Mapping[str, object]) -> str:
