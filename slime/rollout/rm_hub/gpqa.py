@@ -18,6 +18,8 @@ from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
+_MINUS = re.compile(r"(?<![\w.)])[-−](?=[\d.])")
+_BETWEEN = re.compile(r"(?<=[\w)])([./^])(?=[({]*(?:minus)?\d)")
 _TAIL = 4000  # characters at the end of a response in which the choice is searched
 
 
@@ -45,15 +47,21 @@ def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, obj
     letter = (extract_letter(response, letters) or _chosen_text(response, metadata, letters)) if correct else None
     if letter is not None:
         return float(letter == correct)
-    said = normalize_answer(last_boxed(response) or response.strip().split("\n")[-1])
-    wanted = normalize_answer(text) if text is not None else ""
+    said = _normal(last_boxed(response) or response.strip().split("\n")[-1])
+    wanted = _normal(text) if text is not None else ""
     return float(wanted != "" and (said == wanted or f" {wanted} " in f" {said} "))
+
+
+def _normal(text: str) -> str:
+    """Normalize a text as :func:`normalize_answer`, which drops punctuation, but keep -3, 3 and 0.3 apart."""
+    words = {".": "point", "/": "over", "^": "to"}
+    return normalize_answer(_BETWEEN.sub(lambda found: words[found[1]], _MINUS.sub("minus", text)))
 
 
 def _chosen_text(response: str, metadata: Mapping[str, object], letters: str) -> str | None:
     """Return the letter of the only choice whose text is in the last line of a response, or None."""
-    last = f" {normalize_answer(response.strip()[-_TAIL:].split(chr(10))[-1])} "
-    texts = {letter: normalize_answer(str(text)) for letter, text in _choice_texts(metadata, letters).items()}
+    last = f" {_normal(response.strip()[-_TAIL:].split(chr(10))[-1])} "
+    texts = {letter: _normal(str(text)) for letter, text in _choice_texts(metadata, letters).items()}
     found = {letter: text for letter, text in texts.items() if text and f" {text} " in last}
     # A choice that is part of another one, like "2 cm" of "12.2 cm and 2 cm", does not count beside it.
     longest = [letter for letter, text in found.items() if not any(text != t and text in t for t in found.values())]
@@ -115,11 +123,8 @@ def correct_letter(label: object, metadata: Mapping[str, object], letters: str) 
             return value.strip().strip("()").upper()
     named = metadata.get("correct_answer") or metadata.get("answer_text")
     text = named or label
-    found = [
-        letter
-        for letter, choice in _choice_texts(metadata, letters).items()
-        if isinstance(text, str) and normalize_answer(str(choice)) == normalize_answer(text)
-    ]
+    texts = _choice_texts(metadata, letters).items() if isinstance(text, str) else ()
+    found = [letter for letter, choice in texts if _normal(str(choice)) == _normal(str(text))]
     if named and found:  # a label that is a number can be the text of a choice, too
         return found[0]
     indexed = metadata.get("choices") or metadata.get("valid_letters")
