@@ -129,7 +129,8 @@ def _samples(session: Session) -> list[Sample]:
     sample = session.sample
     end = tokenizer.eos_token_id
     assert end is not None, "a model that answers in turns ends them with a token"
-    sample.tokens = prompt_ids(session.state, sample) or [end]
+    # Conversations are text only, and the model may have no processor for the media of a prompt.
+    sample.tokens = ([] if sample.multimodal_inputs else prompt_ids(session.state, sample)) or [end]
     sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
     sample.response = tokenizer.decode([end])
     return [sample]

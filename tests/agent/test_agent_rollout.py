@@ -107,6 +107,18 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
+async def test_a_program_that_asks_nothing_about_an_image_costs_its_sample_only(
+    endpoint: AgentServer, tiny_model: Path, engine: Any
+) -> None:
+    """The model takes text only, and gets a placeholder where a program sends an image."""
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
+    sample = Sample(group_index=0, index=0, prompt=[{"role": "user", "content": parts}])
+    sample.multimodal_inputs = {"images": ["a.png"]}
+    args = run_arguments(tiny_model, engine, "silent")
+    (made,) = flatten(await generate_and_rm(args, sample, GenerateState(args).sampling_params))
+    assert made.status is Sample.Status.FAILED and made.remove_sample and made.response_length == 1
+
+
 @pytest.mark.parametrize(
     ("program", "status", "words"),
     [
