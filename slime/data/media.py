@@ -58,8 +58,10 @@ def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[An
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
             for kind in MultimodalTypes.ALL:
-                if isinstance(part, dict) and part.get("type") == kind.name:
-                    media.setdefault(kind.processor_key, []).append(part.get(kind.name))
+                if isinstance(part, dict) and part.get("type") in (kind.name, f"{kind.name}_url"):
+                    item = part.get(part["type"])  # in OpenAI's form, an object with a URL
+                    item = item.get("url") if part["type"] != kind.name and isinstance(item, dict) else item
+                    media.setdefault(kind.processor_key, []).append(item)
     return media or None
 
 

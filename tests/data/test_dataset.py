@@ -236,6 +236,18 @@ def test_media_stand_where_their_placeholders_were(file: Path) -> None:
     assert text_only.prompt == [{"role": "user", "content": "no media"}] and text_only.multimodal_inputs is None
 
 
+def test_images_in_the_form_of_openai_are_media(file: Path) -> None:
+    """The templates of Qwen write a placeholder for such a part. Without its image, the model sees nothing there."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": "https://example.org/a.png", "detail": "low"}},
+        {"type": "image_url", "image_url": "b.png"},
+        {"type": "image", "image": "c.png"},
+        {"type": "text", "text": "What is it?"},
+    ]
+    (sample,) = Dataset(write(file, [{"prompt": [{"role": "user", "content": parts}]}])).samples
+    assert sample.multimodal_inputs == {"images": ["https://example.org/a.png", "b.png", "c.png"]}
+
+
 @pytest.mark.parametrize(("prompt", "count"), [("<image><image>", 2), ("none", 0)])
 def test_placeholders_and_items_must_agree(file: Path, prompt: str, count: int) -> None:
     path = write(file, [{"prompt": prompt, "images": ["a.png"]}])
