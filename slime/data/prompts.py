@@ -199,9 +199,15 @@ def check_messages(value: object, where: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise RowError(f"message {i} of {where} has a content that is {_describe(content)}, not a text or parts")
-        # In Parquet, every message has every field; those that a message does not use are None.
-        messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
+        if isinstance(content, list):
+            content = [_present(part) if isinstance(part, Mapping) else part for part in content]
+        messages.append(_present(message) | ({"content": content} if "content" in message else {}))
     return messages
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """In Parquet, every message and part of a message has every field; those that it does not use are None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _describe(value: object) -> str:

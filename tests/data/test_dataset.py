@@ -214,6 +214,21 @@ def test_parquet_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_parts_have_no_fields_of_other_parts(tmp_path: Path) -> None:
+    """Templates that ask whether a part has an image would take a text for one, and leave the text out."""
+    path = tmp_path / "rows.parquet"
+    picture, text = {"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}
+    write_parquet(path, [{"prompt": [{"role": "user", "content": parts}]} for parts in ([picture, text], [text])])
+    first, second = Dataset(str(path)).samples
+    assert first.prompt == [{"role": "user", "content": [picture, text]}]
+    assert second.prompt == [{"role": "user", "content": [text]}] and second.multimodal_inputs is None
+    template = (Path(__file__).parent / "templates" / "qwen3_5.jinja").read_text()
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (said,), _ = render_jinja_template([second.prompt], chat_template=template, add_generation_prompt=True)
+    assert "What is it?" in said and "image_pad" not in said
+
+
 def test_media_stand_where_their_placeholders_were(file: Path) -> None:
     part = {"type": "image", "image": "c.png", "max_pixels": 9}
     row = {"prompt": "<image>Same as <image>? <video>", "images": ["a.png", part], "clip": "v.mp4"}
