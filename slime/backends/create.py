@@ -60,7 +60,7 @@ def create_backend(
     # Every rank has different random numbers, which are the same in each run. What must be equal on all ranks (a value
     # head) has its own seed.
     torch.manual_seed(args.seed + rank)
-    made = backend_class(args)
+    made = backend_class(args.train_backend)
     if args.train_backend == "megatron":
         from slime.backends.megatron.core import require_cuda
 
@@ -68,11 +68,11 @@ def create_backend(
     return made(args, role, rank, world_size, device)
 
 
-def backend_class(args: Args) -> type[MegatronBackend | FsdpBackend]:
-    """Import the backend, which takes seconds and no memory of a GPU, and return its class."""
+def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:
+    """Import ``fsdp`` or ``megatron``, which takes seconds and no memory of a GPU, and return the backend's class."""
     from slime.models.cpu_memory import large_imports
 
-    if args.train_backend == "megatron":
+    if name == "megatron":
         from slime.backends.megatron.core import prepare
 
         prepare()

@@ -107,7 +107,7 @@ class TrainActor:
         from slime.backends.create import backend_class
 
         progress.report("import the training backend")
-        backend_class(self.args)
+        backend_class(self.args.train_backend)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
