@@ -107,7 +107,7 @@ class OtherProcess:
         payload = bytes(ForkingPickler.dumps(bucket.tensors))
         try:
             self.pipe.send(b"die" if bucket.index == self.dies_at else payload)
-            if not self.pipe.poll(20):
+            if not self.pipe.poll(120):  # the process imports torch first, on a machine that may be busy
                 raise EngineError(f"{self.url} gave no answer")
             self.digests.update(self.pipe.recv())
         except (EOFError, ConnectionError) as error:
