@@ -57,11 +57,10 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
 
 def _kind(layer: nn.Module) -> str:
     """Return a value that is equal for layers with the same modules and settings, whatever their weights."""
-    settings = [
-        sorted((name, value) for name, value in vars(module).items() if _is_setting(name, value))
-        for module in layer.modules()
-    ]
-    return repr([(type(module).__name__, own) for module, own in zip(layer.modules(), settings, strict=True)])
+    found: list[object] = []
+    for module in layer.modules():
+        found += [type(module).__name__, sorted(item for item in vars(module).items() if _is_setting(*item))]
+    return repr(found)
 
 
 def _is_setting(name: str, value: object) -> bool:

@@ -32,9 +32,8 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
     @functools.wraps(fn)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        if not (_fused and tensors[0].is_cuda):
-            return fn(*args, **kwargs)
-        if torch.compiler.is_compiling():  # within a compiled layer, which sets the dynamic sizes
+        # A compiled layer that contains the function sets the dynamic sizes itself.
+        if not (_fused and tensors[0].is_cuda) or torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         for x in tensors:
             torch._dynamo.maybe_mark_dynamic(x, 0)

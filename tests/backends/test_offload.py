@@ -82,3 +82,14 @@ def test_a_model_has_its_own_tensors_again_after_it_was_on_a_device() -> None:
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+
+
+def test_parameters_that_stayed_the_same_objects_have_their_old_values_again() -> None:
+    """As they do when a model is moved to a GPU: only their data are replaced."""
+    model = torch.nn.Linear(3, 3)
+    before = [(parameter.data_ptr(), parameter.clone()) for parameter in model.parameters()]
+    with copied_to(model, torch.device("cpu")):
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 1
+    for (place, value), parameter in zip(before, model.parameters(), strict=True):
+        assert parameter.data_ptr() == place and torch.equal(parameter, value)

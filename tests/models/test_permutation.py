@@ -84,8 +84,8 @@ def test_the_rows_of_a_token_are_summed_in_float32() -> None:
 
 def test_sorted_copies_of_tokens_are_made_again_and_not_kept() -> None:
     prepare()
-    from slime.backends.megatron.experts import grouped_linear
     from slime.backends.megatron.modules import without_keeping
+    from slime.models.grouped_product import grouped_linear
     from slime.models.permutation import order_by_expert, spread
 
     routing_map, probs = _routing(10, 4, 2, 0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slime.backends.megatron.modules import Offsets, device_of, without_keeping
 from slime.models.fused import fused_on_cuda
+from slime.models.grouped_product import grouped_linear, spread_bias
 from slime.models.permutation import Routed, combine, order_by_expert, order_of_chunks, spread
 
 
@@ -116,27 +117,6 @@ class GroupedExperts(MegatronModule):
                 f"{prefix}{name}", parameter, *offsets, replica_id=(0, 0, self.dp_group.rank()), prepend_axis_num=first
             )
         return found
-
-
-def spread_bias(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Return the bias of each row's group, ``[N, out]``: ``counts``, ``[n]``, rows have the same of ``bias``."""
-    return bias.repeat_interleave(counts, 0, output_size=len(rows))  # given the size, the host need not wait
-
-
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``, and add its ``bias``,
-    ``[n, out]``; returns ``[N, out]``. ``counts``, ``[n]``, are the numbers of rows in the groups."""
-    if bias is not None:
-        return grouped_linear(x, weight, counts) + spread_bias(bias, counts, x)
-    if not len(x):  # no tokens were routed to these experts; the product gives them a gradient of 0
-        return x @ weight[0].t()
-    # The kernel needs rows of a multiple of 16 bytes, which the factors of an adapter may not have.
-    aligned = all(size % 8 == 0 for size in weight.shape[1:])
-    if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
-        offsets = counts.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-    parts = x.split(counts.tolist())
-    return torch.cat([part @ w.t() for part, w in zip(parts, weight.unbind(0), strict=True)])
 
 
 def replace_dispatcher(layer: MoELayer, groups: ProcessGroupCollection) -> None:
