@@ -18,7 +18,8 @@ class Retriever(Protocol):
 
 def read_corpus(path: str | Path) -> list[str]:
     """One text per document: its title, then what it says."""
-    rows = (json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
+    # Not splitlines(): it also splits at separators such as U+2028, which a text can contain.
+    rows = (json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip())
     return [row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}" for row in rows]
 
 

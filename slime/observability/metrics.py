@@ -166,7 +166,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         raise MetricsError(f"{path} is damaged: it is not UTF-8 ({error.reason} at byte {error.start})") from error
     complete = text if text.endswith("\n") else text[: text.rfind("\n") + 1]
-    for number, line in enumerate(complete.splitlines(), start=1):
+    for number, line in enumerate(complete.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from slime.data.sample import flatten
 from slime.data.staleness import UNKNOWN, token_staleness
 from slime.observability.debug_data import load_rollout
+from slime.observability.samples import read_samples
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -59,7 +59,7 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
     assert [row["eval/step"] for row in result.metrics("eval/step")] == [2, 4, 6]
     for step in (2, 4, 6):
         (path,) = (result.folder / "samples").glob(f"eval-letters_{step:06d}.jsonl")
-        evaluated = [json.loads(line)["version_spans"] for line in path.read_text().splitlines()]
+        evaluated = [row["version_spans"] for row in read_samples(path)]
         assert {version for spans in evaluated for version, _, _ in spans} == {f"0.{step}"}, "of one version"
     assert runner.wait_gone() == []
 

@@ -53,6 +53,12 @@ def test_bm25_finds_every_document_that_the_transcripts_ask_for(data: Path) -> N
     assert index.search("xylophone zebra", 3) == []
 
 
+def test_a_document_is_not_divided_at_a_line_separator_of_its_text(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"contents": "one\u2028document\x85"}\n\n{"title": "a", "text": "b"}\n', encoding="utf-8")
+    assert retriever.read_corpus(corpus) == ["one\u2028document\x85", "a\nb"]
+
+
 def test_questions_can_be_answered_from_the_corpus_alone(data: Path) -> None:
     documents = "\n".join(retriever.read_corpus(data / "corpus.jsonl"))
     questions = rows(data / "train.jsonl") + rows(data / "eval.jsonl")

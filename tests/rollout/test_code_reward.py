@@ -28,6 +28,11 @@ APPS = {"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]}
 APPS_CALL = {"fn_name": "add", "inputs": [[1, 2], [-1, 1]], "outputs": [[3], 0]}
 LCB = [{"input": "1 2\n", "output": "3", "testtype": "stdin"}, {"input": "-1 1\n", "output": "0", "testtype": "stdin"}]
 LCB_CALL = [{"input": "1\n2", "output": "3", "testtype": "functional"}, {"input": "-1\n1", "output": "0", "testtype": "functional"}]  # fmt: skip  # noqa: E501
+LCB_SEPARATOR = [
+    {"input": f"{json.dumps(first, ensure_ascii=False)}\n1", "output": str(len(first) + 1), "testtype": "functional"}
+    for first in ("x", "x\u2028y")  # str.splitlines() divides the second value
+]
+LENGTHS = "def total(a, b):\n    a = len(a)\n    return a + b\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 METHOD = "class Solution:\n    def add(self, a: List[int], b) -> int:\n        return a + b\n"
@@ -56,9 +61,12 @@ def isolated() -> None:
         (MBPP, FUNCTION, {}), ("\n".join(MBPP), FUNCTION, {}), (HUMAN_EVAL, FUNCTION, {}),
         (json.dumps(HUMAN_EVAL), "    return a + b\n", {}), (APPS, PROGRAM, {}), (APPS_CALL, FUNCTION, {}),
         (APPS_CALL, METHOD, {}), (LCB, PROGRAM, {}), (json.dumps(LCB), PROGRAM, {}),
-        (LCB_CALL, METHOD, {"func_name": "add"}),
+        (LCB_CALL, METHOD, {"func_name": "add"}), (LCB_SEPARATOR, LENGTHS, {"func_name": "total"}),
     ],
-    ids=["list", "text", "humaneval", "rest", "apps", "apps call", "method", "livecodebench", "json", "functional"],
+    ids=[
+        "list", "text", "humaneval", "rest", "apps", "apps call", "method", "livecodebench", "json", "functional",
+        "line separator in a value",
+    ],
 )  # fmt: skip
 async def test_a_right_answer_passes_and_one_for_the_first_test_alone_does_not(
     label: Any, right: str, metadata: dict[str, str]

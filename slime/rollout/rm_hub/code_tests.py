@@ -201,7 +201,7 @@ def _listed_cases(label: Sequence[Mapping[str, Any]], metadata: Mapping[str, obj
         raise BadTests("functional cases need the name of the function: func_name in the row's metadata")
     try:
         cases = tuple(
-            Case([json.loads(line) for line in case["input"].splitlines() if line.strip()], json.loads(case["output"]))
+            Case([json.loads(line) for line in case["input"].split("\n") if line.strip()], json.loads(case["output"]))
             for case in label
         )
     except (ValueError, AttributeError, TypeError) as error:
