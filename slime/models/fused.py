@@ -25,9 +25,13 @@ def fuse(on: bool) -> None:
 def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Compile ``fn`` for tensors on a GPU. The first size of each tensor is dynamic. The function is compiled again for
     other trailing sizes, because kernels in which all sizes are dynamic are several times slower."""
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
-    compiled = torch.compile(fn)
+
+    @functools.cache
+    def compiled() -> Callable[_Arguments, _Result]:
+        # At the first call, not where ``fn`` is defined: torch imports the compiler here, which takes seconds.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
+        return torch.compile(fn)
 
     @functools.wraps(fn)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -38,6 +42,6 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
         for x in tensors:
             torch._dynamo.maybe_mark_dynamic(x, 0)
             torch._dynamo.mark_static(x, list(range(1, x.dim())))
-        return compiled(*args, **kwargs)
+        return compiled()(*args, **kwargs)
 
     return call
