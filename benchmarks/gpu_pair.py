@@ -38,6 +38,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+from given_lengths import LENGTHS
 from run_processes import MARK, alive, command_line
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -62,6 +63,7 @@ RUNS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 STEPS = {"colocated": 30, "colocated-fsdp": 30, "apart": 10, "async-killed": 24, "resumed": 16}
 KILLED_AFTER = 2  # steps
+UNEQUAL = "log-normal:48:192"  # tokens of the answers of routing: some are not done when a rollout has enough
 
 
 def parse_options() -> argparse.Namespace:
@@ -118,6 +120,7 @@ def command(options: argparse.Namespace) -> list[str]:
     elif options.what.startswith("routing"):
         flags = without_evaluation(flags)
         flags += ["--rollout-max-response-len", 192, "--rm-type", "random", "--lr", 1e-6]
+        flags += ["--custom-generate-function-path", f"{BENCHMARKS / 'given_lengths.py'}:generate"]
     if options.what == "routing":
         flags += ["--custom-rm-path", f"{BENCHMARKS / 'routing_reward.py'}:compare"]
     return [sys.executable, str(CHECKOUT / script), *map(str, flags), *options.flags]
@@ -137,6 +140,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, MARK: mark, "PYTHONPATH": path, "ROUTING_FILE": str(options.output / "routing_rows.jsonl")}
+    env[LENGTHS] = UNEQUAL
     words = command(options)
     print(" ".join(words), flush=True)
     found: dict[str, Any] = {}
