@@ -41,6 +41,21 @@ def test_mixed_batch_matches_transformers(tiny_llama: Path, plain: Any, determin
     assert all(s.cached_tokens >= s.prompt_len - 1 for s in sequences[-5:])
 
 
+def test_slots_that_end_while_others_become_longer_lose_nothing(tiny_llama: Path, plain: Any) -> None:
+    """Slots of 64 tokens become fewer and longer in the same step in which the last running sequences move down."""
+    loaded = load(tiny_llama, max_running_requests=16, max_total_tokens=640)
+    short = [make([30 + i, 9, 8], f"short{i}", seed=i, max_new_tokens=6) for i in range(2)]
+    lasting = [make([40 + i, 5, 6], f"lasting{i}", seed=i, max_new_tokens=20) for i in range(4)]
+    for sequence in [*short, *lasting]:
+        loaded.engine.scheduler.add(sequence)
+    while short[0].finish_reason is None:
+        step(loaded)
+    late = make(range(50, 70), "late", seed=9, max_new_tokens=60)
+    finish(loaded, [late])
+    for sequence in [*short, *lasting, late]:
+        check_logprobs(plain, sequence)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_temperature_scales_logprobs(tiny_llama: Path, plain: Any, temperature: float) -> None:
     sequence = make([5, 6, 7], temperature=temperature, max_new_tokens=12)

@@ -62,8 +62,14 @@ class Runner:
 
         The KV of shared prompts is copied to the followers before the last logits are yielded.
         """
-        self.cache.resize(plan.num_slots, plan.capacity)
-        self.cache.move(plan.moves)
+        # Sequences that ended may have left slots that no longer exist when the others become longer. So the slots move
+        # while all of them are there.
+        if plan.num_slots < self.cache.num_slots:
+            self.cache.move(plan.moves)
+            self.cache.resize(plan.num_slots, plan.capacity)
+        else:
+            self.cache.resize(plan.num_slots, plan.capacity)
+            self.cache.move(plan.moves)
         if self.packed is not None:
             self.packed.refresh()
         if len(plan.works) == 1 and plan.works[0].sequence.has_images and not plan.decode:
