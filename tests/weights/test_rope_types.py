@@ -82,6 +82,8 @@ def test_positions_of_layers_with_a_window_are_checked_too() -> None:
         ("seed_oss", "attention_out_bias"),
         ("olmo3", "attention_bias"),
         ("smollm3", "mlp_bias"),
+        ("qwen3", "attention_bias"),
+        ("qwen3_moe", "attention_bias"),
     ],
 )
 def test_biases_without_a_place_in_the_map_are_refused(family: str, key: str) -> None:
