@@ -38,6 +38,15 @@ def test_what_megatron_does_not_take_of_yarn(more: dict[str, Any]) -> None:
         settings("deepseek_v3", DeepseekV3Config, {**YARN, **more})
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_groups_of_experts_that_megatron_scores_otherwise_are_refused(family: str) -> None:
+    """transformers scores a group by its best two experts, megatron-core by as many as it takes from each."""
+    config = AutoConfig.for_model(family, num_hidden_layers=2).to_dict() | {"n_group": 8, "num_experts_per_tok": 8}
+    assert get_family(family).settings({**config, "topk_group": 4})["moe_router_group_topk"] == 4
+    with pytest.raises(ValueError, match=r"topk_group 2 .*num_experts_per_tok 8 .*use --train-backend fsdp"):
+        get_family(family).settings({**config, "topk_group": 2})
+
+
 def test_the_key_of_older_files_counts() -> None:
     config = DeepseekV3Config(num_hidden_layers=2).to_dict()
     config.pop("rope_parameters", None)

@@ -20,7 +20,13 @@ def sigmoid_router(config: HfConfig) -> Settings:
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
     }
     if (config.get("n_group") or 1) > 1:
-        settings |= {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": config["topk_group"]}
+        chosen, topk = config["topk_group"], config["num_experts_per_tok"]
+        if topk // chosen != 2:  # transformers scores a group by its best two experts, megatron-core by so many
+            raise ValueError(
+                f"{config['model_type']} with n_group {config['n_group']}, topk_group {chosen} and num_experts_per_tok "
+                f"{topk} has no Megatron map, only with twice as many experts as groups: use --train-backend fsdp"
+            )
+        settings |= {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": chosen}
     return settings
 
 
