@@ -38,6 +38,23 @@ def test_what_megatron_does_not_take_of_yarn(more: dict[str, Any]) -> None:
         settings("deepseek_v3", DeepseekV3Config, {**YARN, **more})
 
 
+def test_the_scale_of_yarn_is_that_of_transformers() -> None:
+    """transformers takes mscale only together with mscale_all_dim; megatron-core takes each alone."""
+    assert settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7})["mscale"] == 1.0
+    both = settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5})
+    assert (both["mscale"], both["mscale_all_dim"]) == (0.7, 0.5)
+    with pytest.raises(ValueError, match=r"mscale_all_dim without mscale .*use --train-backend fsdp"):
+        settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale_all_dim": 0.5})
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_rotary_features_that_are_not_neighbours_in_latent_attention_are_refused(family: str) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=2).to_dict()
+    assert get_family(family).settings(config)["multi_latent_attention"]
+    with pytest.raises(ValueError, match=r"rope_interleave=false .*use --train-backend fsdp"):
+        get_family(family).settings({**config, "rope_interleave": False})
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_groups_of_experts_that_megatron_scores_otherwise_are_refused(family: str) -> None:
     """transformers scores a group by its best two experts, megatron-core by as many as it takes from each."""

@@ -23,6 +23,8 @@ from slime.weights.maps.glm4_moe import expert_settings
 def settings(config: HfConfig) -> Settings:
     if config.get("attention_bias"):
         raise ValueError("latent attention with attention_bias has no Megatron map: use --train-backend fsdp")
+    if config.get("rope_interleave") is False:  # megatron-core always turns neighboring features together
+        raise ValueError("latent attention with rope_interleave=false has no Megatron map: use --train-backend fsdp")
     return (
         {
             "num_layers": config["num_hidden_layers"],
@@ -64,12 +66,14 @@ def _rotary(config: HfConfig) -> Settings:
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
         raise ValueError("YaRN with attention_factor or truncate=false has no Megatron map: use --train-backend fsdp")
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
+        raise ValueError("YaRN with mscale_all_dim without mscale has no Megatron map: use --train-backend fsdp")
     return {
         "rope_type": "yarn",
         "rotary_base": base,
         "rotary_scaling_factor": rope["factor"],
-        "mscale": rope.get("mscale", 1.0),
-        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "mscale": rope["mscale"] if rope.get("mscale_all_dim") else 1.0,  # transformers ignores mscale alone
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
         "beta_fast": rope.get("beta_fast", 32.0),
         "beta_slow": rope.get("beta_slow", 1.0),
         "original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
