@@ -64,6 +64,14 @@ def test_groups_of_experts_that_megatron_scores_otherwise_are_refused(family: st
         get_family(family).settings({**config, "topk_group": 2})
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2", "qwen3_next"])
+def test_another_activation_is_refused(family: str) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
+    assert get_family(family).settings(config)["swiglu"]
+    with pytest.raises(ValueError, match=r"hidden_act 'gelu' .*use --train-backend fsdp"):
+        get_family(family).settings({**config, "hidden_act": "gelu"})
+
+
 def test_the_key_of_older_files_counts() -> None:
     config = DeepseekV3Config(num_hidden_layers=2).to_dict()
     config.pop("rope_parameters", None)

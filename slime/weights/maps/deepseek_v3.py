@@ -15,6 +15,7 @@ from slime.weights.maps.family import (
     mlp_entries,
     moe_layers,
     norm_entries,
+    require_silu,
     rope_type,
 )
 from slime.weights.maps.glm4_moe import expert_settings
@@ -25,6 +26,7 @@ def settings(config: HfConfig) -> Settings:
         raise ValueError("latent attention with attention_bias has no Megatron map: use --train-backend fsdp")
     if config.get("rope_interleave") is False:  # megatron-core always turns neighboring features together
         raise ValueError("latent attention with rope_interleave=false has no Megatron map: use --train-backend fsdp")
+    require_silu(config)
     return (
         {
             "num_layers": config["num_hidden_layers"],

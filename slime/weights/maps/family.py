@@ -95,6 +95,7 @@ def padded_vocab_size(settings: Settings) -> int:
 
 def dense_settings(config: HfConfig) -> Settings:
     """Return the settings common to all families with grouped-query attention, RMSNorm and SwiGLU."""
+    require_silu(config)
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if windowed := rope.get("sliding_attention"):
@@ -141,6 +142,14 @@ def require_without(config: HfConfig, *names: str) -> None:
     if found := [name for name in names if config.get(name)]:
         raise ValueError(
             f"{config['model_type']} with {', '.join(found)} has no Megatron map: use --train-backend fsdp"
+        )
+
+
+def require_silu(config: HfConfig) -> None:
+    """Raise ValueError if config.json has another activation than SwiGLU's in ``hidden_act``."""
+    if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise ValueError(
+            f"{config['model_type']} with hidden_act {activation!r} has no Megatron map: use --train-backend fsdp"
         )
 
 
