@@ -306,3 +306,52 @@ def test_images_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_image(item: Any) -> None:
     with pytest.raises(BadRequest):
         load_image(item)
+
+
+CHAT_ROUTE, COMPLETIONS_ROUTE = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value"),
+    [
+        (CHAT_ROUTE, "response_format", {"type": "json_object"}),
+        (CHAT_ROUTE, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+        (CHAT_ROUTE, "regex", "[0-9]+"),
+        (COMPLETIONS_ROUTE, "json_schema", "{}"),
+        (COMPLETIONS_ROUTE, "ebnf", "root ::= 'a'"),
+        (COMPLETIONS_ROUTE, "echo", True),
+        (COMPLETIONS_ROUTE, "suffix", "end"),
+    ],
+)
+def test_an_openai_route_refuses_what_it_would_leave_out(engine: Served, route: str, field: str, value: Any) -> None:
+    """As /generate does. Otherwise a client that asked for JSON would get any text, with status 200."""
+    status, answer = engine.ask(route, body_for(route, field, value))
+    assert status == 400 and f"{field} is not supported" in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(("field", "value"), [("response_format", {"type": "text"}), ("echo", False), ("suffix", None)])
+def test_an_openai_route_takes_the_values_that_change_nothing(engine: Served, field: str, value: Any) -> None:
+    assert engine.ask(COMPLETIONS_ROUTE, body_for(COMPLETIONS_ROUTE, field, value))[0] == 200
+
+
+def test_an_openai_route_has_a_smallest_number_of_tokens(engine: Served) -> None:
+    ends = list(range(5, 250))  # without min_tokens, the first token would be one of these
+    body = {"prompt": "hi", "max_tokens": 6, "stop_token_ids": ends, "seed": 3}
+    assert engine.ask(COMPLETIONS_ROUTE, body)[1]["usage"]["completion_tokens"] < 5
+    assert engine.ask(COMPLETIONS_ROUTE, {**body, "min_tokens": 5})[1]["usage"]["completion_tokens"] >= 5
+    status, answer = engine.ask(COMPLETIONS_ROUTE, {**body, "min_tokens": 7})
+    assert status == 400 and "min_new_tokens" in answer["error"]["message"]
+
+
+def test_the_usage_counts_the_prompt_of_several_samples_once(engine: Served) -> None:
+    body = {"prompt": ["hi", "hello"], "max_tokens": 2, "ignore_eos": True}
+    one, three = (engine.ask(COMPLETIONS_ROUTE, {**body, "n": n})[1]["usage"] for n in (1, 3))
+    assert three["prompt_tokens"] == one["prompt_tokens"] == 7
+    assert three["completion_tokens"] == 12 and three["total_tokens"] == 19
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(engine: Served) -> None:
+    """As with SGLang, and not to the default of /generate, which would cut answers off."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "ignore_eos": True}
+    usage = engine.ask(CHAT_ROUTE, body)[1]["usage"]
+    assert usage["total_tokens"] == engine.loaded.context_len

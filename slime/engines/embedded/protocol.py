@@ -19,7 +19,8 @@ MAX_SAMPLES = 1024  # the largest n of one prompt
 MAX_REQUESTS = 8192  # per body: the number of prompts times n
 MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
 _GREEDY_BELOW = 1e-6
-_NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
+"""Sampling parameters of SGLang that this engine refuses."""
 _INT32 = 2**31 - 1
 _penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
 SAMPLING_CHECKS: dict[str, Check[object]] = {
@@ -124,7 +125,7 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
     """
     raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
     given = {key: value for key, value in raw.items() if value is not None}
-    for name in _NOT_SUPPORTED:
+    for name in CONSTRAINTS:
         if given.pop(name, None):
             raise BadRequest(f"{where}{name} is not supported by the embedded engine")
     for name in ("custom_params", "stream_interval"):

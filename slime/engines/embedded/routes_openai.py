@@ -13,6 +13,7 @@ from slime.engines.embedded import fields
 from slime.engines.embedded.answers import Answer
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import (
+    CONSTRAINTS,
     SAMPLING_CHECKS,
     BadRequest,
     GenerateBody,
@@ -37,6 +38,7 @@ Kind = Literal["chat.completion", "text_completion"]
 routes = web.RouteTableDef()
 _NOT_IN_OPENAI = {"max_new_tokens", "min_new_tokens", "sampling_seed", "spaces_between_special_tokens"}
 _SAMPLING = SAMPLING_CHECKS.keys() - _NOT_IN_OPENAI
+_NOT_SUPPORTED = (*CONSTRAINTS, "echo", "suffix")
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -48,7 +50,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
-    native = _native(body, loaded.vocab_size)  # before rendering, so that a wrong parameter is refused early
+    # Before rendering, so that a wrong parameter is refused early.
+    native = _native(body, loaded.vocab_size, loaded.context_len)
     prompt = await in_thread(_render, loaded.tokenizer, messages, tools, variables)
     check_length(loaded, prompt)
     ids = await encode(loaded, prompt, add_special_tokens=False)
@@ -114,18 +117,33 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise BadRequest("prompt must be a text or a list of token ids")
     first = prompt[0] if isinstance(prompt, list) else prompt
     key = "text" if isinstance(first, str) else "input_ids"
-    return await _complete(request, loaded, body, {**_native(body, loaded.vocab_size), key: prompt}, "text_completion")
+    native = {**_native(body, loaded.vocab_size, 128), key: prompt}
+    return await _complete(request, loaded, body, native, "text_completion")
 
 
 _COUNT = fields.whole(0, 2**31 - 1)
 
 
-def _native(body: Mapping[str, object], vocab_size: int) -> dict[str, object]:
-    """Convert a body to a body of ``/generate`` without the prompt."""
+def _native(body: Mapping[str, object], vocab_size: int, most_tokens: int) -> dict[str, object]:
+    """Convert a body to a body of ``/generate`` without the prompt.
+
+    Args:
+        most_tokens: The limit for a body without one.
+
+    Raises:
+        BadRequest: A value is wrong, or the body asks for something that would be left out.
+    """
+    wanted_form = fields.take(body, "response_format", fields.json_object, {})
+    left_out = [name for name in _NOT_SUPPORTED if body.get(name)]
+    if wanted_form.get("type", "text") != "text":
+        left_out.append("response_format")
+    if left_out:
+        raise BadRequest(f"{left_out[0]} is not supported by the embedded engine")
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     parse_sampling_params(sampling, vocab_size, where="")  # for errors with the names that the client used
     limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
-    sampling["max_new_tokens"] = next((limit for limit in limits if limit), 128)
+    sampling["max_new_tokens"] = next((limit for limit in limits if limit), most_tokens)
+    sampling["min_new_tokens"] = fields.take(body, "min_tokens", _COUNT, 0)
     sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
     wanted, most = body.get("logprobs"), fields.whole(0, vocab_size)
     if wanted is not None and type(wanted) is not bool:
@@ -152,7 +170,8 @@ async def _complete(
         return await send_events(request, _deltas(loaded, parsed, head, kind), index=False)
     answers = await run_all(loaded, parsed.requests)
     choices = [_choice(index, answer, kind) for index, answer in enumerate(answers)]
-    return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(answers)})
+    usage = _usage(answers, parsed.requests[0].params.n)
+    return json_answer({**head, "object": kind, "choices": choices, "usage": usage})
 
 
 def _choice(index: int, answer: Answer, kind: Kind) -> dict[str, object]:
@@ -188,8 +207,9 @@ def _logprobs(answer: Answer, kind: Kind) -> dict[str, object] | None:
     }
 
 
-def _usage(answers: list[Answer]) -> dict[str, int]:
-    prompt = sum(answer["meta_info"]["prompt_tokens"] for answer in answers)
+def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
+    """Return the numbers of tokens. The samples of a prompt follow one another, and the prompt is counted once."""
+    prompt = sum(answer["meta_info"]["prompt_tokens"] for answer in answers[::samples])
     output = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
