@@ -355,3 +355,11 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(engine: Served
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "ignore_eos": True}
     usage = engine.ask(CHAT_ROUTE, body)[1]["usage"]
     assert usage["total_tokens"] == engine.loaded.context_len
+
+
+@pytest.mark.parametrize("field", ["audio_data", "video_data", "custom_logit_processor"])
+def test_what_would_change_a_response_and_is_not_read_is_refused(engine: Served, field: str) -> None:
+    """The model would answer as if a prompt had no video."""
+    status, answer = engine.ask("/generate", body_for("/generate", field, ["data:,x"]))
+    assert status == 400 and f"{field} is not supported" in answer["error"]["message"], answer
+    assert engine.ask("/generate", body_for("/generate", field, None))[0] == 200

@@ -21,6 +21,7 @@ MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a furthe
 _GREEDY_BELOW = 1e-6
 CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
 """Sampling parameters of SGLang that this engine refuses."""
+_NOT_READ = ("input_embeds", "audio_data", "video_data", "custom_logit_processor", "session_params")
 _INT32 = 2**31 - 1
 _penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
 SAMPLING_CHECKS: dict[str, Check[object]] = {
@@ -170,8 +171,9 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise BadRequest("pass either text or input_ids")
-    if body.get("input_embeds") is not None:
-        raise BadRequest("input_embeds is not supported by the embedded engine")
+    for name in _NOT_READ:
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported by the embedded engine")
     if text is not None and not isinstance(text, str | list):
         raise refuse("text", "must be a string or a list of strings", text)
     given = input_ids if text is None else text
