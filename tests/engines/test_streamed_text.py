@@ -98,3 +98,37 @@ def test_the_work_of_a_long_stream_is_linear(monkeypatch: pytest.MonkeyPatch) ->
     assert "".join(answer["text"] for answer in answers) == "wörter " * 600
     assert decoded < 10 * len(ids)
     assert sum(len(answer["meta_info"]["output_token_logprobs"]) for answer in answers) == len(ids)
+
+
+def sentencepiece_like() -> Any:
+    """A tokenizer as that of Llama 2 and Mistral 7B: ``▁`` stands for a space, and the first space of a text is cut."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "▁The", "▁answer", "▁is", "▁42", "!", "▁", "<0xC3>", "<0xA9>"]
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "text"),
+    [
+        ([1, 3, 4, 5], [6, 7], " 42!"),  # after text, the space between prompt and response is kept
+        ([1], [6, 7], "42!"),  # at the beginning of a text there is none
+        ([1, 3, 9], [10, 6], "� 42"),  # the prompt ends within a character: only the response is decoded
+    ],
+)
+def test_the_text_of_a_response_goes_on_after_the_prompt(prompt: list[int], output: list[int], text: str) -> None:
+    """As with SGLang. Otherwise prompt and text together would lack a space."""
+    detokenizer = Detokenizer(sentencepiece_like())
+    sequence = Sequence(GenerateRequest("r", prompt, SamplingParams()), order=0, seed=0)
+    sequence.tokens += output
+    end: Any = {"type": "length", "length": len(output)}
+    assert detokenizer.output_text(sequence, len(output), end) == text
+    stream = StreamedText(detokenizer, sequence)
+    assert "".join([*(stream.piece(n, None) for n in range(1, len(output))), stream.piece(len(output), end)]) == text
+    assert detokenizer.output_text(sequence, 0, end) == ""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "�"
 _MOST_BYTES = 4  # the most bytes of one character in UTF-8
+_BEFORE = 5  # as SGLang's INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 _MOST_UNREAD = 64  # after so many tokens without a complete character, they are not text
 
 
@@ -31,6 +32,16 @@ class Detokenizer:
             )
         )
 
+    def before(self, sequence: Sequence) -> tuple[list[int], str]:
+        """Return the last tokens of the prompt, and their text. The output is decoded together with them, because the
+        decoder of many tokenizers removes the space at the beginning of a text.
+
+        Both are empty if the prompt may end within a character, whose text would depend on the output.
+        """
+        ids = sequence.request.input_ids[-_BEFORE:]
+        text = self.decode(ids, sequence.request.params)
+        return ([], "") if text.endswith(_REPLACEMENT) else (ids, text)
+
     def match_stop(self, sequence: Sequence) -> str | None:
         """Return the stop string in the last tokens of the output, or None."""
         params = sequence.request.params
@@ -49,7 +60,8 @@ class Detokenizer:
         matched = None if finish is None else finish.get("matched")
         if isinstance(matched, int) and not params.no_stop_trim:
             ids = ids[:-1]
-        text = self.decode(ids, params)
+        before, known = self.before(sequence) if ids else ([], "")
+        text = self.decode([*before, *ids], params)[len(known) :]
         if isinstance(matched, str) and (position := text.find(matched)) >= 0:
             text = text[: position + (len(matched) if params.no_stop_trim else 0)]
         return text.rstrip(_REPLACEMENT) if finish is None else text
@@ -71,8 +83,10 @@ class StreamedText:
         params = sequence.request.params
         self._stops = () if params.no_stop_trim else tuple(params.stop)
         # Output tokens: the window that is decoded starts at _start, and its tokens before _read are returned already.
-        self._start = self._read = 0
-        self._done = 0  # the number of characters of the window that are returned already
+        # Negative numbers are the last tokens of the prompt.
+        before, known = detokenizer.before(sequence)
+        self._start, self._read = -len(before), 0
+        self._done = len(known)  # the number of characters of the window that are returned already
         self._held = ""
         self._parts: list[str] = []
 
