@@ -25,6 +25,7 @@ _PREFIX = "base_model.model."
 _MOST_ALPHA = 1e9  # far above any of a run; with 1e308, merged weights would be infinite
 _MOST_RANK = 2**16
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 _FACTORS = {"lora_A.weight": 0, "lora_B.weight": 1}
 
 
@@ -131,13 +132,21 @@ def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
         raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}"[:2000]) from error
     if not sound:
         raise ModelError(f"{path} has values that cannot be right: see lora_alpha, lora_dropout and target_modules")
-    other = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(name)]
-    other += [f"bias {config['bias']!r}"] if config.get("bias", "none") != "none" else []
-    other += [f"peft_type {config['peft_type']!r}"] if config.get("peft_type", "LORA") != "LORA" else []
+    other = other_forms(config)
     if other or not 1 <= settings.rank <= _MOST_RANK:
         what = ", ".join(other) or f"rank {settings.rank}"
         raise ModelError(f"{path} has {what}, which slime does not support: use plain LoRA with one rank")
     return settings, config
+
+
+def other_forms(config: Mapping[str, object]) -> list[str]:
+    """Return what ``adapter_config.json`` has besides plain LoRA with one rank, which slime does not support."""
+    other = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(name)]
+    plain = {"bias": "none", "peft_type": "LORA"}
+    other += [f"{name} {config[name]!r}" for name, value in plain.items() if config.get(name, value) != value]
+    init = config.get("init_lora_weights")
+    # With these, PEFT changes the base weights before it loads the factors.
+    return other + ([f"init_lora_weights {init!r}"] if str(init).lower().startswith(_CHANGE_THE_BASE) else [])
 
 
 def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:

@@ -107,6 +107,9 @@ def test_settings_are_those_of_peft() -> None:
     for changes in ({"r": 0}, {"lora_alpha": 0}, {"lora_alpha": "x"}, {"target_modules": []}, {"target_modules": "q"}):
         with pytest.raises(BadRequest, match=next(iter(changes))):
             read_settings({**config, **changes})
+    for changes in ({"alpha_pattern": {"q_proj": 64}}, {"init_lora_weights": "pissa"}):  # as in PEFT's files
+        with pytest.raises(BadRequest, match=f"{next(iter(changes))}.*which slime does not support"):
+            read_settings({**config, **changes})
 
 
 def stored(folder: Path, seed: int, layers: list[str], settings: LoraSettings, model: Any) -> Path:

@@ -96,6 +96,8 @@ def test_files_of_peft(tmp_path: Path) -> None:
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
         {"peft_type": "LOHA"},
+        {"init_lora_weights": "pissa_niter_4"},  # these have changed the base weights, which PEFT does again
+        {"init_lora_weights": "olora"},
         {"r": 0},
     ],
 )
@@ -104,6 +106,13 @@ def test_other_adapters_are_refused(tmp_path: Path, changes: dict[str, Any]) -> 
     (tmp_path / CONFIG).write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match="which slime does not support"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva"])
+def test_an_initialization_that_leaves_the_base_alone_is_read(tmp_path: Path, init: object) -> None:
+    config = peft_config(LoraSettings(2, 4.0), ["q"], "base") | {"init_lora_weights": init}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert read_config(tmp_path)[0].rank == 2
 
 
 def test_damaged_files_are_errors(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from slime.engines.embedded.fields import BadRequest, list_of, need, number, tak
 from slime.engines.embedded.weights import WeightError
 from slime.models.cpu_linear import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, attach, lora_layers
-from slime.models.peft_files import Factors
+from slime.models.peft_files import Factors, other_forms
 
 if TYPE_CHECKING:
     from slime.engines.embedded.loading import Loaded
@@ -25,11 +25,13 @@ def read_settings(config: Mapping[str, object]) -> tuple[LoraSettings, list[str]
     """Read PEFT's ``adapter_config.json``, and return the shape of the adapter and the names of its layers.
 
     Raises:
-        BadRequest: A field is missing or has a wrong type.
+        BadRequest: A field is missing or has a wrong type, or the adapter has a form that slime does not support.
     """
     rank = need(config, "r", whole(1, 2**16), "config_dict.")
     alpha = need(config, "lora_alpha", number(lambda value: value > 0, "must be above 0"), "config_dict.")
     names = need(config, "target_modules", list_of(text(4096), _MAX_LAYERS), "config_dict.")
+    if other := other_forms(config):
+        raise BadRequest(f"config_dict has {', '.join(other)}, which slime does not support"[:2000])
     if not names:
         raise BadRequest("config_dict.target_modules must have the names of the layers with an adapter")
     return LoraSettings(rank, alpha, rslora=take(config, "use_rslora", truth, False)), names
