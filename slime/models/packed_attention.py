@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from slime.models.context_parallel import gather_rows
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.image_blocks import same_image
+from slime.models.layer_kinds.sliding_window import window_of
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention
 from slime.models.segments import PackSegments
@@ -60,7 +61,8 @@ def packed_attention(
     assert slime_pack is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    window = -1 if sliding_window is None else int(sliding_window) - 1
+    seen = window_of(module, sliding_window)
+    window = -1 if seen is None else int(seen) - 1
     out = attend(q, k, v, slime_pack, scale, window, ScoreChanges(s_aux, softcap))
     return out.unsqueeze(0), None
 

@@ -198,3 +198,20 @@ def test_bfloat16_stays_near(tiny_llama: Path, plain: Any) -> None:
 def test_scheduler_defaults_are_the_engines(tiny_llama: Path) -> None:
     scheduler = load(tiny_llama).engine.scheduler
     assert isinstance(scheduler, Scheduler) and scheduler.context_len == 512 and scheduler.eos_token_ids == {2}
+
+
+def test_a_window_that_is_in_the_mask_of_transformers_only(tmp_path: Path) -> None:
+    """Phi-3.5-MoE does not pass its window to the attention. The prompt is longer than what the engine checks itself
+    at startup."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    tokenizer = make_tokenizer()
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=16)
+    torch.manual_seed(0)
+    model = PhimoeForCausalLM(PhimoeConfig(**sizes, **heads, initializer_range=0.3, max_position_embeddings=128))
+    model.eval().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    sequence = make(range(20, 50), max_new_tokens=6)
+    finish(load(tmp_path), [sequence])
+    check_logprobs(model, sequence)

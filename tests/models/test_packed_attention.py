@@ -13,7 +13,7 @@ from slime.data.packing import PackLayout, build_pack
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.loading import ModelError
 from slime.models.masked_attention import ScoreChanges
-from slime.models.packed_attention import attend, packed_attention, padded_attention
+from slime.models.packed_attention import NAME, attend, packed_attention, padded_attention
 from slime.models.segments import PackSegments
 
 Groups = list[tuple[int, list[int]]]  # prompt length, response lengths
@@ -166,3 +166,23 @@ def test_interface_function_shape_and_window() -> None:
 def test_what_would_be_wrong_is_refused(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         run(**kwargs)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_window_that_is_in_the_mask_of_transformers_only() -> None:
+    """Phi-3.5-MoE does not pass its window to the attention, and packs have no mask of transformers."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, initializer_range=0.5)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=4)
+    torch.manual_seed(0)
+    model = PhimoeForCausalLM(PhimoeConfig(**sizes, **heads)).eval()
+    ids = torch.randint(0, 64, (1, 24))
+    plain = model(input_ids=ids, use_cache=False).logits
+    model.set_attn_implementation(NAME)
+    layout = build_pack([ids[0].numpy()], [1], [0])
+    positions = torch.from_numpy(layout.positions)[None]
+    packed = model(
+        input_ids=ids, position_ids=positions, slime_pack=PackSegments.from_layout(layout, "cpu"), use_cache=False
+    )
+    torch.testing.assert_close(packed.logits, plain, rtol=0, atol=1e-4)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from slime.engines.embedded.kv_cache import KVCache
 from slime.models.image_blocks import same_image
+from slime.models.layer_kinds.sliding_window import window_of
 from slime.models.masked_attention import ScoreChanges, masked_attention
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def slots_attention(
     heads, rows = query.shape[1], query.shape[2]
     out = query.new_empty(rows, heads, values.shape[3])
     changes = ScoreChanges(s_aux, softcap)
-    bounds = Bounds(sliding_window, bounds.sees)
+    bounds = Bounds(window_of(module, sliding_window), bounds.sees)
     for group in step.groups:
         mask = step.row_mask(group, bounds, query.dtype)
         chosen = None if indices is None else indices[group]
