@@ -226,7 +226,7 @@ def check_servers(addresses: Sequence[str]) -> None:
 
 
 def _show_tools(args: Args, sample: Sample, schemas: list[Tool]) -> None:
-    """Put the tools into the prompt, unless the sample continues and has them there."""
+    """Put the tools into the prompt, unless the sample has them there already."""
     if sample.tokens:
         return
     prompt: list[Message] = sample.prompt if isinstance(sample.prompt, list) else []
@@ -237,7 +237,9 @@ def _show_tools(args: Args, sample: Sample, schemas: list[Tool]) -> None:
     else:
         words = tools_in_words(schemas)
         if prompt[0].get("role") == "system":
-            words, prompt = f"{prompt[0]['content']}\n\n{words}", prompt[1:]
+            known, prompt = str(prompt[0]["content"]), prompt[1:]
+            # A discarded response leaves the prompt as it is: it has the words already.
+            words = known if known.endswith(words) else f"{known}\n\n{words}"
         prompt = [{"role": "system", "content": words}, *prompt]
     sample.prompt = prompt
 

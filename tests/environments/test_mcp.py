@@ -115,6 +115,20 @@ async def test_a_continued_conversation_has_a_server_that_knows_the_calls_before
     assert sample.status is Sample.Status.COMPLETED
 
 
+async def test_a_discarded_response_leaves_the_tools_in_the_prompt_once(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
+    """An abort discards the response of a sample whose server was lost, and the sample starts again."""
+    for prompt in ([{"role": "user", "content": "Go."}], [{"role": "system", "content": "Be brief."}], "Go."):
+        script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
+        script.says = [call("die"), "Done.<eos>"]
+        sample = Sample(prompt=prompt, index=0, group_index=0)
+        await generate(script.args, sample, script.params)
+        sample.reset_response()
+        await generate(script.args, sample, script.params)
+        assert script.asked[1] == script.asked[0] and script.asked[0].count("Add two numbers.") == 1
+
+
 async def test_calls_reach_a_server_over_http(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, url: str) -> None:
     _, script = await talk(monkeypatch, bytes_dir, url, [call("add", a=1, b=1), "2<eos>"])
     assert script.asked[1].endswith("<tool>2<eos><assistant>")
