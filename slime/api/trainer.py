@@ -282,10 +282,14 @@ class Trainer:
         if run.asked and not run.completed:
             # A rollout is still being generated after Ctrl-C, so the ledger cannot be closed.
             with self._working(run), run.stop.deferred():
+                told = run.snapshots.newest  # by step(), also if it is still being written
                 if save:
                     save_while_generating(run)
                 else:
                     run.snapshots.commit()
+                if (saved := run.snapshots.saved) not in (None, told):
+                    folder = run.snapshots.folder_of(saved)
+                    self._news.append(lambda one: one.on_save(self, folder))
             run.completed = True
             run.log.display.finish()
             self._tell(lambda one: one.on_end(self))

@@ -316,11 +316,17 @@ def test_a_snapshot_that_is_still_being_written_is_named_and_completed_after_ctr
 
 
 def test_what_was_trained_before_ctrl_c_is_saved_at_the_end(program: Program, tmp_path: Path) -> None:
-    trainer = program.trainer(num_rollout=5, save_interval=4, save=str(tmp_path / "s"))
+    heard: list[Path] = []
+
+    class Listener(slime.Callback):
+        def on_save(self, trainer: Trainer, folder: Path) -> None:
+            heard.append(folder)
+
+    trainer = program.trainer([Listener()], num_rollout=5, save_interval=4, save=str(tmp_path / "s"))
     trainer.step()
     program.driver.run.asked = 1  # the next rollout is being generated
     trainer.close()
-    assert [path.name for path in trainer.checkpoints] == ["iter_0000000"]
+    assert trainer.checkpoints == heard == [tmp_path / "s" / "iter_0000000"]
 
 
 def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Program) -> None:
