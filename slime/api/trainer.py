@@ -256,8 +256,9 @@ class Trainer:
     @property
     def checkpoints(self) -> list[Path]:
         """The complete snapshots of the run, the newest last."""
-        folder = Path(self.args.save) if self.args.save else self._folder.checkpoints
-        return sorted(path for path in folder.glob("iter_*") if path.is_dir())
+        from slime.cluster.load_folder import snapshots_of
+
+        return snapshots_of(Path(self.args.save) if self.args.save else self._folder.checkpoints)
 
     def _rows(self, key: str) -> Table:
         from slime.observability.metrics import read_metrics

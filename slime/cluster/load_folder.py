@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.checkpoint.snapshot import Snapshot, latest
+from slime.checkpoint.snapshot import Snapshot, latest, snapshots
 from slime.config.megatron_checkpoint import megatron_lm_folder
 
 
@@ -20,3 +20,8 @@ def snapshot_of(load: str | None, step: int | None, digests: bool = True) -> Sna
     if load is None or megatron_lm_folder(load, step):
         return None
     return latest(Path(load).expanduser(), step, digests)
+
+
+def snapshots_of(save: Path) -> list[Path]:
+    """Return the folders of the snapshots in ``--save``, the one that was committed last at the end."""
+    return [one.path for one in sorted(snapshots(save), key=lambda one: one.manifest["sequence"])]

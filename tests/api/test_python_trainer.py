@@ -338,6 +338,18 @@ def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Progra
     assert trainer.checkpoints == [trainer.folder / "checkpoints" / "iter_0000000"]
 
 
+def test_the_newest_snapshot_is_the_last_that_was_written(program: Program, tmp_path: Path) -> None:
+    """A run that goes on from an earlier snapshot (``ckpt_step``) finds later ones in the folder."""
+    first = program.trainer(num_rollout=2, save=str(tmp_path / "s"))
+    for _ in range(2):
+        first.step()
+    assert first.save().name == "iter_0000001"
+    again = program.trainer(num_rollout=2, save=str(tmp_path / "s"))
+    again.step()
+    assert again.save().name == "iter_0000000"
+    assert [path.name for path in again.checkpoints] == ["iter_0000001", "iter_0000000"]
+
+
 def test_a_new_trainer_closes_the_one_before(program: Program) -> None:
     first = program.trainer()
     second = program.trainer()
