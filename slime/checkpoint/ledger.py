@@ -314,21 +314,29 @@ class Ledger:
                 self.rollouts.setdefault(line["rollout"], []).append(Row(**line))
             self.next_rollout = state["complete"] + 1
             self.cuts = {state["complete"]: self._cut_now()}
-            if self._file.end >= state["position"]:
+            whole = self._file.end >= state["position"]
+            if whole and self._has_cut(state):
                 self._roll_back(state)
                 return
-            if self._file.end:  # rows waited for disk space when the run was killed, or the power failed
+            if self._file.end:  # another run's, or rows waited for disk space at a kill, or the power failed
                 lost = self.path.with_name(f"{self.path.stem}.lost{self.path.suffix}")
                 self.path.replace(lost)
                 self._file = AppendedFile(self.path, _FILE)
+                why = "is of another run than the snapshot" if whole else "had fewer rows than the snapshot records"
                 warn(
-                    f"{self.path} had fewer rows than the snapshot records: it was moved to {lost.name}, and the "
-                    "ledger continues with the sums of the snapshot"
+                    f"{self.path} {why}: it was moved to {lost.name}, and the ledger continues with the sums of the "
+                    "snapshot"
                 )
             closed = Numbers(state["given"])
             for line in [*state["open"], *state["ahead"]]:
                 closed.remove(line["group"])
             self._append([{"base": {"counts": dict(self.counts), "closed": closed.intervals}}])
+
+    def _has_cut(self, state: Line) -> bool:
+        """Whether the file has the line of this snapshot where the snapshot says; the file of another run has not."""
+        with open(self.path, "rb") as file:
+            line = parse_line(file.read(state["position"]).removesuffix(b"\n").rpartition(b"\n")[2])
+        return "cut" in line and line == json.loads(json.dumps({name: state.get(name) for name in line}))
 
     def _roll_back(self, state: Line) -> None:
         with open(self.path, "rb") as file:

@@ -53,6 +53,9 @@ class ScheduleFile:
         if position is not None and size is not None and size < position:
             self._lose(f"it has {size} bytes, but it had {position} bytes when the snapshot was made")
             position = None
+        if position and not _ends_line(path, position):
+            self._lose(f"byte {position} is in the middle of a line, so it is the file of another run")
+            position = None
         self.is_new = position is None
         try:
             self._file = AppendedFile(path, "the schedule of the run", keep=position or 0)
@@ -92,6 +95,12 @@ class ScheduleFile:
             f"lines of {self.path} are lost: {why}. --replay-schedule cannot repeat this run exactly any more; "
             f"{lost_beside(self.path).name} holds what came before the loss"
         )
+
+
+def _ends_line(path: Path, position: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(position - 1)
+        return file.read(1) == b"\n"
 
 
 def read_lines(path: Path) -> Iterator[ScheduleLine]:

@@ -336,6 +336,26 @@ def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -
     assert report.closes and report.counts["trained"] == 7, report.problems
 
 
+def test_the_ledger_of_another_run_is_moved_aside_whole(tmp_path: Path) -> None:
+    """A run resumes into a folder of the same name that holds another, longer run."""
+    mine, other = Ledger(tmp_path / "mine.jsonl"), Ledger(tmp_path / "ledger.jsonl")
+    steps(mine, 0, 3)
+    saved = mine.cut(2, 2)
+    steps(other, 0, 9)
+    other.cut(8, 8)
+    whole = other.path.read_bytes()
+    take_warnings()
+    resumed = Ledger(other.path)
+    resumed.restore(saved, attempt=1)
+    (told,) = take_warnings()
+    assert "is of another run than the snapshot: it was moved to ledger.lost.jsonl" in told
+    assert (tmp_path / "ledger.lost.jsonl").read_bytes() == whole
+    steps(resumed, 3, 4)
+    resumed.cut(3, 3)
+    report = read_ledger(other.path)
+    assert report.closes and report.counts["trained"] == 4, report.problems
+
+
 def test_numbers_behave_like_a_set() -> None:
     from hypothesis import given
 

@@ -285,6 +285,17 @@ def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> Non
     assert "begins with this resume" in told and "use --load with the same snapshot" in told
 
 
+def test_the_schedule_of_another_run_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    file = ScheduleFile(path, None)
+    file.append({"settings": settings_to_compare(arguments())})
+    file.append(LINES[0])
+    whole, position = path.read_bytes(), file.position()
+    assert position is not None and ScheduleFile(path, position - 2).is_new
+    (told,) = take_warnings()
+    assert "it is the file of another run" in told and lost_beside(path).read_bytes() == whole
+
+
 def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     file = ScheduleFile(path, None)
