@@ -43,7 +43,7 @@ class WeightSyncConfig:
         None, low=1, help="Training ranks that broadcast weights at the same time. Default: one per 16 engines"
     )
     update_weight_disk_dir: str | None = path_flag(
-        "Folder that the trainer and all engines share, for --update-weight-transport disk"
+        "Folder that the trainer and all engines share, for --update-weight-transport disk. Each run needs its own"
     )
     update_weight_disk_keep_files: bool = flag(
         False, help="Keep the weight files of --update-weight-transport disk after the engines have loaded them"

@@ -7,22 +7,28 @@ bucket. Both have a manifest with the place of each tensor in its bucket and wit
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from slime.engines.flat import ALIGNMENT, Entry
 from slime.weights.delta import Encoding
 
 MANIFEST = "slime_weights.json"
+LOCK = ".slime.lock"
+LEAVE_SECONDS = 30.0
+"""How long a trainer waits for the lock, which the one before it loses when its process has ended."""
 _STATUS = re.compile(r"\.reports-[0-9a-f]{8}/[0-9]+", re.ASCII)
+_claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
 
 
 @dataclass
@@ -103,6 +109,40 @@ class Status:
         """Return the reports of all ranks under ``prefix``."""
         place = Path(prefix)
         return [cls(**json.loads(path.read_text())) for path in sorted(place.parent.glob(f"{place.name}.*.json"))]
+
+
+def claim(folder: Path) -> None:
+    """Reserve a folder for the versions of this process, until it ends, and remove what a killed trainer has left.
+
+    The versions of two runs have the same names, so each would replace files that engines of the other are to load.
+
+    Raises:
+        ValueError: Another process has reserved the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (place := folder.resolve()) in _claimed:
+        return
+    file = open(folder / LOCK, "a")  # noqa: SIM115
+    last = time.monotonic() + LEAVE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > last:
+                file.close()
+                raise ValueError(
+                    f"--update-weight-disk-dir {folder} is used by another run, which would replace these weights by "
+                    "its own: give each run a folder of its own"
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # this file system has no locks
+            file.close()
+            return
+    _claimed[place] = file
+    for kind in ("weight_v", "delta_v", "adapter_v"):
+        for left in folder.glob(f".{kind}*.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from real_engines import sync_settings
 
-from slime.weights import transports
+from slime.weights import published, transports
 from slime.weights.transports import create_transport, ranks_of_engines
 from slime.weights.transports.distributed import DistributedTransport
 
@@ -43,6 +45,36 @@ def test_files_when_asked_for(tmp_path: Path) -> None:
     assert choice(True, **files) == "disk" and choice(True, **files, update_weight_mode="delta") == "delta"
     with pytest.raises(ValueError, match="--update-weight-disk-dir"):
         choice(True, update_weight_transport="disk")
+
+
+_OTHER_RUN = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would publish ``weight_v0.1``, and the engines of one would load the weights of the other."""
+    files = dict(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
+    for name in (".weight_v0.3.tmp-99-0123abcd", ".delta_v0.3.tmp-99-0123abcd", "weight_v0.2", ".mine.tmp-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    monkeypatch.setattr(published, "LEAVE_SECONDS", 0.0)
+    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / published.LOCK)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path} is used by another run"):
+            choice(True, **files)
+        assert (tmp_path / ".weight_v0.3.tmp-99-0123abcd").is_dir(), "the other run may be writing it"
+    finally:
+        other.kill()
+        other.communicate()
+    monkeypatch.setattr(published, "LEAVE_SECONDS", 30.0)
+    assert choice(True, **files) == choice(True, **files) == "disk"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", published.LOCK, "weight_v0.2"]
 
 
 def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.models.fp8_format import layout_of
+from slime.weights.published import claim
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import SendResult, Transport
 
@@ -87,7 +88,7 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         colocated_host: Whether all engines run on the host of rank 0.
 
     Raises:
-        ValueError: A transport with files has no folder.
+        ValueError: A transport with files has no folder, or one that another run uses.
     """
     base = _weight_transport(settings, colocated_host)
     if settings.adapter is None or settings.adapter_name is None:
@@ -153,6 +154,7 @@ def _through_folder(settings: WeightSyncSettings) -> Transport:
 
         model = Path(snapshot_download(settings.model, local_files_only=True))
     folder, deadline = Path(settings.disk_dir), settings.step_seconds
+    claim(folder)
     keep, written = settings.keep_files, settings.on_written
     if settings.delta:
         from slime.weights.transports.delta import DeltaTransport
