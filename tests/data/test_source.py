@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import random
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import Args
+from slime.data import source as source_module
 from slime.data.sample import Group, Sample, flatten
+from slime.data.source import load_dataset
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 
 
@@ -53,6 +56,37 @@ def test_groups_of_copies() -> None:
     assert [(s.group_index, s.index) for s in [*first, *second]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     first[0].metadata["n"] = 99
     assert first[1].metadata == {"n": 0} and len(source) == 3
+
+
+class Processor:
+    """The part of a processor that a data set uses: an image is 9 tokens, a word is one."""
+
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> str:
+        return " ".join("<image>" if part["type"] == "image" else part["text"] for part in messages[0]["content"])
+
+    def __call__(self, text: list[str], images: list[Any]) -> dict[str, list[list[str]]]:
+        assert len(images) == text[0].count("<image>") == 1
+        return {"input_ids": [["image"] * 9 + text[0].split()[1:]]}
+
+
+def test_a_limit_of_prompts_counts_the_images_of_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL.Image").new("RGB", (2, 2)).save(tmp_path / "a.png")
+    rows = [
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "a.png")},
+                                                 {"type": "text", "text": text}]}]}
+        for text in ("one", "one two three")
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "image_token_index": 5}))
+    monkeypatch.setattr(source_module, "load_processor", lambda *_, **__: Processor())
+    monkeypatch.setattr(source_module, "load_tokenizer", lambda *_, **__: Processor())
+    dataset = load_dataset(
+        make_args(
+            prompt_data=str(tmp_path / "rows.jsonl"), input_key="prompt", apply_chat_template=True,
+            rollout_max_prompt_len=10, hf_checkpoint=str(tmp_path),
+        )
+    )  # fmt: skip
+    assert [sample.prompt for sample in dataset.samples] == ["<image> one"]
 
 
 class Balanced(RolloutDataSourceWithBuffer):
