@@ -38,6 +38,7 @@ OPENAI = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens", "no_stop_trim", "n", "max_tokens"),
     *("max_completion_tokens", "seed", "logprobs", "top_logprobs", "stream", "model"),
+    *("echo", "suffix", "response_format", "stream_options"),
 )
 CHAT = (*OPENAI, "messages", "tools", "chat_template_kwargs")
 COMPLETIONS = (*OPENAI, "prompt")
@@ -187,6 +188,31 @@ def test_a_stream_of_an_openai_route_has_the_log_probs(
         assert [value for part in parts for value in part[name]] == values and len(values) == 5
     without = engine.ask(route, {**prompt, "max_tokens": 2, "stream": True})[1]
     assert '"logprobs":null' in without
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_of_an_openai_route_ends_with_the_token_counts_if_asked(engine: Served, route: str) -> None:
+    body = {**body_for(route, "n", 2), "ignore_eos": True, "max_tokens": 5}
+    whole = engine.ask(route, body)[1]["usage"]
+    text = engine.ask(route, {**body, "stream": True, "stream_options": {"include_usage": True}})[1]
+    *parts, last = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert last["usage"] == whole and last["choices"] == [] and whole["completion_tokens"] == 10
+    assert all(part["choices"] and "usage" not in part for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("echo", True), ("suffix", "end"), ("response_format", {"type": "json_object"}), ("regex", "[0-9]+"),
+        ("json_schema", "{}"),
+    ],
+)  # fmt: skip
+def test_what_the_openai_routes_cannot_do_is_refused(engine: Served, field: str, value: Any) -> None:
+    """A client that asks for JSON must not get any other text."""
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        status, answer = engine.ask(route, body_for(route, field, value))
+        assert status == 400 and f"{field} is not supported" in answer["error"]["message"]
+        assert engine.ask(route, body_for(route, "response_format", {"type": "text"}))[0] == 200
 
 
 def test_a_text_far_beyond_the_context_is_not_tokenised(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:

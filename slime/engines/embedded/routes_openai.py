@@ -167,7 +167,9 @@ async def _complete(
     await prepare(loaded, parsed)
     head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
     if parsed.stream:
-        return await send_events(request, _deltas(loaded, parsed, head, kind), index=False)
+        options = fields.take(body, "stream_options", fields.json_object, {})
+        usage = fields.take(options, "include_usage", fields.truth, False)
+        return await send_events(request, _deltas(loaded, parsed, head, kind, usage), index=False)
     answers = await run_all(loaded, parsed.requests)
     choices = [_choice(index, answer, kind) for index, answer in enumerate(answers)]
     usage = _usage(answers, parsed.requests[0].params.n)
@@ -215,16 +217,23 @@ def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
 
 
 async def _deltas(
-    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind
+    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, usage: bool
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
-    """Yield the index of a request and a chunk with its new text, in OpenAI's format."""
+    """Yield the index of a request and a chunk with its new text, in OpenAI's format; with ``usage`` the token counts
+    at the end."""
     chat = kind == "chat.completion"
+    head = {**head, "object": f"{kind}.chunk" if chat else kind}
+    ends: dict[int, Answer] = {}
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
         new, finish = answer["text"], answer["meta_info"]["finish_reason"]
         piece: dict[str, object] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
         reason = None if finish is None else _REASONS[finish["type"]]
+        if finish is not None:
+            ends[index] = answer
         choice = {"index": index, "finish_reason": reason, "logprobs": _logprobs(answer, kind), **piece}
-        yield index, {**head, "object": f"{kind}.chunk" if chat else kind, "choices": [choice]}
+        yield index, {**head, "choices": [choice]}
+    if usage:
+        yield 0, {**head, "choices": [], "usage": _usage([ends[i] for i in sorted(ends)], parsed.requests[0].params.n)}
 
 
 @routes.get("/v1/models")
