@@ -23,7 +23,7 @@ from slime.engines.http import HttpError
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, render
-from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
+from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
 
@@ -135,6 +135,7 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
         sample.prompt = prompt  # the appended turns are part of the response, see split_conversation_ids
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
+    sample.reward = plain_reward(sample.reward)
     try:
         take_arrays(sample)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Users' reward functions are bounded by --reward-timeout however they hang, and what hangs is counted, never 0."""
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -8,13 +9,16 @@ from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.data.sample import Sample, flatten
+from slime.rollout.metrics import known_reward
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.sglang_rollout import generate_rollout_async
+from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout_async
 
 pytestmark = pytest.mark.timeout(60)
 
 HOOKS = """
 import asyncio, threading, time
+import numpy as np
+import torch
 stop = threading.Event()
 
 async def waits(args, sample, **kw):
@@ -57,6 +61,13 @@ async def patient(args, sample, **kw):
     await asyncio.sleep(0.6)
     return 1.0
 patient.deadline = lambda args: 30.0
+
+async def of_numpy(args, samples, **kw):
+    one = isinstance(samples, list)
+    return np.ones(len(samples), np.float32) if one else {"score": np.float32(1), "passed": np.bool_(True)}
+
+async def of_torch(args, samples, **kw):
+    return torch.ones(len(samples)) if isinstance(samples, list) else torch.tensor(1.0)
 
 async def thread_of(args, sample, **kw):
     return {"thread": threading.current_thread().name}
@@ -146,6 +157,29 @@ async def test_the_rollout_counts_them_and_replaces_the_group(tokenizer_dir, fil
     assert output.metrics["rollout/reward_timeout_count"] == 1
     assert output.metrics["rollout/replaced_group_count"] == 1
     assert {sample.reward for sample in flatten(output.samples)} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "single"), [("of_numpy", {"score": 1.0, "passed": True}), ("of_torch", 1.0)]
+)  # fmt: skip
+async def test_numbers_of_numpy_and_torch_become_plain_ones(file, name, single):
+    """Otherwise rollout/raw_reward lacks them without a word, and the file of samples has texts."""
+    reward = await async_rm(settings(file, name), Sample(index=0))
+    assert reward == single and known_reward(Sample(reward=reward), None) == 1.0
+    assert json.loads(json.dumps(reward)) == single
+    rewards = await batched_async_rm(settings(file, name), [Sample(index=0), Sample(index=1)])
+    assert rewards == [1.0, 1.0] and [type(value) for value in rewards] == [float, float]
+
+
+async def test_a_reward_of_a_generate_function_becomes_a_plain_one(tokenizer_dir, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import numpy as np\nasync def own(args, sample, sampling_params):\n"
+        "    sample.response, sample.reward = 'x', np.float32(1)\n    return sample\n"
+    )
+    args = arguments(tokenizer_dir, custom_generate_function_path=f"{path}:own")
+    sample = await generate_and_rm(args, Sample(prompt="p", index=0), {})
+    assert type(sample.reward) is float and sample.reward == 1.0
 
 
 async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):

@@ -21,7 +21,7 @@ from slime.data.sample import Sample
 from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
-from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.outcome import mark_unscored, plain_reward
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
         rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
-        return None if rewards is None else rewards[0]
-    return await _custom(args, path, sample, [sample], kwargs)
+        return None if rewards is None else plain_reward(rewards[0])
+    return plain_reward(await _custom(args, path, sample, [sample], kwargs))
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
@@ -87,7 +87,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
         got = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else repr(rewards)
         raise ValueError(f"--custom-rm-path {path} returned {got} for {len(samples)} samples")
-    return list(rewards)
+    return list(map(plain_reward, rewards))
 
 
 async def _custom(

@@ -65,6 +65,17 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
     return None
 
 
+def plain_reward(reward: object) -> Any:
+    """Return a reward of a user's function with Python's numbers in place of those of NumPy and of tensors.
+
+    Metrics, JSON and the pages of a run know only Python's numbers.
+    """
+    if isinstance(reward, dict):
+        return {name: plain_reward(value) for name, value in reward.items()}
+    number = getattr(reward, "item", None)
+    return number() if number is not None and getattr(reward, "shape", None) == () else reward
+
+
 def mark_too_long(sample: Sample, limit: int | None) -> None:
     """Exclude a sample whose prompt leaves no room for a response: no engine accepts it, and nothing can be trained."""
     sample.status = Sample.Status.TRUNCATED
