@@ -178,6 +178,14 @@ def check_folders(args: Args) -> list[str]:
         problems.append(
             "--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"
         )
+    if args.save_hf is not None:
+        try:
+            args.save_hf.format(rollout_id=0)
+        except (LookupError, ValueError, AttributeError) as error:
+            problems.append(
+                f"--save-hf {args.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
+                f"({type(error).__name__}: {error})"
+            )
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
         return problems
     if not looks_like_hub_id(args.load):

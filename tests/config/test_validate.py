@@ -56,6 +56,8 @@ ONE_PROBLEM = [
     ("--use-opd", "needs --opd-type"),
     ("--opd-type sglang", "needs --use-opd"),
     ("--min-lr 1 --lr 0.1", "must not be above --lr"),
+    ("--save-hf out/{step} --save-interval 1", "only {rollout_id} is replaced"),
+    ("--save-hf out/{} --save-interval 1", "only {rollout_id} is replaced"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "remove one"),
     ("--lr-decay-samples 10", "use --lr-decay-iters"),
