@@ -207,6 +207,8 @@ def derive_evaluation(args: Args) -> None:
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
         )
         args.eval_interval = None
+    elif (args.eval_prompt_data or args.eval_config) and not args.eval_interval:
+        args.notices.append("the run does not evaluate its evaluation data: pass --eval-interval")
 
 
 def check_eval_files(args: Args) -> list[str]:

@@ -175,6 +175,11 @@ def check_rollout(args: Args) -> list[str]:
             f"--rollout-workers {args.rollout_workers} has no effect: {args.rollout_function_path} runs as a whole in "
             "the process of the rollout manager"
         )
+    idle = ["--partial-rollout"] if args.partial_rollout and (is_fully_async(args) or args.deterministic) else []
+    idle += ["--over-sampling-batch-size"] if _samples_more(args) and is_fully_async(args) else []
+    if idle:
+        why = "the fully asynchronous rollout" if is_fully_async(args) else "--deterministic, which aborts no group"
+        args.notices.append(f"{' and '.join(idle)}: no effect with {why}")
     if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
         problems.append(
             "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"

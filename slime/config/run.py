@@ -186,6 +186,9 @@ def check_folders(args: Args) -> list[str]:
                 f"--save-hf {args.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
                 f"({type(error).__name__}: {error})"
             )
+    if (args.save or args.save_hf) and not args.save_interval:
+        given = "--save-hf" if args.save_hf else "--save"
+        args.notices.append(f"{given}: the run writes no snapshots at its steps and its end: pass --save-interval")
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
         return problems
     if not looks_like_hub_id(args.load):

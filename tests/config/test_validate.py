@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_parts import Workplace
 from make_args import make_args
 
 from slime.config.corrections import check_kl, check_opsm
@@ -194,6 +195,32 @@ def test_asynchronous_runs_do_not_share_gpus(workplace) -> None:
     assert workplace.problems("--async-buffer-size 4 --update-weights-interval 2", asynchronous=True) == []
     notices = workplace.load("--async-buffer-size 4").notices
     assert any("train_async.py" in notice for notice in notices)
+
+
+FULLY_ASYNC = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}"
+IDLE = [
+    ("--save out", "--save: the run writes no snapshots at its steps and its end: pass --save-interval"),
+    ("--save-hf out/{rollout_id}", "--save-hf: the run writes no snapshots"),
+    ("--partial-rollout --deterministic", "--partial-rollout: no effect with --deterministic"),
+    (f"{FULLY_ASYNC} --partial-rollout", "--partial-rollout: no effect with the fully asynchronous rollout"),
+    (
+        f"{FULLY_ASYNC} --rollout-batch-size 8 --n-samples-per-prompt 4 --over-sampling-batch-size 16",
+        "--over-sampling-batch-size: no effect with the fully asynchronous rollout",
+    ),
+    ("--update-weight-disk-dir out", "--update-weight-disk-dir: no effect without --update-weight-transport disk"),
+    ("--update-weight-disk-keep-files", "no effect without --update-weight-transport disk"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), IDLE)
+def test_flags_that_change_nothing_are_named(workplace: Workplace, line: str, said: str) -> None:
+    assert any(said in one for one in workplace.load(line, asynchronous=FULLY_ASYNC in line).notices)
+
+
+def test_evaluation_data_without_an_interval_are_named(workplace: Workplace) -> None:
+    said, data = "the run does not evaluate its evaluation data", f"--eval-prompt-data a {workplace.data}"
+    assert any(said in one for one in workplace.load(data).notices)
+    assert not any(said in one for one in workplace.load(f"{data} --eval-interval 2").notices)
 
 
 def test_hooks_are_found_in_all_forms(workplace) -> None:
