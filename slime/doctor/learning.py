@@ -15,6 +15,7 @@ from slime.observability.evaluations import figures
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"
 GAP = "train/train_rollout_logprob_abs_diff"
+FILTERED = "rollout/dynamic_filter/drop_"
 LATEST = 5
 ALL_EQUAL = 0.9
 """Groups have no spread if this share of those in the latest steps has none."""
@@ -313,12 +314,12 @@ def lengths(facts: Facts) -> Iterator[Finding]:
 def dropped(facts: Facts) -> Iterator[Finding]:
     """Samples that are thrown away, or trained too late."""
     prompts = facts.settings.get("rollout_batch_size")
-    replaced = facts.lately("rollout/replaced_group_count")
-    if isinstance(prompts, int) and replaced is not None and replaced >= 2 * prompts:
+    thrown = [_thrown_away(row) for row in facts.steps[-LATEST:]]
+    if isinstance(prompts, int) and len(thrown) >= 3 and median(thrown) >= 2 * prompts:
         yield Finding(
             "filter_starvation",
-            f"For each rollout of {prompts} groups, the filter throws {replaced:.0f} away.",
-            (f"rollout/replaced_group_count: {_list(facts.series('rollout/replaced_group_count')[-5:])}",),
+            f"For each rollout of {prompts} groups, the filter throws {median(thrown):.0f} away.",
+            (f"{FILTERED}*, the sum of all reasons: {_list(thrown)}",),
             "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
         )
     stale = facts.lately("rollout/staleness/mean")
@@ -329,6 +330,12 @@ def dropped(facts: Facts) -> Iterator[Finding]:
             (f"rollout/staleness/mean {stale:.1f}",),
             "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
         )
+
+
+def _thrown_away(row: Row) -> float:
+    """The number of groups that the filter has dropped in a step; prompts that are too long are not its doing."""
+    names = [name for name in row if name.startswith(FILTERED) and name != f"{FILTERED}prompt_too_long"]
+    return sum(row[name] or 0.0 for name in names)
 
 
 def verifiers(facts: Facts) -> Iterator[Finding]:

@@ -135,7 +135,7 @@ LEARNING = {
         set_all("rollout/raw_reward", lambda step, steps: 0.2 + step / 1000),
     ),
     "repetition": constant("rollout/repetition_frac", 0.6),
-    "filter_starvation": constant("rollout/replaced_group_count", 40.0),
+    "filter_starvation": constant("rollout/dynamic_filter/drop_zero_std_0.0", 40.0),
     "stale": constant("rollout/staleness/mean", 6.0),
     "no_spread": both(
         constant("rollout/zero_std/count_0.0", 8.0),

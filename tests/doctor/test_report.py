@@ -159,6 +159,14 @@ def test_rewards_that_scatter_have_not_collapsed() -> None:
         assert kinds(facts(rows)) == ["reward_collapse"]
 
 
+@pytest.mark.parametrize("name", ["replaced_group_count", "dynamic_filter/drop_prompt_too_long"])
+def test_groups_that_no_filter_has_dropped_are_not_its_fault(name: str) -> None:
+    """Groups are also replaced because their verifier gave no result, and dropped because their prompt is too long."""
+    rows = quickstart()
+    constant(f"rollout/{name}", 40.0)(rows)
+    assert "filter_starvation" not in kinds(facts(rows))
+
+
 def test_a_slow_time_that_is_over_is_no_finding() -> None:
     rows = quickstart()
     set_all("perf/step_time", lambda step, steps: 90.0 if steps - 5 <= step < steps - 2 else 20.0)(rows)
