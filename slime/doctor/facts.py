@@ -26,6 +26,7 @@ Row = Mapping[str, float | None]
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
 MOST_NCCL_LOGS = 64
+FILTERED = "rollout/dynamic_filter/drop_"
 DUMPS = "flight_recorder_"
 """The beginning of the names of PyTorch's dumps, see :mod:`slime.doctor.flight`."""
 
@@ -85,6 +86,10 @@ class Facts:
         """Return the values of a metric in the steps that have it."""
         return [value for row in self.steps if (value := row.get(name)) is not None]
 
+    def steps_of(self, name: str) -> list[int]:
+        """Return the numbers of the steps that have a metric, as :meth:`series` has its values."""
+        return [int(row["rollout/step"] or 0) for row in self.steps if row.get(name) is not None]
+
     def change(self, name: str, least: int = 8) -> tuple[float, float] | None:
         """Return the medians of the first and last fifth of a metric; None if it has fewer values than ``least``."""
         values = self.series(name)
@@ -137,6 +142,12 @@ class Facts:
     def failed(self) -> bool:
         """Whether the run ended with an error."""
         return self.state is not None and self.state.status in ("failed", "restarting")
+
+
+def filtered(row: Row) -> float:
+    """Return how many groups the filter has dropped in a step; prompts that are too long are not its doing."""
+    names = [name for name in row if name.startswith(FILTERED) and name != f"{FILTERED}prompt_too_long"]
+    return sum(row[name] or 0.0 for name in names)
 
 
 def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -> Facts:

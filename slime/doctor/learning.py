@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from slime.doctor.facts import Facts, Row
+from slime.doctor.facts import FILTERED, Facts, Row, filtered
 from slime.doctor.findings import Finding
 from slime.doctor.tokens import worst_tokens
 from slime.observability.evaluations import figures
@@ -15,7 +15,6 @@ from slime.observability.evaluations import figures
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"
 GAP = "train/train_rollout_logprob_abs_diff"
-FILTERED = "rollout/dynamic_filter/drop_"
 LATEST = 5
 ALL_EQUAL = 0.9
 """Groups have no spread if this share of those in the latest steps has none."""
@@ -188,11 +187,11 @@ def unstable(facts: Facts) -> Iterator[Finding]:
     norms = facts.series("train/grad_norm")
     usual = sorted(norms)[len(norms) // 2] if norms else 0.0
     if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
-        at = norms.index(max(norms))
+        at, steps = norms.index(max(norms)), facts.steps_of("train/grad_norm")
         yield Finding(
             "gradient_spike",
-            f"The gradient norm jumped to {max(norms):.3g} at step {at}; its median is {usual:.3g}.",
-            (f"train/grad_norm from step {max(at - 2, 0)}: {_list(norms[max(at - 2, 0) : at + 3])}",),
+            f"The gradient norm jumped to {max(norms):.3g} at step {steps[at]}; its median is {usual:.3g}.",
+            (f"train/grad_norm from step {steps[max(at - 2, 0)]}: {_list(norms[max(at - 2, 0) : at + 3])}",),
             "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
             "responses are the usual cause.",
         )
@@ -248,10 +247,11 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     width = max(len(rewards) // 5, 3)
     means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
     best, last = max(means), means[-1]
+    around = facts.steps_of(REWARD)[means.index(best) + width // 2]
     if best > 0 and best - last > max(0.3 * abs(best), 0.1, 3 * noise(rewards) * (2 / width) ** 0.5):
         yield Finding(
             "reward_collapse",
-            f"The reward has collapsed: {best:.3f} around step {means.index(best) + width // 2}, {last:.3f} now.",
+            f"The reward has collapsed: {best:.3f} around step {around}, {last:.3f} now.",
             (f"{REWARD}, mean of {width} steps",),
             "Continue from a snapshot before that step (--load, --ckpt-step) with a lower --lr or a KL term.",
         )
@@ -314,7 +314,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
 def dropped(facts: Facts) -> Iterator[Finding]:
     """Samples that are thrown away, or trained too late."""
     prompts = facts.settings.get("rollout_batch_size")
-    thrown = [_thrown_away(row) for row in facts.steps[-LATEST:]]
+    thrown = [filtered(row) for row in facts.steps[-LATEST:]]
     if isinstance(prompts, int) and len(thrown) >= 3 and median(thrown) >= 2 * prompts:
         yield Finding(
             "filter_starvation",
@@ -330,12 +330,6 @@ def dropped(facts: Facts) -> Iterator[Finding]:
             (f"rollout/staleness/mean {stale:.1f}",),
             "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
         )
-
-
-def _thrown_away(row: Row) -> float:
-    """The number of groups that the filter has dropped in a step; prompts that are too long are not its doing."""
-    names = [name for name in row if name.startswith(FILTERED) and name != f"{FILTERED}prompt_too_long"]
-    return sum(row[name] or 0.0 for name in names)
 
 
 def verifiers(facts: Facts) -> Iterator[Finding]:

@@ -167,6 +167,16 @@ def test_groups_that_no_filter_has_dropped_are_not_its_fault(name: str) -> None:
     assert "filter_starvation" not in kinds(facts(rows))
 
 
+@pytest.mark.parametrize(("kind", "step"), [("gradient_spike", "at step 109"), ("reward_collapse", "around step 10")])
+def test_a_step_is_named_by_its_number_in_the_run(kind: str, step: str) -> None:
+    """A run that goes on in another folder has no rows of its first steps there."""
+    rows = quickstart()
+    LEARNING[kind](rows)
+    later = [row | {"rollout/step": row["rollout/step"] + 100} for row in rows if "rollout/step" in row]
+    (found,) = [one for one in diagnose(facts(later)) if one.kind == kind]
+    assert step in found.title
+
+
 def test_a_slow_time_that_is_over_is_no_finding() -> None:
     rows = quickstart()
     set_all("perf/step_time", lambda step, steps: 90.0 if steps - 5 <= step < steps - 2 else 20.0)(rows)
