@@ -139,7 +139,8 @@ class RolloutDataSource:
         if self.dataset is None:
             return Sample()
         # A prompt is None if it turned out to be too long. Whole epochs of such prompts would make this loop endless.
-        for _ in range(len(self.dataset)):
+        # The next epoch is read to its end, since its order may be another than that of the epoch in progress.
+        for _ in range(2 * len(self.dataset)):
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
                 self.sample_offset = 0

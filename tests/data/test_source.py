@@ -89,6 +89,21 @@ def test_a_limit_of_prompts_counts_the_images_of_messages(tmp_path: Path, monkey
     assert [sample.prompt for sample in dataset.samples] == ["<image> one"]
 
 
+class OneOfThree(Prompts):
+    """Only one prompt is short enough: the first of epoch 0, and the last of every other one."""
+
+    def __getitem__(self, position: int) -> Sample | None:
+        return Sample(prompt="short") if position == self.short else None
+
+    def shuffle(self, epoch_id: int) -> None:
+        self.short = 0 if epoch_id == 0 else len(self.order) - 1
+
+
+def test_the_last_prompt_of_a_shuffled_epoch_may_be_the_only_one_that_fits() -> None:
+    source = RolloutDataSource(make_args(), OneOfThree(3))
+    assert [group[0].prompt for group in source.get_samples(3)] == ["short"] * 3
+
+
 class Balanced(RolloutDataSourceWithBuffer):
     """In the form of a published data source: it does not call ``super().__init__()``."""
 
