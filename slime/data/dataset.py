@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,7 +43,7 @@ class PromptMaker:
 
     keys: RowKeys
     tokenizer: Tokenizer | None = None
-    processor: ProcessorMixin | None = None
+    load_processor: Callable[[], ProcessorMixin | None] | None = None
     max_length: int | None = None
     apply_chat_template: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class PromptMaker:
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
         prompt = row.prompt
         if self.apply_chat_template:
-            renderer: Any = self.processor if media and self.processor is not None else self.tokenizer
+            renderer: Any = (self._processor() if media else None) or self.tokenizer
             try:
                 prompt = renderer.apply_chat_template(
                     row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
@@ -85,13 +85,15 @@ class PromptMaker:
             assert self.tokenizer is not None, "a length limit needs a tokenizer"
             ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
-        processor: Any = self.processor
-        for i, sample in enumerate(samples if processor is not None else ()):
-            if isinstance(sample.prompt, str) and sample.multimodal_inputs:
+        for i, sample in enumerate(samples):
+            if isinstance(sample.prompt, str) and sample.multimodal_inputs and (processor := self._processor()):
                 made = processor(text=[sample.prompt], **processor_inputs(sample.multimodal_inputs))
                 if len(made["input_ids"][0]) > limit:
                     long.add(i)
         return long
+
+    def _processor(self) -> Any:
+        return None if self.load_processor is None else self.load_processor()
 
 
 class Dataset:
@@ -100,7 +102,9 @@ class Dataset:
     Args:
         path: The file.
         tokenizer: Renders messages and counts tokens; only needed for these.
-        processor: The processor of a model that takes media; renders and counts tokens of rows with media.
+        load_processor: Returns the processor of a model that takes media, which renders and counts tokens of rows with
+            media, or None for a text model. It is called when there is such a row: texts alone need no package for
+            images.
         max_length: Longer prompts, in tokens, are left out; only checked for prompts that are texts.
         prompt_key, multimodal_keys, label_key, tool_key, metadata_key: Columns, see :class:`RowKeys`.
         seed: Seed of the order that :meth:`shuffle` makes.
@@ -120,7 +124,7 @@ class Dataset:
         self,
         path: str,
         tokenizer: Tokenizer | None = None,
-        processor: ProcessorMixin | None = None,
+        load_processor: Callable[[], ProcessorMixin | None] | None = None,
         max_length: int | None = None,
         *,
         prompt_key: str = "prompt",
@@ -136,7 +140,7 @@ class Dataset:
     ) -> None:
         keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
         kwargs = dict(apply_chat_template_kwargs or {})
-        make = PromptMaker(keys, tokenizer, processor, max_length, apply_chat_template, kwargs)
+        make = PromptMaker(keys, tokenizer, load_processor, max_length, apply_chat_template, kwargs)
         self.path, self.seed, self.max_length = path, seed, max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file

@@ -8,12 +8,12 @@ groups that wait in the buffer are part of the state.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
-from slime.config.hf_config import media_token_ids
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
 from slime.data.plain_files import load_plain, plain
@@ -310,13 +310,10 @@ def load_dataset(args: Args) -> Dataset:
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     options = {"trust_remote_code": True} if args.trust_remote_code else {}
     tokenizer = load_tokenizer(args.hf_checkpoint, **options) if needs_tokenizer else None
-    # Messages may have parts with media also without columns of media.
-    takes_media = bool(args.multimodal_keys or media_token_ids(args.hf_checkpoint))
-    processor = load_processor(args.hf_checkpoint, **options) if takes_media else None
     return Dataset(
         args.prompt_data,
         tokenizer,
-        processor,
+        functools.partial(load_processor, args.hf_checkpoint, **options),
         args.rollout_max_prompt_len,
         prompt_key=args.input_key,
         multimodal_keys=args.multimodal_keys,

@@ -154,7 +154,7 @@ def _dataset(checkpoint: str, state: GenerateState, config: EvalDatasetConfig) -
         state.eval_datasets[key] = Dataset(
             config.path,
             state.tokenizer if config.apply_chat_template or config.max_prompt_len is not None else None,
-            state.processor if config.multimodal_keys or state.media_token_ids else None,
+            lambda: state.processor,
             config.max_prompt_len,
             prompt_key=keys.prompt,
             multimodal_keys=keys.multimodal,

@@ -89,6 +89,23 @@ def test_a_limit_of_prompts_counts_the_images_of_messages(tmp_path: Path, monkey
     assert [sample.prompt for sample in dataset.samples] == ["<image> one"]
 
 
+def test_texts_for_a_model_with_images_need_no_processor(
+    tmp_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may need packages for images that a run with texts does not have."""
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImportError("torchvision")
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "one"}]}\n')
+    monkeypatch.setattr(source_module, "load_processor", missing)
+    args = make_args(
+        prompt_data=str(tmp_path / "rows.jsonl"), apply_chat_template=True, rollout_max_prompt_len=100,
+        hf_checkpoint=str(smollm2),
+    )  # fmt: skip
+    assert len(load_dataset(args)) == 1
+
+
 class OneOfThree(Prompts):
     """Only one prompt is short enough: the first of epoch 0, and the last of every other one."""
 

@@ -168,8 +168,8 @@ async def _complete(
     head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
     if parsed.stream:
         options = fields.take(body, "stream_options", fields.json_object, {})
-        usage = fields.take(options, "include_usage", fields.truth, False)
-        return await send_events(request, _deltas(loaded, parsed, head, kind, usage), index=False)
+        with_usage = fields.take(options, "include_usage", fields.truth, False)
+        return await send_events(request, _deltas(loaded, parsed, head, kind, with_usage), index=False)
     answers = await run_all(loaded, parsed.requests)
     choices = [_choice(index, answer, kind) for index, answer in enumerate(answers)]
     usage = _usage(answers, parsed.requests[0].params.n)
@@ -217,10 +217,10 @@ def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
 
 
 async def _deltas(
-    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, usage: bool
+    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, with_usage: bool
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
-    """Yield the index of a request and a chunk with its new text, in OpenAI's format; with ``usage`` the token counts
-    at the end."""
+    """Yield the index of a request and a chunk with its new text, in OpenAI's format, and at the end the token counts
+    if ``with_usage`` is set."""
     chat = kind == "chat.completion"
     head = {**head, "object": f"{kind}.chunk" if chat else kind}
     ends: dict[int, Answer] = {}
@@ -232,7 +232,7 @@ async def _deltas(
             ends[index] = answer
         choice = {"index": index, "finish_reason": reason, "logprobs": _logprobs(answer, kind), **piece}
         yield index, {**head, "choices": [choice]}
-    if usage:
+    if with_usage:
         yield 0, {**head, "choices": [], "usage": _usage([ends[i] for i in sorted(ends)], parsed.requests[0].params.n)}
 
 
