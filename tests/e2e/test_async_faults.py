@@ -187,7 +187,7 @@ def test_whatever_is_struck_the_run_ends_and_the_ledger_closes(runner, asynchron
         strike(runner, process, victim, number, 3 + APART * count)
         for count, (victim, number) in enumerate(BLOWS[blows])
     ]
-    result = runner.finish(process, "run", 250)
+    result = runner.finish(process, "run", 500)
     said = assert_accounted(result, steps)
     restarts = [victim for victim, _ in BLOWS[blows] if victim != "engine"]
     # A lost rank is replaced if nothing else is lost with it, otherwise the whole run is restarted.
