@@ -60,7 +60,7 @@ def _main() -> None:
     args = pickle.loads(Path(sys.argv[3]).read_bytes())
     context = multiprocessing.get_context("fork")
     ports = Ports(context)
-    processes = [context.Process(target=function, args=(rank, ports, *args)) for rank in range(int(sys.argv[2]))]
+    processes = [context.Process(target=_rank, args=(function, rank, ports, *args)) for rank in range(int(sys.argv[2]))]
     for process in processes:
         process.start()
     for process in processes:
@@ -69,6 +69,13 @@ def _main() -> None:
     for process in alive:
         process.kill()
     sys.exit(1 if alive or any(process.exitcode for process in processes) else 0)
+
+
+def _rank(function: Any, *args: Any) -> None:
+    from slime.config.parent import kill_with_parent
+
+    kill_with_parent()  # an interrupted test, or one that is out of time, kills the parent only
+    function(*args)
 
 
 def _import_everything() -> None:
