@@ -229,11 +229,10 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
 
 def test_openai_requests_choose_an_adapter_too() -> None:
     """With SGLang's field; without it, the answer would be that of another adapter."""
-    body = {"prompt": [1, 2], "lora_path": "mine"}
-    (request,) = parse_generate({**routes_openai._native(body, 100, 8), "input_ids": [1, 2]}, 100).requests
-    assert request.adapter == "mine"
-    (request,) = parse_generate({**routes_openai._native({"prompt": [1, 2]}, 100, 8), "input_ids": [1, 2]}, 100).requests
-    assert request.adapter is None
+    for body, adapter in (({"prompt": [1, 2], "lora_path": "mine"}, "mine"), ({"prompt": [1, 2]}, None)):
+        native = {**routes_openai._native(body, 100, 8), "input_ids": [1, 2]}
+        (request,) = parse_generate(native, 100).requests
+        assert request.adapter == adapter
 
 
 def test_a_layer_that_gets_an_adapter_again_applies_it_to_all_rows(tiny_llama: Path, tmp_path: Path) -> None:
