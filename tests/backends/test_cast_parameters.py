@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from slime.backends.fsdp import cast_parameters
 from slime.backends.fsdp.cast_parameters import CastParameters
 
 
@@ -120,3 +121,16 @@ def test_an_error_within_a_pass_leaves_the_masters_in_place() -> None:
         raise ZeroDivisionError
     assert dict(module.named_parameters()) == masters
     assert all(copy.grad is None and copy.untyped_storage().nbytes() == 0 for copy in _copies(cast))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("shape", [(8, 1024, 384), (1025, 2047), (16,)], ids=["large", "no rows", "small"])
+@pytest.mark.parametrize("turned", [False, True], ids=["", "strided"])
+def test_gradients_on_a_gpu_are_added_bit_for_bit(shape: tuple[int, ...], turned: bool) -> None:
+    total, grad = torch.randn(*shape, device="cuda"), torch.randn(*shape, device="cuda").bfloat16()
+    if turned:
+        grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
+    expected = total + grad.float()
+    cast_parameters.add_gradient(total, grad)
+    assert torch.equal(total, expected)
