@@ -50,6 +50,7 @@ class EngineManager:
         from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
         from slime.config.machine import raise_file_limit
         from slime.config.rollout import may_use_workers
+        from slime.data.tokenizers import preload_tokenizer
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
         from slime.observability import progress
@@ -57,6 +58,7 @@ class EngineManager:
 
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
+        preload_tokenizer(args.hf_checkpoint, args.trust_remote_code)  # the first request would wait for it
         specs = plan_engines(args)
         environment, keys = thread_environment(args.threads_per_process), self.keys
         launch = launcher(args, specs, placement, self.log_dir, environment, keys.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ PLACEMENT_DEADLINE_SECONDS = 300.0
 # Fractions of a GPU bundle, which must hold an actor, a critic and an engine at most: 2 x 0.4 + 0.2.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 CPU_SLOT = 0.01  # Ray's CPUs are only counted, not assigned: a machine with two cores must hold all actors.
 
 
@@ -110,6 +113,17 @@ def thread_environment(threads: int | None) -> dict[str, str]:
         "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with which torch pins memory on several threads: 7 GiB/s beside an H200, where one thread
+    pins 2.5.
+
+    Args:
+        own: The variables that the process gets from the user. A setting of pinned memory there is kept.
+    """
+    given = next((text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), "")
+    return {} if "pinned" in given else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (given, PINNING)))}
 
 
 @dataclass(frozen=True, order=True)

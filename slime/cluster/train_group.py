@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
-from slime.cluster.placement import thread_environment
+from slime.cluster.placement import pinning_environment, thread_environment
 from slime.cluster.ray_actors import ActorProcess, actor_class_with_own_threads, end_processes, kill
 from slime.cluster.train_actor import TrainActor
 from slime.config.layout import ParallelLayout
@@ -58,7 +58,7 @@ class TrainGroup:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }
         own = {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}
-        environment = {"env_vars": {**recorder, **own}}
+        environment = {"env_vars": {**recorder, **own, **pinning_environment(own)}}
         self.ranks = [
             actors.options(**placement.train_options(rank), runtime_env=environment).remote(
                 args, role, rank, world_size, str(log_dir), engine_keys

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,17 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
         FileNotFoundError: The folder does not exist, or has no tokenizer.
     """
     return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+
+
+def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
+    """Load a tokenizer on another thread. A failure is left to the first :func:`load_tokenizer`, if one comes."""
+    kwargs = {"trust_remote_code": True} if trust_remote_code else {}
+
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            load_tokenizer(name_or_path, **kwargs)
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:

@@ -195,5 +195,24 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     return difference
 
 
+def check_backward(scorer: PolicyScorer, builder: InputBuilder) -> None:
+    """Compute gradients of two short samples, for layers whose kernels may refuse a GPU only in the backward pass.
+
+    The parameters are cast to the dtype of the passes, and stay so.
+
+    Raises:
+        ModelError: A kernel refused it.
+    """
+    samples = [torch.tensor([1, 2, 3, 0]), torch.tensor([2, 1, 3])]
+    inputs = builder.build(samples, [2, 1], [0, 1], [None] * 2)
+    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+    for parameter in scorer.parameters():
+        parameter.data = parameter.data.to(builder.float_dtype)
+    try:
+        torch.autograd.grad(scorer(inputs)[0].log_probs.sum(), trained, allow_unused=True)
+    except RuntimeError as error:
+        raise ModelError(f"{type(scorer.hf).__name__}: its backward pass fails on {builder.device}: {error}") from error
+
+
 def _is_composite(model: PreTrainedModel) -> bool:
     return model.config.get_text_config() is not model.config

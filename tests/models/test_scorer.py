@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from slime.models.inputs import InputBuilder
 from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
-from slime.models.scorer import PolicyScorer, check_scorer
+from slime.models.scorer import PolicyScorer, check_backward, check_scorer
 
 SMALL: dict[str, Any] = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
@@ -47,6 +48,32 @@ def test_families_that_change_their_logits(tmp_path: Path, config: Any) -> None:
     scorer.logit_scale, scorer.logit_cap = 1.0, None
     with pytest.raises(ModelError, match="differ from the model's own"):
         check_scorer(scorer, builder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_pass_that_a_kernel_refuses(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flash-linear-attention does on Hopper with some releases of Triton: the forward pass works."""
+    scorer, builder = scorer_of(LlamaConfig(**SMALL, **HEADS), tmp_path)
+    builder = dataclasses.replace(builder, float_dtype=dtype)
+    check_backward(scorer, builder)
+    assert all(parameter.grad is None for parameter in scorer.parameters())
+
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("please install tilelang")
+
+    mlp = scorer.hf.model.layers[1].mlp
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda x: Refuses.apply(plain(x)))
+    with pytest.raises(ModelError, match="LlamaForCausalLM: its backward pass fails on cpu: please install tilelang"):
+        check_backward(scorer, builder)
 
 
 def test_missing_folder_and_missing_config(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from slime.models.fused import fused_on_cuda
 
 ROW = 1024
 """Elements of a row, as which gradients are added on a GPU."""
+LARGE = 2**24
+"""Elements from which that is faster: up to 1.5 times on an H200. The call itself takes 0.05 ms longer."""
 
 
 @fused_on_cuda
@@ -34,7 +36,7 @@ def add_gradient(total: Tensor, grad: Tensor) -> None:
     with the same results, as rows of a fixed length: only so does its compiler know that loads are aligned.
     """
     rows = grad.is_contiguous() and total.is_contiguous() and grad.numel() % ROW == 0
-    if grad.is_cuda and grad.numel() >= 2**20 and rows:
+    if grad.is_cuda and grad.numel() >= LARGE and rows:
         _add_rows(total.view(-1, ROW), grad.view(-1, ROW))
     else:
         total.add_(grad)

@@ -37,7 +37,7 @@ from slime.models.layer_kinds.registry import freeze_untrained
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.packed_layers import prepare_packing
-from slime.models.scorer import PolicyScorer, ValueScorer, check_scorer
+from slime.models.scorer import PolicyScorer, ValueScorer, check_backward, check_scorer
 from slime.weights.megatron_lm import open_megatron_lm
 
 Scorer = PolicyScorer | ValueScorer
@@ -71,6 +71,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
         where = check_device(device, stateful)
         with one_layer_of_each_kind(model), copied_to(model, where):
             check_scorer(policy, _builder(model, where, *layout))
+            if where.type == "cuda":
+                check_backward(policy, _builder(model, where, *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
