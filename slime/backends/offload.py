@@ -145,13 +145,13 @@ def host_tensors(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> li
 
 
 @contextmanager
-def copied_to(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model on the CPU to a device within the context. Afterwards it has its old tensors again, because to copy
-    a model from a GPU to pageable memory takes more than a second per GiB."""
+def copied_to(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Move a model on the CPU to a device, and cast it to ``dtype``, within the context. Afterwards it has its old
+    tensors again, because to copy a model from a GPU to pageable memory takes more than a second per GiB."""
     values = [(parameter, parameter.data) for parameter in model.parameters()]
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     try:
-        model.to(device)
+        model.to(device=device, dtype=dtype)
         yield
     finally:
         for module, parameters, buffers in held:

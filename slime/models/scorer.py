@@ -116,7 +116,8 @@ class ValueScorer(nn.Module):
         self.anchored: list[nn.Parameter] = []
         hidden_size = model.get_output_embeddings().weight.shape[1]
         parameter = next(model.parameters())
-        self.value_head = nn.Linear(hidden_size, 1, bias=True, device=parameter.device, dtype=parameter.dtype)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        self.value_head = nn.Linear(hidden_size, 1, bias=True, device=parameter.device, dtype=wide)
         with torch.no_grad():
             self.value_head.weight.copy_(value_head_weight(hidden_size, seed))
             self.value_head.bias.zero_()

@@ -13,11 +13,12 @@ from fsdp_helpers import make_args, make_backend, make_samples, whole_batch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engines"))
 from engine_drivers import finish, load, make
-from every_family import save_tiny
+from every_family import FAMILIES, save_tiny
+from safetensors.torch import load_file, save_file
 from test_engine_families import saved
 
 from slime.backends.fsdp.hf_weights import iter_hf_weights
-from slime.backends.fsdp.model import check_device
+from slime.backends.fsdp.model import ModelFormat, check_device, load_full_model, loading_dtype
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 from slime.models.scorer import PolicyScorer
@@ -83,3 +84,23 @@ def test_the_value_head_of_a_critic_is_trained_although_no_checkpoint_has_it(tmp
             {"value_head.weight", "value_head.bias"} if role == "critic" else set()
         )
         assert all("layers.1." in name or "value_head" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_loaded_in_bfloat16_is_the_one_that_is_cast(family: str, tmp_path: Path) -> None:
+    """The frozen base of an adapter is loaded in the dtype of the passes, unless this changes more than parameters."""
+    how = ModelFormat(str(save_tiny(family, tmp_path)), None, None, trust=False)
+    for file in tmp_path.glob("**/*.safetensors"):  # zeros and ones are the same in all dtypes
+        values = load_file(file)
+        changed = {name: x + 0.01 * torch.randn(x.shape) for name, x in values.items() if x.is_floating_point()}
+        save_file(values | changed, file, metadata={"format": "pt"})
+    dtype = loading_dtype(how.hf_checkpoint, how, torch.bfloat16)
+    wide, narrow = (load_full_model(how.hf_checkpoint, how, dtype=kind) for kind in (torch.float32, dtype))
+    if family in ("Llama", "MiniMax-M2"):  # the router of the second one has a bias that is a buffer
+        assert dtype == (torch.bfloat16 if family == "Llama" else torch.float32)
+    got, want = dict(narrow.named_parameters()), dict(wide.named_parameters())
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name].bfloat16(), want[name].bfloat16()) for name in want)
+    buffers = dict(narrow.named_buffers())
+    for name, expected in wide.named_buffers():
+        assert torch.equal(buffers[name], expected), name

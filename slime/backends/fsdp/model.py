@@ -47,10 +47,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
-    """Load the model of a role, in float32 unless ``--bf16-master-weights`` is given, check it, freeze parameters,
-    shard it, and return it with its input builder.
+    """Load the model of a role, check it, freeze parameters, shard it, and return it with its input builder.
 
-    Only rank 0 reads the checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
+    Trained parameters are float32 unless ``--bf16-master-weights`` is given. Only rank 0 reads the checkpoint and has
+    all of it in memory; the other ranks get their shards from rank 0.
 
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
@@ -58,7 +58,10 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
     path = InitialWeights.from_args(args).path(megatron=False)
-    model = load_full_model(path, ModelFormat.from_args(args), empty=not reads)
+    lora, how = lora_settings(args), ModelFormat.from_args(args)
+    narrow = args.bf16_master_weights or (lora is not None and not args.lora_base_quantization)
+    dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
+    model = load_full_model(path, how, empty=not reads, dtype=dtype)
     if world_size > 1:
         share_weight_conversions(model)
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
@@ -69,14 +72,13 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         where = check_device(device, stateful)
-        with one_layer_of_each_kind(model), copied_to(model, where):
+        with one_layer_of_each_kind(model), copied_to(model, where, torch.float32):
             check_scorer(policy, _builder(model, where, *layout))
             if where.type == "cuda":
                 check_backward(policy, _builder(model, where, *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
-    lora = lora_settings(args)
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
     scorer: Scorer = policy
@@ -126,6 +128,21 @@ class ModelFormat:
     @classmethod
     def from_args(cls, args: Args) -> ModelFormat:
         return cls(str(args.hf_checkpoint), args.model_name, args.attn_implementation, args.trust_remote_code)
+
+
+def loading_dtype(path: str, how: ModelFormat, dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype to load a checkpoint whose parameters will all be cast to ``dtype``.
+
+    To load it in ``dtype`` takes half the CPU memory and time of float32. But transformers then creates buffers in this
+    dtype too, for example the biases of MiniMax's routers, which must stay float32: then it is float32.
+    """
+    if dtype == torch.float32:
+        return dtype
+    wide, narrow = (
+        {name: buffer.dtype for name, buffer in load_full_model(path, how, True, kind).named_buffers()}
+        for kind in (torch.float32, dtype)
+    )
+    return dtype if wide == narrow else torch.float32
 
 
 def load_full_model(
