@@ -42,6 +42,7 @@ TRAINING = (
     "h200_train_mfu_one_gpu.jsonl",
     "h200_optimizer_cpu_offload.jsonl",
     "h200_train_mfu_november_26.jsonl",
+    "h200_train_mfu_november_26_later.jsonl",
 )
 OLD_EXPERTS = "kernels of experts that have been replaced"
 OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"
