@@ -59,7 +59,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     reads = world_size == 1 or dist.get_rank() == 0
     path = InitialWeights.from_args(args).path(megatron=False)
     lora, how = lora_settings(args), ModelFormat.from_args(args)
-    narrow = args.bf16_master_weights or (lora is not None and not args.lora_base_quantization)
+    narrow = (args.bf16_master_weights or lora is not None) and not args.lora_base_quantization
     dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
     model = load_full_model(path, how, empty=not reads, dtype=dtype)
     if world_size > 1:
@@ -72,10 +72,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         where = check_device(device, stateful)
-        with one_layer_of_each_kind(model), copied_to(model, where, torch.float32):
-            check_scorer(policy, _builder(model, where, *layout))
-            if where.type == "cuda":
-                check_backward(policy, _builder(model, where, *layout))
+        _check(policy, _builder(model, where, *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
@@ -168,6 +165,14 @@ def load_full_model(
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
     return load_hf_model(path, dtype, device, attention, how.trust, weights)
+
+
+def _check(policy: PolicyScorer, builder: InputBuilder) -> None:
+    """Compare the packed model with its own forward, in float32 on the device of the builder."""
+    with one_layer_of_each_kind(policy.hf), copied_to(policy.hf, builder.device, torch.float32):
+        check_scorer(policy, builder)
+        if builder.device.type == "cuda":
+            check_backward(policy, builder)
 
 
 def check_device(device: torch.device, stateful: bool) -> torch.device:
