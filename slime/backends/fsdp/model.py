@@ -38,6 +38,7 @@ from slime.models.loading import ModelError, is_multimodal, load_hf_config, load
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer, ValueScorer, check_backward, check_scorer
+from slime.models.short_convolution import use_compiled_convolutions
 from slime.weights.megatron_lm import open_megatron_lm
 
 Scorer = PolicyScorer | ValueScorer
@@ -76,6 +77,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
+        if stateful and args.compile_layers:
+            use_compiled_convolutions(model.modules())
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
     scorer: Scorer = policy
