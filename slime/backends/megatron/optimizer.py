@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron.config import DTYPES, optimizer_config
@@ -90,12 +90,13 @@ class ScheduledOptimizer:
         used = self.lr
         # grad_norm has computed the norm over all ranks. Clipping here only multiplies the gradients, so a step has no
         # second collective for it.
+        factor = min(self.clip_grad / (norm + 1e-6), 1.0) if self.clip_grad > 0 else 1.0
         for one in self.streamed:
-            one.step(min(self.clip_grad / (norm + 1e-6), 1.0) if self.clip_grad > 0 else 1.0)
-        if self.clip_grad > 0 and not self.streamed:
-            for optimizer in self.chained.chained_optimizers:
-                if parameters := optimizer.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+            one.step(factor)
+        if factor < 1.0 and not self.streamed:
+            parameters = [x for optimizer in self.chained.chained_optimizers for x in optimizer.get_parameters()]
+            if gradients := [x.grad for x in parameters if x.grad is not None]:
+                torch._foreach_mul_(gradients, factor)
         self.chained.step_with_ready_grads()
         self.steps += 1
         self._steps_since_reset += 1
@@ -165,6 +166,18 @@ class ScheduledOptimizer:
         moments = [x for state in self.states() for x in state.values() if isinstance(x, torch.Tensor)]
         mains = [p for group in self.chained.param_groups for p in group["params"]]
         return [*moments, *(p.detach() for p in mains)]
+
+
+def _l2_norm(
+    chunk: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], by_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """The norm of all tensors, ``[1]``. Without Transformer Engine and Apex, Megatron's own waits for the GPU once for
+    each parameter."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    clip_grads.l2_norm_impl = _l2_norm
 
 
 def _or(value: float | None, default: float) -> float:
