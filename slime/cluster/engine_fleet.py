@@ -127,12 +127,18 @@ class EngineFleet:
 
     # --- start and end -----------------------------------------------------------------------
 
-    def start(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Start all engines at the same time, then the router; returns the URLs. The first failure propagates."""
+    def start(self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+        """Start all engines at the same time, then the router; returns the URLs. The first failure propagates.
+
+        Args:
+            progress: Called with the number of engines that have started, and with that of all.
+            meanwhile: Called once while engines start.
+        """
         progress(0, self.count)
         own = self.engines[: self.count]
         for engine in own:
             engine.host = self.launch(engine.index)
+        meanwhile()
         for done, engine in enumerate(own, start=1):
             self._wait_ready(engine)
             engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update

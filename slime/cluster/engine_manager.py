@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,6 @@ class EngineManager:
 
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
-        preload_tokenizer(args.hf_checkpoint, args.trust_remote_code)  # the first request would wait for it
         specs = plan_engines(args)
         environment, keys = thread_environment(args.threads_per_process), self.keys
         launch = launcher(args, specs, placement, self.log_dir, environment, keys.engine)
@@ -66,7 +66,10 @@ class EngineManager:
         # Stored before the start, so that a shutdown during the start ends the engines that were launched.
         workers = args.rollout_workers if args.rollout_workers > 1 and may_use_workers(args) else 0
         self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external, keys, workers)
-        urls = fleet.start(lambda done, total: progress.report("start engines", done, total))
+        # The first request would wait for the tokenizer. Not on another thread: imports of transformers on two threads
+        # at once can fail.
+        meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
+        urls = fleet.start(lambda done, total: progress.report("start engines", done, total), meanwhile)
         self.args = self.args.with_values(**fleet.addresses)
         init_http_client(self.args)
         self._monitor = monitor = HealthMonitor(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import background_loop
 from slime.rollout.state import GenerateState
 
@@ -98,7 +97,6 @@ class RolloutWorker:
         init_http_client(args)
         self.args, self.state = args, GenerateState(args)
         self.state.share = share
-        preload_tokenizer(args.hf_checkpoint, args.trust_remote_code)
         self.garbage = GarbageCollection()
         self._tasks: dict[int, asyncio.Task[object]] = {}  # by the number of the call; only used on the background loop
         self._rollout_id: int | None = None

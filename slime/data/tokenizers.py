@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,9 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
 
 
 def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
-    """Load a tokenizer on another thread. A failure is left to the first :func:`load_tokenizer`, if one comes."""
-    kwargs = {"trust_remote_code": True} if trust_remote_code else {}
-
-    def load() -> None:
-        with contextlib.suppress(Exception):
-            load_tokenizer(name_or_path, **kwargs)
-
-    threading.Thread(target=load, daemon=True).start()
+    """Load a tokenizer for later. A failure is left to the first :func:`load_tokenizer`, which may never come."""
+    with contextlib.suppress(Exception):
+        load_tokenizer(name_or_path, **({"trust_remote_code": True} if trust_remote_code else {}))
 
 
 def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
