@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+    from transformers import PreTrainedModel
 
     from slime.backends.base import TrainBackend
     from slime.backends.fsdp.backend import FsdpBackend
@@ -21,13 +22,21 @@ LOOPBACK = "lo"
 
 
 def create_backend(
-    args: Args, role: str, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
+    args: Args,
+    role: str,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    local_rank: int = 0,
+    read: PreTrainedModel | None = None,
 ) -> TrainBackend:
     """Join the process group (gloo for CPU tensors, NCCL for CUDA tensors) and build the backend.
 
     Args:
         role: ``actor`` or ``critic``.
         local_rank: The index of this rank's accelerator among those that it can see.
+        read: What the backend's ``read_ahead`` returned.
 
     Raises:
         ValueError: The backend, role or advantage estimator is unknown.
@@ -65,7 +74,7 @@ def create_backend(
         from slime.backends.megatron.core import require_cuda
 
         require_cuda()
-    return made(args, role, rank, world_size, device)
+    return made(args, role, rank, world_size, device, **({} if read is None else {"read": read}))
 
 
 def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:

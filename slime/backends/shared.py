@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
 from slime.weights.settings import AdapterSync
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKS_PER_STAGE = 4
 """The packs of a forward-only pass per pipeline stage. With so many, the pipeline is busy at least 80% of the time."""
@@ -71,6 +74,9 @@ class SharedBackend:
     """Sums over ranks that have other samples."""
     share_reduce: DataParallelReduce
     """Sums over all ranks that compute shares of the loss: with context parallelism, also of other tokens."""
+
+    read_ahead: ClassVar[staticmethod[..., PreTrainedModel] | None] = None
+    """Reads the checkpoint into the memory of the CPU, for the ``read`` of the backend that is created then."""
 
     _uneven = False
     """Whether some ranks had fewer micro-batches than others in the last pass."""

@@ -129,11 +129,7 @@ class EngineFleet:
 
     def start(self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None) -> list[str]:
         """Start all engines at the same time, then the router; returns the URLs. The first failure propagates.
-
-        Args:
-            progress: Called with the number of engines that have started, and with that of all.
-            meanwhile: Called once while engines start.
-        """
+        ``progress`` gets the number of engines that have started and that of all."""
         progress(0, self.count)
         own = self.engines[: self.count]
         for engine in own:

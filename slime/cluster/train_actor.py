@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from ray import ObjectRef
     from torch.distributed import Store
+    from transformers import PreTrainedModel
 
     from slime.backends.base import ModelTag, TrainBackend
     from slime.backends.token_budget import Measurement
@@ -79,6 +80,7 @@ class TrainActor:
         memory_until = (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0
         memory_folder = Path(args.memory_snapshot_dir or traces)
         self.profiler = Profiler(f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder)
+        self.read: PreTrainedModel | None = None  # until init, the checkpoint in the memory of the CPU
         self.backend: TrainBackend  # created by init
         self.transport: Transport | None = None
         self.same_host = True
@@ -103,11 +105,17 @@ class TrainActor:
         return ActorProcess.own()
 
     def import_backend(self) -> None:
-        """Import what :meth:`init` needs. The GPU may belong to an engine that is still starting."""
+        """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if the backend can. The
+        GPU may belong to an engine that is still starting."""
+        import ray
+
         from slime.backends.create import backend_class
 
         progress.report("import the training backend")
-        backend_class(self.args.train_backend)
+        backend = backend_class(self.args.train_backend)
+        if backend.read_ahead is not None and self.rank == 0 and ray.get_gpu_ids():
+            progress.report("read the checkpoint")
+            self.read = backend.read_ahead(self.args)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
@@ -119,8 +127,9 @@ class TrainActor:
         self.master = (master_addr, master_port)
         local_rank = 0 if ray.get_gpu_ids() else self.rank  # Ray shows an actor only its own GPU, as device 0.
         self.backend = create_backend(
-            self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank
+            self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank, self.read
         )
+        self.read = None
         if load_path is not None:
             self.backend.load(Path(load_path))
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)

@@ -6,8 +6,9 @@ parallel ones. FSDP uses the same order with context and data parallelism only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -36,7 +37,7 @@ class ParallelLayout:
             return cls(world_size=args.world_size, cp=cp)
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         etp = given.get("expert_tensor_parallel_size")
-        vpp = _model_chunks(args, pp)
+        vpp = _model_chunks(given, pp)
         return cls(
             world_size=args.world_size,
             tp=tp,
@@ -86,8 +87,7 @@ class ParallelLayout:
         return found
 
 
-def _model_chunks(args: Args, pp: int) -> int:
-    given = args.megatron
+def _model_chunks(given: Mapping[str, Any], pp: int) -> int:
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
         if given.get(name):
             return int(given[name])

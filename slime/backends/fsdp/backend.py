@@ -24,15 +24,9 @@ from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
 from slime.backends.fsdp.lora import FsdpAdapter
-from slime.backends.fsdp.model import (
-    DTYPES,
-    ModelFormat,
-    build_scorer,
-    checkpoint_names,
-    from_first_rank,
-    load_full_model,
-)
+from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
 from slime.backends.fsdp.optimizer import ScheduledAdamW
+from slime.backends.fsdp.reading import DTYPES, ModelFormat, load_full_model, read_checkpoint
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import SharedBackend
@@ -54,8 +48,17 @@ class FsdpBackend(SharedBackend):
 
     optimizer: ScheduledAdamW
     adapter: FsdpAdapter | None
+    read_ahead = staticmethod(read_checkpoint)
 
-    def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        args: Args,
+        role: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        read: PreTrainedModel | None = None,
+    ) -> None:
         super().__init__(args, role, rank, world_size, device)
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
@@ -69,7 +72,7 @@ class FsdpBackend(SharedBackend):
             mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
             data, self.context_group = mesh.get_group("data"), mesh.get_group("context")
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
-        self.scorer, builder = build_scorer(args, role, device, world_size)
+        self.scorer, builder = build_scorer(args, role, device, world_size, read)
         self.builder = replace(builder, context_group=self.context_group)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
         self.cast: CastParameters | None = None

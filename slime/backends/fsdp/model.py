@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,47 +21,43 @@ from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conv
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.offload_activations import checkpoint_offloaded
 from slime.backends.fsdp.quantized_base import quantize_base
+from slime.backends.fsdp.reading import DTYPES, VARLEN, read_checkpoint
 from slime.backends.offload import copied_to
 from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
-from slime.config.initial_weights import InitialWeights
-from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers, one_layer_of_each_kind
 from slime.models.fused import fuse
 from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
 from slime.models.layer_kinds.registry import freeze_untrained
-from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model, plain_attention
-from slime.models.packed_attention import NAME as PACKED
+from slime.models.loading import ModelError, is_multimodal, plain_attention
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer, ValueScorer, check_backward, check_scorer
 from slime.models.short_convolution import use_compiled_convolutions
-from slime.weights.megatron_lm import open_megatron_lm
 
 Scorer = PolicyScorer | ValueScorer
-VARLEN = "varlen"
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
-    """Load the model of a role, check it, freeze parameters, shard it, and return it with its input builder.
+def build_scorer(
+    args: Args, role: str, device: torch.device, world_size: int, read: PreTrainedModel | None = None
+) -> tuple[Scorer, InputBuilder]:
+    """Check the model of a role, freeze parameters, shard it, and return it with its input builder.
 
     Trained parameters are float32 unless ``--bf16-master-weights`` is given. Only rank 0 reads the checkpoint and has
     all of it in memory; the other ranks get their shards from rank 0.
+
+    Args:
+        read: What :func:`read_checkpoint` returned, if it was called before.
 
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
-    path = InitialWeights.from_args(args).path(megatron=False)
-    lora, how = lora_settings(args), ModelFormat.from_args(args)
-    narrow = (args.bf16_master_weights or lora is not None) and not args.lora_base_quantization
-    dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
-    model = load_full_model(path, how, empty=not reads, dtype=dtype)
+    lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
@@ -72,8 +67,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
-        where = check_device(device, stateful)
-        _check(policy, _builder(model, where, *layout))
+        _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         fuse(bool(args.compile_layers))
         use_grouped_experts(model)
@@ -107,67 +101,6 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
-
-
-@dataclass(frozen=True)
-class ModelFormat:
-    """How checkpoints are read.
-
-    Attributes:
-        hf_checkpoint: Describes the model of a checkpoint that has no config.json, because Megatron-LM wrote it.
-        model_name: The name of the family, if not that of config.json.
-        implementation: The value of ``--attn-implementation``.
-        trust: Whether Python code that is part of the checkpoint may run.
-    """
-
-    hf_checkpoint: str
-    model_name: str | None
-    implementation: str | None
-    trust: bool
-
-    @classmethod
-    def from_args(cls, args: Args) -> ModelFormat:
-        return cls(str(args.hf_checkpoint), args.model_name, args.attn_implementation, args.trust_remote_code)
-
-
-def loading_dtype(path: str, how: ModelFormat, dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype to load a checkpoint whose parameters will all be cast to ``dtype``.
-
-    To load it in ``dtype`` takes half the CPU memory and time of float32. But transformers then creates buffers in this
-    dtype too, for example the biases of MiniMax's routers, which must stay float32: then it is float32.
-    """
-    if dtype == torch.float32:
-        return dtype
-    wide, narrow = (
-        {name: buffer.dtype for name, buffer in load_full_model(path, how, True, kind).named_buffers()}
-        for kind in (torch.float32, dtype)
-    )
-    return dtype if wide == narrow else torch.float32
-
-
-def load_full_model(
-    path: str, how: ModelFormat, empty: bool = False, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Load the model on the CPU. The master weights are float32 for every dtype of forward passes.
-
-    Args:
-        path: A Hugging Face folder or hub id, or a checkpoint of Megatron-LM.
-        empty: Build the model without memory and values.
-
-    Raises:
-        ModelError: The checkpoint does not fit the model.
-    """
-    weights = None
-    if megatron_lm_folder(path):
-        weights = None if empty else open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
-        path = how.hf_checkpoint
-    attention: str | dict[str, str] = PACKED
-    if how.implementation not in (None, VARLEN):
-        attention = str(how.implementation)
-    elif is_multimodal(load_hf_config(path, how.trust)):
-        attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
-    device = "meta" if empty else "cpu"
-    return load_hf_model(path, dtype, device, attention, how.trust, weights)
 
 
 def _check(policy: PolicyScorer, builder: InputBuilder) -> None:

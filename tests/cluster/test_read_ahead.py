@@ -1,0 +1,35 @@
+"""Colocated on GPUs, rank 0 reads the checkpoint while the engines start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from slime.cluster.train_actor import TrainActor
+
+
+@pytest.mark.parametrize(("rank", "gpus", "reads"), [(0, [0], True), (1, [1], False), (0, [], False)])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_rank_that_reads_hands_the_model_over(
+    monkeypatch: pytest.MonkeyPatch, rank: int, gpus: list[int], reads: bool, backend: str
+) -> None:
+    made: list[Any] = []
+    can = SimpleNamespace(read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpus)
+    monkeypatch.setattr("slime.backends.create.backend_class", lambda name: can)
+
+    def create(*given: object) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace(adapter_sync=None)
+
+    monkeypatch.setattr("slime.backends.create.create_backend", create)
+    actor: Any = TrainActor.__new__(TrainActor)
+    actor.args, actor.role, actor.rank, actor.world_size = SimpleNamespace(train_backend=backend), "actor", rank, 2
+    actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
+    actor.import_backend()
+    actor.init("127.0.0.1", 1, None)
+    assert made[0][-1] == ("model of fsdp" if reads and backend == "fsdp" else None)
+    assert actor.read is None, "it is held once"
