@@ -23,7 +23,7 @@ from random_model import SHAPES  # noqa: E402
 
 from slime.config.layout import ParallelLayout  # noqa: E402
 from slime.plan.gpus import GIB, KINDS  # noqa: E402
-from slime.plan.memory import train_memory  # noqa: E402
+from slime.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
 from slime.plan.modes import simulated  # noqa: E402
 from slime.plan.plan import Run, make_plan  # noqa: E402
 from slime.plan.seconds import decode_seconds, train_seconds  # noqa: E402
@@ -203,11 +203,13 @@ def _decoding() -> Iterator[Row]:
 
 def _colocated_step() -> Iterator[Row]:
     """``h200.py --parts step``; its flags are those of step_flags in h200_train.py."""
-    row = read("h200_step.json")[0]
-    work = Workload(32, 8, 1035.3 - 784, row["times"]["response_tokens"], 784)
-    train = TrainSetup("fsdp", ParallelLayout(), 12288)
-    run = Run(model("qwen3-4b"), H200, train, EngineSetup(fraction=0.8), Placement(), work)
-    yield from _whole("h200_step", "fsdp qwen3-4b with SGLang, one GPU", run, row["times"], row["memory_gib"])
+    first, _, resident = read("h200_step_november_26.jsonl")
+    for row, fraction, offload in ((first, 0.8, True), (resident, 0.35, False)):
+        work = Workload(32, 8, 1035.3 - 784, row["times"]["response_tokens"], 784)
+        train, place = TrainSetup("fsdp", ParallelLayout(), 12288), Placement(offload_train=offload)
+        run = Run(model("qwen3-4b"), H200, train, EngineSetup(fraction=fraction), place, work)
+        what = f"fsdp qwen3-4b with SGLang, one GPU{'' if offload else ', nothing offloaded'}"
+        yield from _whole("h200_step_november_26", what, run, row["times"], row["memory_gib"])
 
 
 def _whole(
@@ -215,6 +217,8 @@ def _whole(
 ) -> Iterator[Row]:
     plan = make_plan(run)
     phases = {phase.name: phase.total / GIB for phase in plan.phases}
+    if run.train is not None and run.train.backend == "fsdp":  # it has released its buckets when memory is measured
+        phases["weight sync"] -= GATHERED_BUCKETS / GIB
     yield Row(file, what, "s, generate", plan.seconds["generate"], times["phases"]["rollout"])
     yield Row(file, what, "s, step", plan.step, times["step_seconds"])
     # Measured after a phase, so the trainer's state without its activations: that of the phase "save".

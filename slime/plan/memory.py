@@ -205,8 +205,9 @@ def phases(
         peak["gradients"] = trainer.peak - sum(peak.values())
     room = {"fragmentation": FRAGMENTATION * trainer.peak}
     found.append(Phase("train", {**peak, **room, **beside}))
-    kept, buckets = (states, GATHERED_BUCKETS) if train.backend == "fsdp" else ({"weights": trainer.weights}, BUCKETS)
-    sync = {**kept, "buckets": buckets, **beside}
+    alone = train.backend == "megatron" or (shared and place.offload_train)  # the optimizer's state has left before
+    kept = {"weights": trainer.weights} if alone else states
+    sync = {**kept, "buckets": BUCKETS if train.backend == "megatron" else GATHERED_BUCKETS, **beside}
     if shared and engine is not None and place.offload_rollout:
         sync["engine's weights"] = engine_weights(model, engine)
     found += [Phase("weight sync", sync), Phase("save", {**states, **beside})]
