@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from .gpus import GIB
 from .layouts import flags, left_out
 from .modes import Way, unmeasured
-from .plan import Plan
+from .plan import Plan, without_offloading
 
 
 def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()) -> Iterator[str]:
@@ -36,6 +36,11 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     yield f"  {'step':<18} {plan.step:8.2f}   {plan.samples_per_gpu_second:.3f} samples/s per GPU"
     yield "\nit fits" if plan.fits else "\nit does not fit"
     yield from (f"  {problem}" for problem in plan.problems)
+    if (resident := without_offloading(plan)) is not None and resident.run.engine is not None:
+        yield (
+            f"\nwith the trainer's state left on the GPU a step takes {resident.step:.2f} s: --no-offload-train "
+            f"--sglang-mem-fraction-static {resident.run.engine.fraction:g}"
+        )
     if plan.extrapolated:
         yield "\nextrapolated: nobody has measured"
         yield from (f"  {what}" for what in plan.extrapolated)
