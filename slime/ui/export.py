@@ -42,6 +42,8 @@ def export(runs: Runs, limits: Limits) -> str:
     room = limits.megabytes * 1e6
     left_out = False
     for path, needed in _paths(runs, limits):
+        if path in answers:  # a prompt comes in several steps
+            continue
         if not needed and room <= 0:
             left_out = True
             continue

@@ -14,6 +14,7 @@ from slime.cli.main import main
 from slime.observability.best_effort import replacing
 from slime.ui.export import Limits, evenly, export
 from slime.ui.runs import Runs
+from slime.ui.site import as_json
 
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"
 
@@ -46,6 +47,17 @@ def test_the_limits_hold(runs: Runs) -> None:
     assert not any("/sample/" in path for path in answers_in(html))
     made = held(html)["made"]
     assert "left out" in made
+
+
+def test_a_prompt_of_several_steps_takes_its_room_once(runs: Runs, folder: Path) -> None:
+    first = (folder / "samples" / "rollout_000000.jsonl").read_bytes()
+    for step in (1, 2, 3):
+        with replacing(folder / "samples" / f"rollout_{step:06d}.jsonl") as temporary:
+            temporary.write_bytes(first)
+    whole = answers_in(export(runs, Limits()))
+    megabytes = sum(map(len, map(as_json, whole.values()))) / 1e6
+    assert sum("/prompt/" in path for path in whole) > 1
+    assert answers_in(export(runs, Limits(megabytes=megabytes * 1.01))).keys() == whole.keys()
 
 
 def test_no_text_of_a_run_is_html(runs: Runs, folder: Path) -> None:
