@@ -92,11 +92,16 @@ class Run:
         self.ledger = Ledger(self.files.ledger)
         self.loads = EngineLoads(self.files.engines)
         self.index = SampleIndex(folder, cache)
+        self._configured = _modified(self.files.config)
         self.settings = read_settings(self.files.config)
         self.tokens = TokenDumps(folder, self.settings)
 
     def refresh(self) -> None:
-        """Read what the run has appended to its metrics, its ledger and the load of its engines."""
+        """Read what the run has appended to its metrics, its ledger and the load of its engines; and its settings, if a
+        resume or a new run of this name has replaced them."""
+        if (configured := _modified(self.files.config)) != self._configured:
+            self._configured, self.settings = configured, read_settings(self.files.config)
+            self.tokens = TokenDumps(self.folder, self.settings)
         self.series.refresh()
         self.loads.refresh()
         self.ledger.refresh()

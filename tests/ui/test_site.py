@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
+from slime.observability.best_effort import replacing
 from slime.observability.run_state import RunState
 from slime.observability.samples import read_samples
 from slime.ui.runs import NoRuns, Run, Runs
@@ -43,6 +44,18 @@ def test_the_overview(runs: Runs, folder: Path) -> None:
     assert {entry["what"]: entry["there"] for entry in values["recorded"]} == dict.fromkeys(
         ("texts of samples", "traces", "tokens", "evaluations", "ledger", "state"), True
     )
+
+
+def test_the_settings_of_a_resume_replace_those_before(runs: Runs, folder: Path) -> None:
+    assert ask(runs, "overview")["planned"] == 4
+    config = folder / "config.yaml"
+    with replacing(config) as temporary:
+        temporary.write_text(
+            config.read_text().replace("\nnum_rollout: 4", "\nnum_rollout: 8").replace("\nlr: 1.0e-05", "\nlr: 0.5")
+        )
+    runs.refresh()
+    found = ask(runs, "overview")
+    assert (found["planned"], found["settings"]["lr"]) == (8, 0.5)
 
 
 def test_the_status_of_a_driver_that_is_gone(runs: Runs, folder: Path) -> None:
