@@ -24,7 +24,7 @@ from slime.observability.regular import regular
 from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 
-SCHEMA = 1
+SCHEMA = 2
 """Part of the name of the index, so that an index of another release is not read."""
 
 _NAME = re.compile(r"(?P<kind>.+)_(?P<step>[0-9]{1,15})")
@@ -51,10 +51,11 @@ class SampleIndex:
     Args:
         folder: The folder of the run.
         cache: The folder for the index. None, or one that cannot be written: it is kept in memory.
+        settings: The flags of the run, of which ``reward_key`` and ``eval_reward_key`` say what a reward is.
     """
 
-    def __init__(self, folder: Path, cache: Path | None) -> None:
-        self.folder, self._lock = folder, threading.RLock()
+    def __init__(self, folder: Path, cache: Path | None, settings: Mapping[str, object] | None = None) -> None:
+        self.folder, self.settings, self._lock = folder, settings or {}, threading.RLock()
         self._seen_folder = -1
         self._pending: list[tuple[str, int, Path]] = []
         self._in_memory = False
@@ -155,15 +156,17 @@ class SampleIndex:
             lines = [b"-"]
         rows: list[tuple[object, ...]] = []
         prompts: dict[str, tuple[str, str, str]] = {}
+        key = self.settings.get("reward_key")
+        reward_key = self.settings.get("eval_reward_key") or key if kind.startswith("eval-") else key
         bad = offset = 0
         for position, line in enumerate(lines):
             record = _record(line)
             if record is None:
                 bad += bool(line)
             else:
-                key, text = _prompt_of(record)
-                prompts[key] = (key, text[:_HEAD], _text(record.get("label"))[:_HEAD])
-                rows.append((kind, step, position, *_numbers(record, step), key, offset, len(line)))
+                name, text = _prompt_of(record)
+                prompts[name] = (name, text[:_HEAD], _text(record.get("label"))[:_HEAD])
+                rows.append((kind, step, position, *_numbers(record, step, reward_key), name, offset, len(line)))
             offset += len(line) + 1
         with self._lock:
             try:
@@ -274,7 +277,7 @@ def _text(value: JsonValue) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _numbers(record: JsonObject, step: int) -> tuple[object, ...]:
+def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object, ...]:
     """Return the columns ``group_index`` to ``version`` of a sample."""
     versions = _versions(record)
     made = [number for version in versions if (number := step_of(version)) is not None]
@@ -283,7 +286,7 @@ def _numbers(record: JsonObject, step: int) -> tuple[object, ...]:
     return (
         _integer(record.get("group_index")),
         _integer(record.get("index")),
-        reward_number(reward),
+        reward_number(reward, reward_key),
         _text(reward)[:_HEAD] if isinstance(reward, dict | list | str) else None,
         _integer(record.get("response_length")),
         _text(status) if isinstance(status, str) else None,
@@ -302,10 +305,15 @@ def _integer(value: JsonValue) -> int | None:
     return value if isinstance(value, int) and abs(value) < 2**63 else None  # as large as SQLite takes
 
 
-def reward_number(reward: JsonValue) -> float | None:
-    """Return a reward as a number: of a dict its first number; None if there is none, or if it is not finite."""
+def reward_number(reward: JsonValue, key: object = None) -> float | None:
+    """Return a reward as a number; None if there is none, or if it is not finite.
+
+    Args:
+        key: ``--reward-key``, which names the entry of a dict. Without it, the entry is ``score`` or the first number.
+    """
     if isinstance(reward, dict):
-        reward = next((value for value in reward.values() if isinstance(value, int | float)), None)
+        first = next((value for value in reward.values() if isinstance(value, int | float)), None)
+        reward = reward.get(str(key)) if key else reward.get("score", first)
     if not isinstance(reward, bool | int | float):
         return None
     value = float(reward)

@@ -91,9 +91,9 @@ class Run:
         self.series = Series(self.files.metrics)
         self.ledger = Ledger(self.files.ledger)
         self.loads = EngineLoads(self.files.engines)
-        self.index = SampleIndex(folder, cache)
         self._configured = _modified(self.files.config)
         self.settings = read_settings(self.files.config)
+        self.index = SampleIndex(folder, cache, self.settings)
         self.tokens = TokenDumps(folder, self.settings)
 
     def refresh(self) -> None:
@@ -101,7 +101,7 @@ class Run:
         resume or a new run of this name has replaced them."""
         if (configured := _modified(self.files.config)) != self._configured:
             self._configured, self.settings = configured, read_settings(self.files.config)
-            self.tokens = TokenDumps(self.folder, self.settings)
+            self.index.settings, self.tokens = self.settings, TokenDumps(self.folder, self.settings)
         self.series.refresh()
         self.loads.refresh()
         self.ledger.refresh()

@@ -166,6 +166,21 @@ def test_a_reward_as_a_number(reward: object, number: float | None) -> None:
     assert reward_number(reward) == number  # type: ignore[arg-type]
 
 
+def test_the_reward_is_the_one_that_was_trained_or_evaluated(tmp_path: Path) -> None:
+    reward = {"length": 812, "score": 0.5, "accuracy": 1.0}
+    for kind in ("rollout", "eval-math"):
+        write_samples(tmp_path, 0, [sample(0, reward), sample(1, {"length": 3})], kind)
+    query = "select reward from samples order by kind desc, position"
+    for settings, expected in (
+        ({"reward_key": "score", "eval_reward_key": "accuracy"}, [0.5, None, 1.0, None]),
+        ({"reward_key": "accuracy"}, [1.0, None, 1.0, None]),
+        ({}, [0.5, 3.0, 0.5, 3.0]),
+    ):
+        index = SampleIndex(tmp_path, None, settings)
+        index.refresh()
+        assert [row["reward"] for row in index.rows(query)] == expected
+
+
 def test_a_tail_reads_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tail = Tail(path)
