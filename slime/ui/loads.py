@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import orjson
@@ -66,9 +67,11 @@ class EngineLoads:
         """Return each engine with at most :data:`POINTS` points; of more, the largest value in each stretch remains.
 
         Args:
-            start: Wall time from which seconds are counted.
+            start: Wall time from which seconds are counted, 0 if it is not known. Engines that were asked before it, as
+                in the first step of a run, move it to the first time at which one was asked.
         """
         with self._lock:
+            start = min([start or inf, *(engine.times[0] for engine in self._engines.values())])
             return [_values(index, engine, start) for index, engine in sorted(self._engines.items())]
 
 
