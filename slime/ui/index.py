@@ -111,8 +111,12 @@ class SampleIndex:
             if match:
                 found[match["kind"], int(match["step"])] = path
         gone = known.keys() - found.keys()
-        for kind, step in gone:
-            self._forget(kind, step)
+        try:
+            for kind, step in gone:
+                self._forget(kind, step)
+        except sqlite3.OperationalError as error:
+            self._move_to_memory(error)
+            return self._changed()
         changed = [
             (kind, step, path) for (kind, step), path in found.items() if known.get((kind, step)) != _stamp(path)
         ]
@@ -172,12 +176,15 @@ class SampleIndex:
             try:
                 self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
             except sqlite3.OperationalError as error:
-                if self._in_memory:
-                    raise
-                logger.warning("the index cannot be written (%s), so it is kept in memory", error)
-                self._connection.close()
-                self._connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
+                self._move_to_memory(error)
                 self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
+
+    def _move_to_memory(self, error: sqlite3.OperationalError) -> None:
+        if self._in_memory:
+            raise error
+        logger.warning("the index cannot be written (%s), so it is kept in memory", error)
+        self._connection.close()
+        self._connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
 
     def _store(
         self, kind: str, step: int, rows: list[tuple[object, ...]], prompts: list[tuple[str, str, str]], file: Stamp

@@ -116,6 +116,17 @@ def test_on_a_full_disk_the_index_moves_to_memory(tmp_path: Path) -> None:
     assert count(index) == 120
 
 
+def test_files_that_are_gone_from_an_index_that_cannot_be_written(tmp_path: Path) -> None:
+    for step in range(3):
+        write_samples(tmp_path, step, [sample(i) for i in range(4)])
+    index = SampleIndex(tmp_path, tmp_path / "cache")
+    index.refresh()
+    index._connection.execute("pragma query_only = on")  # as on a disk that was mounted again, read-only
+    (tmp_path / "samples" / "rollout_000000.jsonl").unlink()  # as --log-keep-last does
+    index.refresh()
+    assert [row["step"] for row in index.rows("select distinct step from samples order by step")] == [1, 2]
+
+
 def test_a_line_that_is_no_sample_is_counted(tmp_path: Path) -> None:
     path = write_samples(tmp_path, 0, [sample(0), sample(1)])
     assert path is not None
