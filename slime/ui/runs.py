@@ -169,8 +169,11 @@ class Runs:
         """Read what is new of all runs, and return how many files of samples remain to be read."""
         left = 0
         for run in list(self._runs.values()):
-            run.refresh()
-            left += run.index.refresh(most_files)
+            try:
+                run.refresh()
+                left += run.index.refresh(most_files)
+            except Exception:  # one unreadable run must not keep the page from following the others
+                logger.exception("%s could not be read", run.folder)
         return left
 
     def prepare(self) -> None:
@@ -202,7 +205,7 @@ class Refresher(threading.Thread):
                     found = time.monotonic()
                 if not left:
                     self._runs.prepare()
-            except Exception:  # one unreadable run must not stop the page from following the others
+            except Exception:
                 logger.exception("the runs could not be read; trying again")
             if not left:
                 self._stop_event.wait(self._seconds)

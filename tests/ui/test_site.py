@@ -235,6 +235,19 @@ def test_folders_without_a_run_are_named(folder: Path, tmp_path: Path) -> None:
         Runs([folder.parent / "data", tmp_path / "none"], None)
 
 
+def test_a_run_that_cannot_be_read_does_not_keep_the_page_from_the_others(folder: Path, tmp_path: Path) -> None:
+    damaged = folder.parent / "a damaged run"
+    damaged.mkdir()
+    (damaged / "config.yaml").write_text("{}")
+    (damaged / "metrics.jsonl").write_text('{"rollout/step": "nan"}\n')
+    runs = Runs([folder.parent], None)
+    runs.refresh()
+    tiny = runs.get("tiny")
+    assert tiny is not None and tiny.series.steps == 4 and not tiny.index.pending
+    assert json.loads(as_json(answer(runs, "/api/run/tiny/steps")))["samples"] == [8, 8, 8, 8]
+    runs.close()
+
+
 def test_runs_with_the_same_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
     import shutil
 
