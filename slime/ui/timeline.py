@@ -193,13 +193,15 @@ def _last_rank(ranks: Mapping[str, Sequence[Span]]) -> list[str]:
 
 
 def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
-    """Say how long single engines ran requests while others had none."""
+    """Say how long single engines ran requests while others had none, or that one never had any."""
     if len(engines) < 2:
         return []
     ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
     first, last = min(ends, key=lambda name: ends[name]), max(ends, key=lambda name: ends[name])
     if ends[last] - ends[first] < _SHORT:
         return []
+    if not any(running for _, running, _ in engines[first]):
+        return [f"{first} ran no request; {last} ran its last one after {ends[last]:.1f} s."]
     return [f"{first} ran its last request {ends[last] - ends[first]:.1f} s before {last}."]
 
 

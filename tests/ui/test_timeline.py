@@ -70,6 +70,13 @@ def test_the_rank_and_the_engine_for_which_others_wait_are_named(tmp_path: Path)
     assert "engine 0 ran its last request 2.0 s before engine 1." in notes
 
 
+def test_an_engine_that_ran_no_request_had_no_last_one(tmp_path: Path) -> None:
+    loads = [load(t, engine, int(engine and t < 3)) for engine in (0, 1) for t in range(5)]
+    notes = plant(tmp_path, STEP, loads)["notes"]
+    assert "engine 0 ran no request; engine 1 ran its last one after 2.0 s." in notes
+    assert not any("engine 0 ran its last" in note for note in notes)
+
+
 def test_of_many_ranks_some_are_drawn_and_the_notes_are_of_all(tmp_path: Path) -> None:
     ranks = [phase("train", 4 + (rank == 77), 9, f"actor rank {rank}") for rank in range(200)]
     values = plant(tmp_path, STEP + ranks, [load(1.0, engine, 1) for engine in range(100)])
