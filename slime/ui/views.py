@@ -80,11 +80,11 @@ def _waiting(state: RunState) -> View | None:
 
 def recorded(run: Run, samples: int) -> list[View]:
     """What the run wrote, and the flag that lets a run write what is missing."""
-    trained = bool(run.settings.get("save_debug_train_data"))
+    dumped = any(run.settings.get(f"save_debug_{side}_data") for side in ("train", "rollout"))
     return [
         {"what": "texts of samples", "there": samples > 0, "how": "--log-samples all"},
         {"what": "traces", "there": any(run.files.traces.glob("rollout_*")), "how": "written by every run"},
-        {"what": "tokens", "there": trained, "how": "--dump-details FOLDER (or --save-debug-train-data)"},
+        {"what": "tokens", "there": dumped, "how": "--dump-details FOLDER (or --save-debug-train-data)"},
         {"what": "evaluations", "there": bool(_evaluation_names(run)), "how": "--eval-prompt-data, --eval-interval"},
         {"what": "ledger", "there": bool(run.ledger.rows or run.ledger.cut), "how": "written by every run"},
         {"what": "state", "there": (run.folder / "state.json").is_file(), "how": "written by every run"},

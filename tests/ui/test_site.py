@@ -148,6 +148,15 @@ def test_what_was_not_recorded_is_said(runs: Runs, run: Run, folder: Path) -> No
     assert ask(runs, "tokens", 2, index)["notes"] == [NO_DUMP]
 
 
+def test_tokens_of_the_engines_alone_are_recorded(runs: Runs, run: Run) -> None:
+    index = ask(runs, "sample", "rollout", 2, 0)["record"]["index"]
+    run.settings = {name: value for name, value in run.settings.items() if name != "save_debug_train_data"}
+    run.tokens.settings = run.settings
+    assert ask(runs, "tokens", 2, index)["ids"]
+    recorded = {entry["what"]: entry["there"] for entry in ask(runs, "overview")["recorded"]}
+    assert recorded["tokens"]
+
+
 def test_a_dump_without_the_trainers_log_probs_names_the_flag(runs: Runs, run: Run, folder: Path) -> None:
     import torch
 
