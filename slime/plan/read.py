@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 
+from .generation import response_lengths
 from .gpus import GpuKind
+from .lengths import MOST
 from .plan import Run
 from .setups import EngineSetup, Placement, TrainSetup, Workload
 from .shape import PlannedModel
@@ -33,19 +35,24 @@ def read_run(
     """Read a run from resolved flags; None if config.json of the model is not on this machine.
 
     Args:
-        response_tokens: Mean length; None for the largest length, which overestimates memory and seconds.
+        response_tokens: Mean length, before those above the largest length are cut; None for the largest length, which
+            overestimates memory and seconds.
         lengths: Measured response lengths in ascending order, instead of ``response_tokens`` and ``sigma``.
     """
     model = PlannedModel.from_checkpoint(args.hf_checkpoint)
     if model is None:
         return None
-    lengths = tuple(min(length, args.rollout_max_response_len) for length in lengths)
+    longest = args.rollout_max_response_len
+    lengths = tuple(min(length, longest) for length in lengths)
+    if sigma and not lengths:  # cut at the largest length, so that training has the tokens that are generated
+        drawn = Workload(response_tokens=response_tokens or float(longest), longest=longest, sigma=sigma)
+        lengths = tuple(sorted(response_lengths(drawn, MOST)))
     work = Workload(
         prompts=args.rollout_batch_size,
         samples=args.n_samples_per_prompt,
         prompt_tokens=prompt_tokens,
-        response_tokens=fmean(lengths) if lengths else response_tokens or float(args.rollout_max_response_len),
-        longest=args.rollout_max_response_len,
+        response_tokens=fmean(lengths) if lengths else min(response_tokens or longest, float(longest)),
+        longest=longest,
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
         log_prob_passes=int(bool(args.use_kl_loss or args.kl_coef)) + int((args.num_steps_per_rollout or 1) > 1),

@@ -253,6 +253,21 @@ def test_each_option_changes_the_plan(option: list[str], tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out) != plain
 
 
+def test_no_response_is_longer_than_the_largest_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--rollout-max-response-len", "4000", "--layouts", "0", "--json"]
+
+    def seconds(*more: str) -> dict[str, float]:
+        main([*words, *more])
+        found: dict[str, float] = json.loads(capsys.readouterr().out)["seconds"]
+        return found
+
+    longest = seconds()
+    assert seconds("--mean-response", "100000") == longest
+    # Half of the responses are longer than 1000 tokens; before the cut, the mean of all is 7389.
+    assert seconds("--median-response", "1000", "--sigma", "2")["train"] < 0.7 * longest["train"]
+
+
 def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--kind", "none"])
