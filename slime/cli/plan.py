@@ -39,8 +39,8 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         1 if the run does not fit, otherwise 0.
 
     Raises:
-        CommandError: The flags are wrong, config.json of the model is not on this machine, or the run to take lengths
-            from has no samples.
+        CommandError: The flags or options are wrong, config.json of the model is not on this machine, or the run to
+            take lengths from has no samples.
     """
     from slime.config.machine import Machine
     from slime.config.parser import ConfigError, read_command_line
@@ -95,6 +95,8 @@ def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:
     from slime.plan.lengths import measured_lengths
 
     if options.lengths_from is not None:
+        if options.sigma:
+            raise CommandError("--sigma has no effect on the lengths of --lengths-from: give one of them")
         try:
             return None, measured_lengths(Path(options.lengths_from).expanduser())
         except ValueError as error:

@@ -107,3 +107,5 @@ def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsy
     (tmp_path / "run" / "samples" / "rollout_000000.jsonl").write_text('{"response_length": 640}\n')
     main([*words, "--lengths-from", str(tmp_path / "run"), "--json"])
     assert json.loads(capsys.readouterr().out)["modes"]
+    assert main([*words, "--lengths-from", str(tmp_path / "run"), "--sigma", "1"]) == 1
+    assert "--sigma has no effect on the lengths of --lengths-from" in capsys.readouterr().err
