@@ -70,14 +70,21 @@ def read_run(
 
 
 def _train(args: Args, model: PlannedModel) -> TrainSetup:
-    given = args.megatron
+    given, layout = args.megatron, ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
+    recomputed = int(layers or -1) if args.gradient_checkpointing else 0
+    if args.train_backend == "megatron":
+        granularity = given.get("recompute_granularity") or ("selective" * bool(given.get("recompute_activations")))
+        if granularity == "selective":  # attention's inside alone, of which FlashAttention keeps nothing
+            recomputed = 0
+        elif recomputed > 0:  # so many in each stage
+            recomputed *= layout.pp
     return TrainSetup(
         backend=str(args.train_backend),
-        layout=ParallelLayout.from_args(args),
+        layout=layout,
         tokens=args.max_tokens_per_gpu or 16384,
         shards=args.fsdp_shard_size or 0,
-        recomputed=int(layers or -1) if args.gradient_checkpointing else 0,
+        recomputed=recomputed,
         gradient_bytes=2 if given.get("grad_reduce_in_bf16") else 4,
         moments=not args.use_stateless_adam,
         optimizer_on_cpu=bool(given.get("optimizer_cpu_offload")),

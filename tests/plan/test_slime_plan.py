@@ -268,6 +268,23 @@ def test_no_response_is_longer_than_the_largest_length(tmp_path: Path, capsys: p
     assert seconds("--median-response", "1000", "--sigma", "2")["train"] < 0.7 * longest["train"]
 
 
+def test_what_megatron_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = ["--hf-checkpoint", str(tmp_path), "--pipeline-model-parallel-size", "2", "--layouts", "0", "--json"]
+    words += ["--train-backend", "megatron", "--actor-num-gpus-per-node", "2"]
+
+    def activations(*more: str) -> float:
+        main([*WORDS, *words, *more])
+        found: float = json.loads(capsys.readouterr().out)["memory_bytes"]["train"]["activations"]
+        return found
+
+    nothing, everything = activations(), activations("--gradient-checkpointing")
+    assert activations("--recompute-activations") == activations("--recompute-granularity", "selective") == nothing
+    block = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers"]
+    assert activations(*block, "18") == everything  # all layers of each of both stages
+    assert activations(*block, "9") == pytest.approx((nothing + everything) / 2)
+
+
 def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--kind", "none"])
