@@ -223,5 +223,6 @@ def engine_weights(model: PlannedModel, engine: EngineSetup) -> float:
 def cache_tokens(model: PlannedModel, kind: GpuKind, engine: EngineSetup) -> float:
     """Tokens that the KV cache of an engine holds; not positive if not even the weights fit."""
     room = engine.fraction * kind.memory - engine_weights(model, engine)
-    copies = min(engine.gpus, max(model.shape.kv_heads, 1))  # beyond that, ranks hold the same heads
+    # Beyond the number of heads, ranks hold the same ones; the latent of multi-latent attention is one for all of them.
+    copies = min(engine.gpus, max(model.shape.kv_heads, 1)) if model.shape.kv_rank is None else 1
     return room * copies / max(model.cache_bytes_per_token(), 1)

@@ -19,7 +19,7 @@ from slime.config.layout import ParallelLayout
 from slime.plan.generation import response_lengths, rollout_seconds
 from slime.plan.gpus import GIB, KINDS
 from slime.plan.layouts import best, candidates, flags, layouts
-from slime.plan.memory import engine_weights, train_memory
+from slime.plan.memory import cache_tokens, engine_weights, train_memory
 from slime.plan.page import page
 from slime.plan.plan import Run, make_plan, without_offloading
 from slime.plan.seconds import train_seconds
@@ -312,6 +312,15 @@ def test_options_of_precision_and_memory_change_what_is_counted(dense: PlannedMo
         train_memory(sparse, one, packs(Workload(), one)).optimizer for one in (lora, replace(lora, lora_experts=True))
     )
     assert experts - plain == 8 * 4 * 48 * 128 * (2 * 2048 + 3 * 768)
+
+
+def test_each_gpu_of_an_engine_holds_some_of_the_heads_or_the_whole_latent(tmp_path: Path) -> None:
+    latent = dict(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    for config, times in ((DENSE | {"num_key_value_heads": 4}, 4), (DENSE | latent, 1)):
+        model = read(tmp_path, config)
+        engine = EngineSetup(gpus=8)
+        room = engine.fraction * H200.memory - engine_weights(model, engine)
+        assert cache_tokens(model, H200, engine) == pytest.approx(times * room / model.cache_bytes_per_token())
 
 
 def test_an_adapter_on_megatron_leaves_the_base_without_gradients_and_optimizer(dense: PlannedModel) -> None:
