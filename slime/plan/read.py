@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
+from slime.data.schedule import PackingSettings
 
 from .generation import response_lengths
 from .gpus import GpuKind
@@ -47,6 +49,7 @@ def read_run(
     if sigma and not lengths:  # cut at the largest length, so that training has the tokens that are generated
         drawn = Workload(response_tokens=response_tokens or float(longest), longest=longest, sigma=sigma)
         lengths = tuple(sorted(response_lengths(drawn, MOST)))
+    packing = PackingSettings.from_args(args)
     work = Workload(
         prompts=args.rollout_batch_size,
         samples=args.n_samples_per_prompt,
@@ -55,6 +58,7 @@ def read_run(
         longest=longest,
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
+        shared_prompts=packing.shares_prompts and (packing.dynamic or packing.micro_batch_size > 1),
         log_prob_passes=int(bool(args.use_kl_loss or args.kl_coef)) + int((args.num_steps_per_rollout or 1) > 1),
         lengths=lengths,
     )
@@ -64,12 +68,14 @@ def read_run(
         offload_rollout=bool(args.offload_rollout),
         gpus_per_node=max(args.actor_num_gpus_per_node or 1, 1 if args.actor_num_nodes > 1 else 8),
     )
-    train = None if args.debug_rollout_only else _train(args, model)
+    micro_batch = None if packing.dynamic else packing.micro_batch_size * (prompt_tokens + longest)
+    train = None if args.debug_rollout_only else _train(args, micro_batch)
     engine = None if args.debug_train_only or args.rollout_external_engine_addrs else _engine(args)
     return Run(model, kind, train, engine, place, work, asynchronous)
 
 
-def _train(args: Args, model: PlannedModel) -> TrainSetup:
+def _train(args: Args, micro_batch: float | None) -> TrainSetup:
+    """``micro_batch``: the largest number of tokens of a micro-batch with ``--micro-batch-size``."""
     given, layout = args.megatron, ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
@@ -82,7 +88,7 @@ def _train(args: Args, model: PlannedModel) -> TrainSetup:
     return TrainSetup(
         backend=str(args.train_backend),
         layout=layout,
-        tokens=args.max_tokens_per_gpu or 16384,
+        tokens=ceil(micro_batch / layout.cp) if micro_batch else args.max_tokens_per_gpu or 16384,
         shards=args.fsdp_shard_size or 0,
         recomputed=recomputed,
         gradient_bytes=2 if given.get("grad_reduce_in_bf16") else 4,

@@ -285,6 +285,23 @@ def test_what_megatron_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert activations(*block, "9") == pytest.approx((nothing + everything) / 2)
 
 
+def test_micro_batches_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--rollout-max-response-len", "4000", "--layouts", "0", "--json"]
+
+    def planned(*more: str) -> tuple[float, float]:
+        """GiB of the activations, and seconds of training."""
+        main([*words, *more])
+        made = json.loads(capsys.readouterr().out)
+        return made["memory_bytes"]["train"]["activations"] / GIB, made["seconds"]["train"]
+
+    (one, _), (four, _) = planned("--micro-batch-size", "1"), planned("--micro-batch-size", "4")
+    assert four == pytest.approx(4 * one)
+    assert planned("--max-tokens-per-gpu", "4256")[0] == pytest.approx(one), "a response and a prompt of 256 tokens"
+    long = ["--mean-prompt", "6000", "--mean-response", "300", "--max-tokens-per-gpu", "16384"]
+    assert planned(*long, "--no-share-prompt-in-pack")[1] > 1.8 * planned(*long)[1]
+
+
 def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--kind", "none"])
