@@ -7,6 +7,7 @@ the terminal has; the browser keeps it in a cookie.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import logging
@@ -196,9 +197,11 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    import errno
-
-    family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]  # fmt: skip  # noqa: E501
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise OSError(errno.EINVAL, "not the name of a machine") from error
+    family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

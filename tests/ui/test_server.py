@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import yarl
 
+from slime.cli.main import main
 from slime.engines.process import free_port
 from slime.ui import page
 from slime.ui.runs import Runs
@@ -111,6 +112,12 @@ def test_only_a_loopback_address_needs_no_token() -> None:
     assert Door.at("127.0.0.1", 80, always=True).token
     door = Door.at("0.0.0.0", 80)
     assert door.token and door.address == f"http://{socket.gethostname()}:80/?token={door.token}"
+
+
+@pytest.mark.parametrize("host", ["127.0..1", "a" * 70])
+def test_a_host_that_is_no_name(host: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ui", str(folder), "--host", host]) == 1
+    assert f"--host {host}: not the name of a machine; it takes an address of this machine" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken() -> None:
