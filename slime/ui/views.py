@@ -11,6 +11,7 @@ from pathlib import Path
 from slime.observability.regular import regular
 from slime.observability.run_state import RunState
 from slime.observability.summary import REWARD_KEYS
+from slime.observability.trace_file import trace_of
 from slime.ui.index import Row
 from slime.ui.runs import Run
 from slime.ui.timeline import timeline
@@ -170,6 +171,8 @@ def _sample_row(row: Row) -> list[object]:
 def step_timeline(run: Run, number: int) -> View:
     found = timeline(run.folder, number)
     if found is None:
+        if (path := trace_of(run.folder, number)).exists():
+            return {"missing": f"{path} cannot be drawn: it is damaged, or has no spans."}
         kept = run.settings.get("log_keep_last")
         why = f" --log-keep-last {kept} keeps only the newest." if kept else ""
         return {"missing": f"There is no trace of step {number}.{why}"}

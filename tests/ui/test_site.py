@@ -116,6 +116,13 @@ def test_a_time_line_says_who_waited_for_whom(runs: Runs) -> None:
     assert "no trace of step 99" in ask(runs, "timeline", 99)["missing"]
 
 
+def test_a_damaged_trace_is_not_said_to_be_missing(runs: Runs, run: Run, folder: Path) -> None:
+    run.settings = {"log_keep_last": 4}
+    path = folder / "traces" / "rollout_000001.json.gz"
+    path.write_bytes(path.read_bytes()[:100])
+    assert ask(runs, "timeline", 1)["missing"] == f"{path} cannot be drawn: it is damaged, or has no spans."
+
+
 def test_a_sample_with_its_siblings(runs: Runs, folder: Path) -> None:
     values = ask(runs, "sample", "rollout", 2, 5)
     assert values["record"] == read_samples(folder / "samples" / "rollout_000002.jsonl")[5]
