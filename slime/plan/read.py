@@ -6,6 +6,7 @@ from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from slime.backends.needs import TrainNeeds
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 from slime.data.schedule import PackingSettings
@@ -59,7 +60,7 @@ def read_run(
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
         shared_prompts=packing.shares_prompts and (packing.dynamic or packing.micro_batch_size > 1),
-        log_prob_passes=int(bool(args.use_kl_loss or args.kl_coef)) + int((args.num_steps_per_rollout or 1) > 1),
+        log_prob_passes=_log_prob_passes(args),
         lengths=lengths,
     )
     place = Placement(
@@ -72,6 +73,13 @@ def read_run(
     train = None if args.debug_rollout_only else _train(args, micro_batch)
     engine = None if args.debug_train_only or args.rollout_external_engine_addrs else _engine(args)
     return Run(model, kind, train, engine, place, work, asynchronous)
+
+
+def _log_prob_passes(args: Args) -> int:
+    needs = TrainNeeds.from_args(args)
+    steps = args.num_steps_per_rollout or 1
+    old = needs.trains and not needs.engine_log_probs and (needs.old_log_probs or steps > 1)
+    return needs.ref_log_probs + needs.teacher_log_probs + (old or needs.rollout_entropy)
 
 
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:

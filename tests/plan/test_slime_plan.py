@@ -302,6 +302,23 @@ def test_micro_batches_are_those_of_the_run(tmp_path: Path, capsys: pytest.Captu
     assert planned(*long, "--no-share-prompt-in-pack")[1] > 1.8 * planned(*long)[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [("", 0), ("--use-kl-loss", 1), ("--num-steps-per-rollout 2", 1), ("--get-mismatch-metrics", 1),
+     ("--kl-coef 0.1", 2), ("--num-steps-per-rollout 2 --use-rollout-logprobs", 0)],
+)  # fmt: skip
+def test_log_prob_passes_are_those_of_the_trainer(
+    options: str, passes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(tmp_path, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--layouts", "0", "--json", "--max-tokens-per-gpu", "2048"]
+    main([*words, *options.split()])
+    found = json.loads(capsys.readouterr().out)["seconds"]
+    main([*words, "--use-kl-loss"])
+    one = json.loads(capsys.readouterr().out)["seconds"]["log-probs"]
+    assert found.get("log-probs", 0.0) == pytest.approx(passes * one, rel=0.05)
+
+
 def test_the_command_knows_every_kind_of_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--kind", "none"])
