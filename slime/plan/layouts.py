@@ -96,9 +96,10 @@ def flags(plan: Plan) -> list[str]:
     run = plan.run
     assert run.train is not None and run.engine is not None
     layout, per_node = run.train.layout, run.place.gpus_per_node
-    nodes = max(layout.world_size // per_node, 1)
+    world = layout.world_size
+    nodes = next(n for n in range(1, world + 1) if world % n == 0 and world // n <= per_node)
     words = [f"--train-backend {run.train.backend}", f"--actor-num-nodes {nodes}"]
-    words += [f"--actor-num-gpus-per-node {layout.world_size // nodes}"]
+    words += [f"--actor-num-gpus-per-node {world // nodes}"]
     sizes = (
         ("tensor-model", layout.tp),
         ("pipeline-model", layout.pp),

@@ -67,7 +67,8 @@ class Plan:
 def make_plan(run: Run) -> Plan:
     """Compute the plan of a run."""
     train, work = run.train, run.work
-    batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train)
+    longest = work.prompt_tokens + work.longest
+    batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train, longest)
     memory = tuple(phases(run.model, run.kind, train, run.engine, run.place, batch))
     seconds = _seconds(run)
     step = sum(seconds.values())
@@ -93,11 +94,12 @@ def without_offloading(plan: Plan) -> Plan | None:
     return next((other for other in found if other.fits and other.step < plan.step), None)
 
 
-def full(batch: Packs, train: TrainSetup | None) -> Packs:
-    """Return the micro-batches as large as they can be: with several, one may be as large as the token budget."""
+def full(batch: Packs, train: TrainSetup | None, longest: float) -> Packs:
+    """Return the micro-batches as large as they can be: with several, one may be as large as the token budget, or as
+    the longest sample, which is a micro-batch of its own if the budget is smaller."""
     if train is None or batch.count == 1:
         return batch
-    budget = train.tokens * train.layout.cp
+    budget = max(train.tokens * train.layout.cp, longest)
     return replace(batch, tokens=float(budget), scored=batch.scored * budget / batch.tokens)
 
 

@@ -226,7 +226,9 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
         missed = (1 - min(s.experts_per_token / s.experts, 1.0)) ** running
         touched += model.experts * (1 - missed)
     read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
-    cache = model.cache_bytes_per_token() * context * running / min(split, max(s.kv_heads, 1))
+    cache = (
+        model.cache_bytes_per_token() * context * running / (min(split, max(s.kv_heads, 1)) if s.kv_rank is None else 1)
+    )
     cache /= CACHE_READ * kind.bandwidth
     multiply = 2.0 * (model.active + model.embedding) * running / split / (MATMUL * kind.flops)
     fixed = DECODE_STEP if engine.cuda_graphs else DECODE_LAYER * s.layers

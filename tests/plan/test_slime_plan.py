@@ -160,6 +160,21 @@ def test_a_run_that_needs_no_offloading_is_told_so(dense: PlannedModel, sparse: 
     assert without_offloading(make_plan(a_run(sparse))) is None  # it does not fit either way
 
 
+def test_a_sample_above_the_token_budget_is_a_micro_batch_of_its_own(dense: PlannedModel) -> None:
+    """At its largest length, and not at the mean, because memory must suffice for it."""
+    train = TrainSetup("fsdp", ParallelLayout(), 4096)
+    short, long = (make_plan(a_run(dense, train, Workload(32, 8, 256, 1024, longest))) for longest in (2048, 32768))
+    held = [next(p for p in plan.phases if p.name == "train").parts["activations"] for plan in (short, long)]
+    assert held[1] == pytest.approx(held[0] * (256 + 32768) / 4096)
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(6, 1), (8, 1), (9, 3), (12, 2), (15, 3), (21, 3), (16, 2)])
+def test_the_flags_of_a_layout_have_all_its_gpus(dense: PlannedModel, world: int, nodes: int) -> None:
+    words = " ".join(flags(make_plan(a_run(dense, TrainSetup("fsdp", ParallelLayout(world_size=world)))))).split()
+    given = {name: int(words[words.index(name) + 1]) for name in ("--actor-num-nodes", "--actor-num-gpus-per-node")}
+    assert given == {"--actor-num-nodes": nodes, "--actor-num-gpus-per-node": world // nodes}
+
+
 def test_what_was_not_measured_is_marked(dense: PlannedModel) -> None:
     assert make_plan(a_run(dense)).extrapolated == ()
     other = replace(a_run(dense), kind=KINDS["a100"])
