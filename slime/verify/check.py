@@ -62,8 +62,8 @@ def check_log_probs(expected: Mapping[int, Tensor], found: Sequence[Mapping[int,
     worst, where = 0.0, ""
     for number, rank in enumerate(found):
         for position, mine in rank.items():
-            far = _largest(mine - expected[position])
-            if not far <= worst:
+            far = _nan_last(_largest(mine - expected[position]))
+            if far > worst:
                 worst, where = far, f"sample {position} on rank {number}"
     missing = set(expected) - {position for rank in found for position in rank}
     if missing:

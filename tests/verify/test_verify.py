@@ -23,7 +23,7 @@ from slime.cli.verify import table
 from slime.cluster.local_ranks import Place
 from slime.verify import run as verify_run
 from slime.verify.batch import RandomSample
-from slime.verify.check import check_gradients
+from slime.verify.check import check_gradients, check_log_probs
 from slime.verify.engine import engine_log_probs
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores
@@ -253,6 +253,13 @@ def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypa
     kinds = {name.removeprefix("model.layers.1.") for name in begin}
     assert {"self_attn.k_proj.weight", "self_attn.v_proj.weight"} <= kinds, note
     assert kinds <= {"self_attn.k_proj.weight", "self_attn.v_proj.weight", "input_layernorm.weight"}, note
+
+
+def test_log_probs_that_are_no_numbers_differ_in_whichever_sample() -> None:
+    right = {number: torch.zeros(2) for number in range(3)}
+    for number in right:
+        check = check_log_probs(right, [{**right, number: torch.tensor([0.0, torch.nan])}], "log-probs")
+        assert (check.good, check.note) == (False, f"the most in sample {number} on rank 0")
 
 
 def test_the_begin_of_a_wrong_gradient_is_in_the_last_part() -> None:
