@@ -221,8 +221,13 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         return
     tokens = list(sample.tokens)
     sampled, scores = np.zeros(len(tokens), bool), np.zeros(len(tokens))
+    given = np.zeros(len(tokens))
+    if sample.rollout_log_probs is not None:
+        given[-length:] = sample.rollout_log_probs
     # A request belongs to the sample if its prompt is a prefix of the sample's tokens. The tokens after the prompt
-    # were sampled as far as they agree with the engine's answer.
+    # were sampled as far as they agree with the engine's answer. The samples of a group or a fan-out have the same
+    # prompt and the same scripted answer: of such requests, the one with the nearest log-probs is this sample's.
+    nearest: dict[int, tuple[int, float, list[float]]] = {}
     for request in requests:
         begin = len(request.prompt)
         if tokens[:begin] != request.prompt:
@@ -231,8 +236,12 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         count = next(
             (i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(tokens) - begin, len(request.ids))
         )
-        sampled[begin : begin + count], scores[begin : begin + count] = True, request.log_probs[:count]
-    sampled, scores = sampled[-length:], scores[-length:]
+        theirs = request.log_probs[:count]
+        far = float(np.abs(given[begin : begin + count] - theirs).sum())
+        nearest[begin] = max(nearest.get(begin, (0, 0.0, [])), (count, -far, theirs))
+    for begin, (count, _, theirs) in nearest.items():
+        sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
+    sampled, scores, given = sampled[-length:], scores[-length:], given[-length:]
     if not sampled.any():
         if any(request.ids for request in requests):
             bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
@@ -249,7 +258,6 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         )
     if sample.rollout_log_probs is None:
         return
-    given = np.asarray(sample.rollout_log_probs, np.float64)
     off = np.flatnonzero(trained & (np.abs(given - scores) > _CLOSE))
     if len(off):
         raise wrong(

@@ -337,6 +337,14 @@ async def mask_lost(args, sample, sampling_params):
     return sample
 async def asks_search(args, sample, sampling_params):
     return await turns(args, sample, sampling_params)
+async def siblings(args, samples, evaluation=False):
+    import asyncio
+    return list(await asyncio.gather(*(looks_first(args, sample, {"max_new_tokens": args.rollout_max_response_len}) for sample in samples)))
+async def fans_out(args, sample, sampling_params, scores=True):
+    import copy
+    return [await turns(args, copy.deepcopy(sample), sampling_params, scores=scores) for _ in range(2)]
+async def fans_out_scores(args, sample, sampling_params):
+    return await fans_out(args, sample, sampling_params, scores=False)
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
     from slime.rollout.sglang_rollout import generate_rollout as default
     return default(args, rollout_id, data_source, evaluation)
@@ -407,6 +415,9 @@ PARTIAL = ("--partial-rollout",)
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_scores", (), 1, "differ from those of the engine"),
+        ("siblings", (), 0, ": 4 samples, "),
+        ("fans_out", (), 0, ": 8 samples from 4 calls"),
+        ("fans_out_scores", (), 1, "differ from those of the engine"),
         ("no_status", PARTIAL, 1, "a sample whose last answer was aborted has the status completed"),
         ("no_status", (), 0, "These flags discard aborted samples"),
         ("ignores_abort", (), 1, "it keeps sending requests after an abort"),
