@@ -26,6 +26,7 @@ class Request:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     aborted: bool = False
+    cut: bool = False  # at the token limit
 
 
 class _Params(TypedDict, total=False):
@@ -142,6 +143,7 @@ class ScriptedEngine:
             text, finish = self.tokenizer.decode(ids), {"type": "abort", "message": "Abort in waiting queue"}
         else:
             text, ids, finish = self._ended(text, ids, params)
+        asked.cut = finish["type"] == "length"
         asked.ids, asked.log_probs = ids, [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
         scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
         meta = {"finish_reason": finish, "completion_tokens": len(ids), "output_token_logprobs": scored}

@@ -14,7 +14,7 @@ import numpy as np
 
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, Hook, check_picklable, guarded, wrong
-from slime.cli.hook_script import Request, ScriptedEngine
+from slime.cli.hook_script import LAST, Request, ScriptedEngine
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.custom_generate import call_list, call_single, takes_list
@@ -31,6 +31,7 @@ TOOL_TURNS = (  # common forms of tool calls, all of them harmless if they are e
 )
 _ROOM = 512  # maximum tokens of a response, so that no turn is truncated by accident
 _CUT = 3  # maximum tokens of a response that is cut off
+_REPEATED = 100  # so often, the answer is cut off in a function with a limit of its own, too
 _CLOSE = 1e-4
 _APPENDED = "_appended_in_check"
 P = ParamSpec("P")
@@ -152,11 +153,11 @@ def _check_tokens(
 
 def _check_cut(bench: Bench, fn: Hook, tried: _Try) -> None:
     """Test an answer that ends at the length limit."""
-    results, _, requests = tried.run([], most=_CUT)
+    results, _, requests = tried.run([LAST * _REPEATED], most=_CUT)
     leaves = _check_tokens(bench, fn, results, requests)
-    if all(len(request.ids) < _CUT for request in requests):
-        return  # the function has a limit of its own
-    if all(sample.status is not Sample.Status.TRUNCATED for sample in leaves):
+    if any(request.cut for request in requests) and all(
+        sample.status is not Sample.Status.TRUNCATED for sample in leaves
+    ):
         bench.notes.append(
             f"a sample whose answer was cut off at the length limit has the status {leaves[-1].status.value}: if "
             'meta_info["finish_reason"]["type"] is "length", set Sample.Status.TRUNCATED (append_response_tokens with '

@@ -337,6 +337,12 @@ async def mask_lost(args, sample, sampling_params):
     return sample
 async def asks_search(args, sample, sampling_params):
     return await turns(args, sample, sampling_params)
+async def own_limit(args, sample, sampling_params):
+    return await turns(args, sample, {"max_new_tokens": 8})
+async def own_limit_no_status(args, sample, sampling_params):
+    return await turns(args, sample, {"max_new_tokens": 8}, status=False)
+async def own_end(args, sample, sampling_params):
+    return await turns(args, sample, {"stop": ["answer"]}, status=False)
 async def siblings(args, samples, evaluation=False):
     import asyncio
     return list(await asyncio.gather(*(looks_first(args, sample, {"max_new_tokens": args.rollout_max_response_len}) for sample in samples)))
@@ -415,6 +421,7 @@ PARTIAL = ("--partial-rollout",)
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_scores", (), 1, "differ from those of the engine"),
+        ("own_limit_no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
         ("siblings", (), 0, ": 4 samples, "),
         ("fans_out", (), 0, ": 8 samples from 4 calls"),
         ("fans_out_scores", (), 1, "differ from those of the engine"),
@@ -437,6 +444,20 @@ def test_tool_turns_and_aborts_are_forced(
     monkeypatch.setattr(Bench, "start_engine", shared)
     got, report = check(GENERATE, "--custom-generate-function-path", f"hooks.py:{name}", *flags)
     assert got == status and said in report, report
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["own_limit", "own_end"])
+def test_an_answer_within_the_limits_of_the_function_is_not_called_cut_off(
+    check, engine, monkeypatch, name: str
+) -> None:
+    def shared(bench: Bench) -> None:
+        bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
+        bench.args.rollout_backend = "embedded"
+
+    monkeypatch.setattr(Bench, "start_engine", shared)
+    status, report = check(GENERATE, "--custom-generate-function-path", f"hooks.py:{name}")
+    assert status == 0 and "cut off at the length limit" not in report, report
 
 
 @pytest.mark.real
