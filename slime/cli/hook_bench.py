@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from slime.cli.errors import CommandError
 from slime.config.args import Args
 from slime.config.files import file_of
 from slime.config.rollout import is_fully_async
+from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
 
@@ -90,6 +93,21 @@ class Bench:
             return RolloutDataSourceWithBuffer(self.args)
         self.notes.append("there is no readable --prompt-data, so an artificial prompt is used")
         return RolloutDataSourceWithBuffer(self.args, _MadeUp(bool(self.args.apply_chat_template)))
+
+    def evaluation(self) -> Args:
+        """Return the arguments with the first prompts of every evaluation set only, and with short responses."""
+        datasets = []
+        for one in resolve_eval_datasets(self.args):
+            path = one.path if "@[" in one.path else f"{one.path}@[:{PROMPTS}]"
+            few = min(one.n_samples_per_eval_prompt or 1, SAMPLES)
+            short = min(one.max_response_len or NEW_TOKENS, NEW_TOKENS)
+            datasets.append({**asdict(one), "path": path, "n_samples_per_eval_prompt": few, "max_response_len": short})
+        if not datasets:
+            return self.args
+        file = Path(self._folder.name) / "evaluation.yaml"
+        file.write_text(json.dumps({"eval": {"datasets": datasets}}, default=str), encoding="utf-8")
+        pairs = [str(one[key]) for one in datasets for key in ("name", "path")]
+        return self.args.with_values(eval_config=str(file), eval_prompt_data=pairs)
 
     def prompts(self) -> list[Group]:
         """Return copies of the same groups without responses."""

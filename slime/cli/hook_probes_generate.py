@@ -129,7 +129,10 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
     bench.start_engine()
-    outcome = guarded(fn, lambda: call_rollout_fn(fn, bench.args, 0, bench.source, evaluation), bench.limit)
+    source, args = bench.source, bench.evaluation() if evaluation else bench.args
+    # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe of its own.
+    args = args.with_values(dynamic_sampling_filter_path=None)
+    outcome = guarded(fn, lambda: call_rollout_fn(fn, args, 0, source, evaluation), bench.limit)
     output = outcome.result
     if isinstance(output, RolloutFnTrainOutput):
         check_groups(fn, output.samples, bench.args.n_samples_per_prompt)

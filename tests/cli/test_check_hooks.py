@@ -447,6 +447,40 @@ def test_tool_turns_and_aborts_are_forced(
 
 
 @pytest.mark.real
+@pytest.mark.parametrize(
+    ("option", "flags", "said"),
+    [
+        (
+            "--rollout-function-path",
+            (
+                "--dynamic-sampling-filter-path",
+                "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+            ),
+            ": 2 groups in",
+        ),
+        ("--eval-function-path", ("--eval-prompt-data", "large", "large.jsonl"), ": data sets large in"),
+        ("--eval-function-path", ("--eval-config", "eval.yaml"), ": data sets mine in"),
+    ],
+)
+def test_a_rollout_function_is_tested_with_few_prompts_and_without_a_filter(
+    check, engine, monkeypatch, tmp_path: Path, option: str, flags: tuple[str, ...], said: str
+) -> None:
+    """The tiny model solves nothing, and an evaluation set may have thousands of rows."""
+
+    def shared(bench: Bench) -> None:
+        bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
+        bench.args.rollout_backend = "embedded"
+
+    monkeypatch.setattr(Bench, "start_engine", shared)
+    (tmp_path / "large.jsonl").write_text('{"prompt": "What is 3 times 4?", "label": "12"}\n' * 2000)
+    mine = {"name": "mine", "path": "large.jsonl", "rm_type": "math", "max_response_len": 400, "temperature": 0.5}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [mine]}}))
+    flags = (option, "hooks.py:generate_rollout", "--rm-type", "math", "--check-timeout", "20", *flags)
+    status, report = check(GENERATE, *flags)
+    assert status == 0 and said in report, report
+
+
+@pytest.mark.real
 @pytest.mark.parametrize("name", ["own_limit", "own_end"])
 def test_an_answer_within_the_limits_of_the_function_is_not_called_cut_off(
     check, engine, monkeypatch, name: str
