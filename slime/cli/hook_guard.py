@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -68,6 +69,8 @@ def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> 
     Args:
         words: The call as it is documented, for the message.
     """
+    if not callable(fn):
+        raise Complaint(f"it is a {type(fn).__name__}, not a function")
     try:
         signature = inspect.signature(fn)
     except ValueError:  # some built-in functions have no signature
@@ -197,10 +200,10 @@ class _Watch:
 
 
 def _file(fn: Hook) -> str:
-    try:
-        return inspect.getsourcefile(inspect.unwrap(fn)) or ""
-    except TypeError:
-        return inspect.getsourcefile(type(fn)) or ""
+    for subject in (inspect.unwrap(fn), type(fn)):  # a callable object has the file of its class
+        with suppress(TypeError):  # something built in
+            return inspect.getsourcefile(subject) or ""
+    return ""
 
 
 def _position(file: str) -> str:

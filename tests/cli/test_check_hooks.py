@@ -145,6 +145,7 @@ WRONG = {
     "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
     "absent": (RM, "async def g(args, sample): return 1.0", "has no 'f'; it defines g", None),
     "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
+    "number": (RM, "f = 3", "it is a int, not a function", None),
     "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
     "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but slime calls this hook without await", 1),
     "async object": ("--rollout-sample-filter-path", "class F:\n    async def __call__(self, args, groups): pass\nf = F()", "it is an async def, but slime calls this hook without await", None),
