@@ -62,6 +62,7 @@ class Bench:
             "num_data_workers": 0,
         }
         self.args = args.with_values(**small)
+        self._reward_of_run = args.custom_rm_path
 
     def __enter__(self) -> Bench:
         return self
@@ -93,6 +94,11 @@ class Bench:
             return RolloutDataSourceWithBuffer(self.args)
         self.notes.append("there is no readable --prompt-data, so an artificial prompt is used")
         return RolloutDataSourceWithBuffer(self.args, _MadeUp(bool(self.args.apply_chat_template)))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the reward function is that of an evaluation set, which replaces that of the run in ``args``."""
+        return self.args.custom_rm_path != self._reward_of_run
 
     def evaluation(self) -> Args:
         """Return the arguments with the first prompts of every evaluation set only, and with short responses."""

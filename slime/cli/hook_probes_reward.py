@@ -14,19 +14,19 @@ from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 
-def reward(bench: Bench, fn: Hook, grouped: bool | None = None) -> str:
+def reward(bench: Bench, fn: Hook) -> str:
     """Test ``await fn(args, sample)``, or with ``--group-rm`` ``await fn(args, samples)``, or a class."""
-
     samples = flatten(bench.answered(rewards=False))
     for sample in samples:
         sample.reward = None
     if isinstance(fn, type):
         rewards, seconds = _model_rewards(bench, fn, samples)
         return _judge_rewards(bench, fn, samples, rewards) + f", {seconds:.1f} s with loading"
-    grouped = bool(bench.args.group_rm) if grouped is None else grouped
+    # As in a run, the function of an evaluation set gets single samples if it has the parameter for one.
+    names = parameters(fn)[0] if callable(fn) else ()
+    grouped = bool(bench.args.group_rm) and not (bench.evaluates and "sample" in names)
     words = "fn(args, samples)" if grouped else "fn(args, sample)"
     check_signature(fn, words, bench.args, samples if grouped else samples[0])
-    names = parameters(fn)[0]
     if not grouped and "samples" in names and "sample" not in names:
         raise wrong(fn, "it has a parameter named samples, but without --group-rm it is called with one sample")
 
@@ -79,7 +79,9 @@ def _check_count(fn: Hook, given: object, count: int) -> None:
 
 
 def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: Sequence[object]) -> str:
-    key = bench.args.reward_key
+    key, option = bench.args.reward_key, "--reward-key"
+    if bench.evaluates and bench.args.eval_reward_key:
+        key, option = bench.args.eval_reward_key, "--eval-reward-key"
     values = []
     for reward in rewards:
         if reward is None:
@@ -87,9 +89,9 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
         if isinstance(reward, dict):
             if key is None:
                 keys = ", ".join(map(str, reward))
-                raise wrong(fn, f"it returns a dict with the keys {keys}: select one with --reward-key")
+                raise wrong(fn, f"it returns a dict with the keys {keys}: select one with {option}")
             if key not in reward:
-                raise wrong(fn, f"its dict has no {key!r} (--reward-key), only {', '.join(map(str, reward))}")
+                raise wrong(fn, f"its dict has no {key!r} ({option}), only {', '.join(map(str, reward))}")
             reward = reward[key]
         try:
             number = float(reward)  # type: ignore[arg-type]  # this tests whether it is a number

@@ -200,6 +200,26 @@ def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[i
     assert "in addition, train.py would refuse these flags on this machine:\n      --rollout-batch-size 0" in report
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "status", "said"),
+    [
+        ("entry", ("--eval-reward-key", "score"), 0, "8 rewards from 0 to 1"),
+        ("entry", ("--eval-reward-key", "acc"), 1, "its dict has no 'acc' (--eval-reward-key), only score"),
+        ("entry", (), 1, "a dict with the keys score: select one with --reward-key"),
+        ("rm", ("--group-rm",), 0, "8 rewards from 0 to 1"),
+        ("group", ("--group-rm", "--reward-key", "score"), 0, "8 rewards from 0 to 1"),
+    ],
+)
+def test_the_reward_of_an_evaluation_set_is_called_and_read_as_in_an_evaluation(
+    check: Callable[..., tuple[int, str]], tmp_path: Path, name: str, flags: tuple[str, ...], status: int, said: str
+) -> None:
+    mine = {"name": "mine", "path": "data.jsonl", "custom_rm_path": f"hooks.py:{name}"}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [mine]}}))
+    code = GOOD + "\nasync def entry(args, sample, **kw): return {'score': float(sample.label in sample.response)}"
+    got, report = check(code, "--eval-config", "eval.yaml", "--rm-type", "math", *flags)
+    assert got == status and said in report, report
+
+
 def test_without_hooks_or_tokenizer_it_says_so(check: Callable[..., tuple[int, str]]) -> None:
     with pytest.raises(CommandError, match="nothing to check"):
         check(GOOD)
