@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slime.models.loading import plain_config
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -183,7 +185,7 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = plain_config(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
         text, kind = config.get_text_config(), config.model_type
     except (OSError, StrictDataclassError, *UNKNOWN) as error:
         absent = "" if Path(model).exists() else "there is no such folder on this machine, and "

@@ -22,11 +22,11 @@ from transformers.models.llama import modeling_llama
 from slime.cli.verify import table
 from slime.cluster.local_ranks import Place
 from slime.verify import run as verify_run
-from slime.verify.batch import RandomSample
+from slime.verify.batch import RandomSample, make_samples
 from slime.verify.check import check_gradients, check_log_probs
 from slime.verify.engine import engine_log_probs
 from slime.verify.rank import VerifyJob, verify_rank
-from slime.verify.reference import Scores
+from slime.verify.reference import Scores, reference_scores
 from slime.verify.run import Target, verify
 from slime.verify.small import VerifyError, cut_down, make_small
 
@@ -123,6 +123,14 @@ def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, t
     with pytest.raises(VerifyError, match="cannot make a small model of this family") as error:
         verify(target(str(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+def test_a_quantized_model_is_verified_without_its_quantization(tmp_path: Path) -> None:
+    """Its weights are random and in float32; the package of its quantization need not be there."""
+    LlamaConfig(**BIG, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path)
+    small = make_small(str(tmp_path), tmp_path / "small", 2, 2)
+    assert "quantization_config" not in json.loads((small.folder / "config.json").read_text())
+    assert reference_scores(small.folder, make_samples(), with_gradients=False).log_probs
 
 
 @pytest.mark.parametrize(
