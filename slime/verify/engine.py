@@ -19,7 +19,9 @@ from slime.weights.audit import score
 START_SECONDS = 300.0
 
 
-def engine_log_probs(model: Path, engine: str, samples: list[RandomSample], logs: Path) -> dict[int, Tensor]:
+def engine_log_probs(
+    model: Path, engine: str, samples: list[RandomSample], logs: Path, trust_remote_code: bool = False
+) -> dict[int, Tensor]:
     """Start a server with the model, and return its log-probs by position, float32 ``[response_length]``.
 
     Args:
@@ -28,6 +30,7 @@ def engine_log_probs(model: Path, engine: str, samples: list[RandomSample], logs
     """
     values = {"hf_checkpoint": str(model), "rollout_backend": engine, "rollout_dtype": "float32", "deterministic": True}
     values |= {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 1, "threads_per_process": 1}
+    values |= {"trust_remote_code": trust_remote_code}
     args = Args().with_values(**values)
     process = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=logs / f"{engine}.log")
     try:

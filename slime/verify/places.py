@@ -112,7 +112,7 @@ def write_model(weights: dict[str, Tensor], like: Path, folder: Path) -> None:
     """Write a model with other weights than the model ``like``."""
     folder.mkdir(parents=True)
     for file in like.iterdir():
-        if not file.name.startswith("model"):
+        if ".safetensors" not in file.name:  # the code of the model, if it has its own, is modeling_*.py
             shutil.copy(file, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

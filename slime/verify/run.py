@@ -111,7 +111,7 @@ def verify(target: Target) -> Verified:
             wrong = _wrong_places(target, job, folder, samples)
             guess = _explain(target, wrong[0], folder, samples) if wrong else ""
         if target.engine is not None:
-            found = engine_log_probs(small.folder, target.engine, samples, folder)
+            found = engine_log_probs(small.folder, target.engine, samples, folder, target.trust_remote_code)
             checks.append(check_log_probs(expected.log_probs, [found], f"log-probs of the {target.engine} engine"))
     parameters = wrong[0].place.parameters if wrong else ()
     return Verified(small, target.world_size, checks, [one.place.name for one in wrong], parameters, guess)

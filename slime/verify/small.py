@@ -148,12 +148,12 @@ def _set_layers(small: PreTrainedConfig, given: dict[str, Any], layers: int) -> 
         small.num_nextn_predict_layers = 0
 
 
-def save_small(config: PreTrainedConfig, folder: Path, seed: int = 0) -> None:
+def save_small(config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remote_code: bool = False) -> None:
     """Write a random model. Norms and biases are random too, so that a wrong one is found."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2:
@@ -194,7 +194,7 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
         raise VerifyError(f"{model}: its config.json has {text.num_hidden_layers} layers")
     try:
         small = cut_down(text, layers, heads)
-        save_small(small, folder)
+        save_small(small, folder, trust_remote_code=trust_remote_code)
     except UNKNOWN as error:
         raise unknown_family(model, text.model_type, error) from error
     experts = next((given for name in ("num_experts", "n_routed_experts", "num_local_experts")

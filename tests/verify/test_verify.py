@@ -133,6 +133,26 @@ def test_a_quantized_model_is_verified_without_its_quantization(tmp_path: Path) 
     assert reference_scores(small.folder, make_samples(), with_gradients=False).log_probs
 
 
+@pytest.mark.real
+def test_a_model_with_code_of_its_own_is_verified(here: Any, tmp_path: Path) -> None:
+    """Its variants, which find the wrong part, and its engine run this code too."""
+    config = LlamaConfig(**BIG, vocab_size=300).to_dict()
+    code = {"AutoConfig": "configuration_mine.Mine", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": code}))
+    (tmp_path / "configuration_mine.py").write_text(
+        "from transformers import LlamaConfig\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (tmp_path / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_mine import Mine\n\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+    here(lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up))
+    found = verify(Target(str(tmp_path), layers=2, trust_remote_code=True))
+    assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"], found.checks
+    assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
+    assert found.checks[-1].what == "log-probs of the embedded engine" and found.checks[-1].good, found.checks
+
+
 @pytest.mark.parametrize(
     "damage",
     [{"num_attention_heads": 0, "num_key_value_heads": 0}, {"num_attention_heads": 1, "num_key_value_heads": 4},
@@ -204,7 +224,7 @@ def test_an_engine_that_receives_something_else_is_named(
 ) -> None:
     """A real engine gets a copy of the model and of the samples; what is wrong there is not blamed on the trainer."""
 
-    def engine(model: Path, name: str, samples: list[RandomSample], logs: Path) -> dict[int, torch.Tensor]:
+    def engine(model: Path, name: str, samples: list[RandomSample], logs: Path, trust: bool) -> dict[int, torch.Tensor]:
         copy = Path(shutil.copytree(model, tmp_path / "copy"))
         received = [RandomSample(**{**sample, "tokens": [*sample["tokens"]]}) for sample in samples]
         if plant is not None:
