@@ -64,8 +64,9 @@ def reference_scores(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        buffers = {name for name, _ in model.named_buffers()}
+            for buffer in model.buffers():  # they have no gradient, and may have other names in the checkpoint
+                buffer.data = torch.full_like(buffer, math.inf) if buffer.is_floating_point() else buffer
         gradients = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
-        found.gradients = {name: g for name, g in gradients.items() if name not in buffers}
+        found.gradients = {name: g for name, g in gradients.items() if not g.isinf().all()}
         found.grad_norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in found.gradients.values()))
     return found

@@ -155,9 +155,10 @@ def save_small(config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remo
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+        # A bias of the choice of experts is a buffer in some families.
+        for tensor in model.state_dict().values():
+            if tensor.dim() < 2 and tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape) * 0.2)
         for module in model.modules():
             # transformers makes it zero, and the gradient of a norm of zeros would be larger than all others.
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:

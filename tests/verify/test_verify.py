@@ -25,6 +25,7 @@ from slime.verify import run as verify_run
 from slime.verify.batch import RandomSample, make_samples
 from slime.verify.check import check_gradients, check_log_probs
 from slime.verify.engine import engine_log_probs
+from slime.verify.places import load_weights
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores, reference_scores
 from slime.verify.run import Target, verify
@@ -114,6 +115,15 @@ def test_what_bounds_attention_is_cut_down_too(family: str, sizes: dict[str, int
     """Otherwise it would have no effect on samples of at most 19 tokens."""
     small = cut_down(getattr(transformers, family)(), 2)
     assert {name: getattr(small, name) for name in sizes} == sizes
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3Config", "MiniMaxM2Config"])
+def test_the_bias_of_the_choice_of_experts_is_random(tmp_path: Path, family: str) -> None:
+    """With zeros, a backend that neither reads nor uses it would be right."""
+    getattr(transformers, family)().save_pretrained(tmp_path)
+    make_small(str(tmp_path), tmp_path / "small", 2, 2)
+    biases = [t for name, t in load_weights(tmp_path / "small").items() if name.endswith("e_score_correction_bias")]
+    assert biases and all(bias.ne(0).all() for bias in biases)
 
 
 @pytest.mark.parametrize("family", ["LongcatFlashConfig", "DeepseekV2Config"])
