@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.verify.places import in_layer, in_order, part_of
+from slime.verify.places import in_order, parts_of
 from slime.verify.reference import Scores
 
 LOG_PROB = 2e-4
@@ -106,20 +106,20 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
             note += f" (each is {known[0]:.4g} times the right one)"
     else:
         note += ": a sum over tensor-, sequence- or context-parallel ranks is missing there, or its backward is wrong"
-        note += f"; in the backward pass, {', '.join(_begin_of_error(wrong))} differ first"
+        note += f"; in the backward pass, {', '.join(_begin_of_error(wrong, expected.gradients))} differ first"
     return Check("gradients", False, worst, GRADIENT, first, note)
 
 
-def _begin_of_error(wrong: Collection[str]) -> list[str]:
+def _begin_of_error(wrong: Collection[str], everything: Collection[str]) -> list[str]:
     """Return the wrong parameters of the last part of the model, where the backward pass meets the error first.
 
     An error of a gradient spreads to all parts before it. Parameters outside of layers are returned only if there are
     no others: the embedding comes before all layers, and may be shared with the output layer.
     """
-    parts: dict[str, list[str]] = {}
+    part_of, parts = parts_of(everything), dict[str, list[str]]()
     for name in wrong:
-        if in_layer(name):
-            parts.setdefault(part_of(name), []).append(name)
+        if name in part_of:
+            parts.setdefault(part_of[name], []).append(name)
     return parts[max(parts, key=in_order)] if parts else list(wrong)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_WRITES = re.compile(r"\.(o_proj|down_proj|out_proj|c_proj|dense_4h_to_h|w2|wo|dense)\.(weight|bias)$")
+_WRITES = re.compile(r"\.(o_proj|down_proj|out_proj|c_proj|dense_4h_to_h|w2|wo|dense)([._](weight|bias))?$")
 OUTSIDE = "embeddings, final norm or output layer"
 
 
@@ -40,44 +40,57 @@ class Place:
 def write_variants(model: Path, folder: Path) -> list[Place]:
     """Write a variant for every part of the model below ``folder``; none if its projections have unknown names."""
     weights = load_weights(model)
+    parts = parts_of(weights)
     writers: dict[str, list[str]] = {}
     for name in weights:
-        if _LAYER.search(name) and _WRITES.search(name):
-            writers.setdefault(part_of(name), []).append(name)
+        if name in parts and _WRITES.search(name):
+            writers.setdefault(parts[name], []).append(name)
     places = []
     for number, part in enumerate([OUTSIDE, *sorted(writers, key=in_order)] if writers else []):
         silent = {name for other, names in writers.items() if other != part for name in names}
         variant = folder / f"variant_{number}"
         write_model({name: t * 0 if name in silent else t for name, t in weights.items()}, model, variant)
-        inside = [name for name in weights if (part_of(name) if _LAYER.search(name) else OUTSIDE) == part]
+        inside = [name for name in weights if parts.get(name, OUTSIDE) == part]
         places.append(Place(part, tuple(inside), variant))
     return places
 
 
-def in_layer(name: str) -> bool:
-    """Return whether a tensor belongs to a numbered layer."""
-    return _LAYER.search(name) is not None
+def parts_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the parts of all tensors in numbered layers. A norm of the layer belongs to the part that it surrounds.
 
-
-def part_of(name: str) -> str:
-    """Return the part of a layer to which a tensor belongs. A norm of the layer belongs to the part that it surrounds.
-
-    >>> part_of("model.layers.1.mlp.experts.0.down_proj.weight")
-    'model.layers.1.mlp'
+    >>> list(parts_of(["layers.1.mlp.experts.0.w2.weight", "layers.1.ln_2.weight"]).values())
+    ['layers.1.mlp', 'layers.1.mlp']
     """
-    match = _LAYER.search(name)
-    assert match is not None, "only tensors of layers have a part"
-    layer, part = name[: match.end() - 1], name[match.end() :].partition(".")[0]
-    if "norm" in part or part.startswith("ln_"):
-        of_mlp = part in ("post_attention_layernorm", "ln_2") or "mlp" in part or "feedforward" in part
-        part = "mlp" if of_mlp else "self_attn"
-    return f"{layer}.{part}"
+    found = {
+        name: (name[: match.end() - 1], name[match.end() :].partition(".")[0])
+        for name in names
+        if (match := _LAYER.search(name))
+    }
+    kinds = set(found.values())
+    return {name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in found.items()}
+
+
+def _surrounded(layer: str, part: str, kinds: set[tuple[str, str]]) -> str:
+    """Return the part to which a norm of a layer belongs; another part is returned as it is."""
+    is_norm = lambda name: "norm" in name or name.startswith("ln_")  # noqa: E731
+    if not is_norm(part):
+        return part
+    inside = [other for place, other in kinds if place == layer]
+    # Where the MLP has norms of its own, the one with this name follows the attention.
+    before = part == "post_attention_layernorm" and not any("feedforward" in other for other in inside)
+    of_mlp = before or part == "ln_2" or "mlp" in part or "feedforward" in part
+    others = [other for other in inside if not is_norm(other) and _is_mlp(other) == of_mlp]
+    return min(others, default="mlp" if of_mlp else "self_attn")
+
+
+def _is_mlp(part: str) -> bool:
+    return "attn" not in part and "attention" not in part
 
 
 def in_order(part: str) -> tuple[int, bool, str]:
     """Return a key that sorts parts of layers by the order in which they run: a layer's attention before its MLP."""
     match = _LAYER.search(f"{part}.")
-    return int(match[1]) if match else -1, "attn" not in part and "attention" not in part, part
+    return int(match[1]) if match else -1, _is_mlp(part), part
 
 
 @dataclass(frozen=True)

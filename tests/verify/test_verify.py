@@ -25,7 +25,7 @@ from slime.verify import run as verify_run
 from slime.verify.batch import RandomSample, make_samples
 from slime.verify.check import check_gradients, check_log_probs
 from slime.verify.engine import engine_log_probs
-from slime.verify.places import load_weights
+from slime.verify.places import load_weights, parts_of
 from slime.verify.rank import VerifyJob, verify_rank
 from slime.verify.reference import Scores, reference_scores
 from slime.verify.run import Target, verify
@@ -184,6 +184,37 @@ def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> 
     lines = "\n".join(table(target(llama), found))
     assert "wrong outputs: model.layers.0.mlp" in lines and "its outputs are as if mlp.gate_proj" in lines
     assert lines.endswith("NOT verified")
+
+
+def test_wrong_experts_whose_projections_are_one_tensor_are_named(here: Any, tmp_path: Path) -> None:
+    """The tensors of gpt-oss have names without an end such as .weight, and biases of their own."""
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    transformers.GptOssConfig().save_pretrained(tmp_path)
+    original = modeling_gpt_oss.GptOssMLP.forward
+
+    def halved(self: Any, x: torch.Tensor) -> Any:
+        out, *others = original(self, x)
+        return (out / 2, *others)
+
+    here(lambda patch: patch.setattr(modeling_gpt_oss.GptOssMLP, "forward", halved))
+    assert verify(target(str(tmp_path))).places == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("others", "norm", "part"),
+    [
+        (["self_attn.o_proj", "mlp.down_proj"], "post_attention_layernorm", "mlp"),
+        (["self_attn.o_proj", "block_sparse_moe.gate"], "post_attention_layernorm", "block_sparse_moe"),
+        (["linear_attn.out_proj", "mlp.down_proj"], "input_layernorm", "linear_attn"),
+        (["self_attn.o_proj", "mlp.down_proj", "post_feedforward_layernorm"], "post_attention_layernorm", "self_attn"),
+        (["self_attn.o_proj", "mlp.down_proj", "post_mlp_layernorm"], "post_attention_layernorm", "mlp"),
+    ],
+    ids=["llama", "mixtral", "qwen3-next", "gemma", "glm-4"],
+)
+def test_a_norm_belongs_to_the_part_that_it_surrounds(others: list[str], norm: str, part: str) -> None:
+    names = [f"model.layers.0.{name}.weight" for name in [*others, norm]]
+    assert parts_of(["model.norm.weight", *names])[names[-1]] == f"model.layers.0.{part}"
 
 
 def test_a_wrong_norm_of_one_layer_is_named(here: Any, llama: str) -> None:
