@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 VOCAB = 61
 """Not divisible by any parallel size, so that vocabulary-parallel layers are padded."""
 LIMITS = {
-    "vocab_size": VOCAB,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -92,11 +91,11 @@ def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTraine
             setattr(small, name, min(value, most))
     _set_heads(small, given, heads)
     _set_layers(small, given, max(layers, _least_layers(given)))
-    vocabulary = min(given.get("vocab_size") or VOCAB, VOCAB)
+    small.vocab_size = VOCAB  # the tokens of the batch, also if the model has fewer
     for name, place in SPECIAL.items():
         token = given.get(name)
         token = token[0] if isinstance(token, list) and token else token
-        if isinstance(token, int) and token >= vocabulary:
+        if isinstance(token, int) and token >= VOCAB:
             setattr(small, name, place)
     if "initializer_range" in given:
         small.initializer_range = 0.2  # otherwise the outputs of a small model hardly depend on its weights

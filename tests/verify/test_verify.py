@@ -135,6 +135,12 @@ def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, t
     assert "\n" not in str(error.value)
 
 
+def test_a_model_with_fewer_tokens_than_the_batch_is_verified(tmp_path: Path) -> None:
+    LlamaConfig(**BIG, vocab_size=32, pad_token_id=31).save_pretrained(tmp_path)
+    small = make_small(str(tmp_path), tmp_path / "small", 2, 2)
+    assert reference_scores(small.folder, make_samples(), with_gradients=False).log_probs
+
+
 def test_a_quantized_model_is_verified_without_its_quantization(tmp_path: Path) -> None:
     """Its weights are random and in float32; the package of its quantization need not be there."""
     LlamaConfig(**BIG, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path)
