@@ -45,6 +45,7 @@ class Bench:
         self.limit, self.tool_answer = limit, tool_answer
         self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # whether aborted samples are continued
         self.notes: list[str] = []
+        self.entries: dict[str, object] = {}  # an answer of the user's reward function, if it returns dicts
         self.generated: list[Group] | None = None  # the result of the user's generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
         self._engine: EngineProcess | None = None
@@ -134,7 +135,7 @@ class Bench:
                     self._answer(sample, place)
                 if rewards and sample.reward is None:
                     value, key = (1.0 if place == 0 else 0.0), self.args.reward_key
-                    sample.reward = {key: value} if key else value
+                    sample.reward = {**self.entries, key: value} if key else value
         return groups
 
     def _answer(self, sample: Sample, place: int) -> None:

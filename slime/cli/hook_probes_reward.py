@@ -92,6 +92,7 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
                 raise wrong(fn, f"it returns a dict with the keys {keys}: select one with {option}")
             if key not in reward:
                 raise wrong(fn, f"its dict has no {key!r} ({option}), only {', '.join(map(str, reward))}")
+            bench.entries = bench.entries if bench.evaluates else reward
             reward = reward[key]
         try:
             number = float(reward)  # type: ignore[arg-type]  # this tests whether it is a number

@@ -200,6 +200,13 @@ def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[i
     assert "in addition, train.py would refuse these flags on this machine:\n      --rollout-batch-size 0" in report
 
 
+def test_a_filter_sees_all_entries_of_the_reward(check: Callable[..., tuple[int, str]]) -> None:
+    code = "async def rm(args, sample, **kw): return {'score': float(sample.label in sample.response), 'words': 3}"
+    code += "\ndef keep(args, group): return all(s.reward['words'] < 9 for s in group)"
+    status, report = check(code, RM, "hooks.py:rm", "--reward-key", "score", FILTER, "hooks.py:keep")
+    assert status == 0 and "mixed: kept" in report, report
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "status", "said"),
     [
