@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import flags_of
@@ -158,13 +159,12 @@ def check_megatron(args: Args) -> list[str]:
         *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
         *([_NO_FP16] if args.train_dtype == "float16" else []),
-        *_offload_problems(args),
+        *_offload_problems(args.megatron),
     ]
 
 
-def _offload_problems(args: Args) -> list[str]:
+def _offload_problems(given: Mapping[str, Any]) -> list[str]:
     """Report flags that do not fit ``--optimizer-cpu-offload``."""
-    given = args.megatron
     fraction = given.get("optimizer_offload_fraction")
     problems = []
     if fraction is not None and not 0.0 <= fraction <= 1.0:
