@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +40,9 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     try:
         limit = LIMIT_SECONDS if seconds is None else float(seconds)
     except ValueError:
-        raise CommandError("--check-timeout needs a number of seconds") from None
+        limit = 0.0
+    if not 0.0 < limit < math.inf:
+        raise CommandError("--check-timeout needs a number of seconds")
     args, problems = check_args(words)
     hooks = list(named_hooks(args))
     if not hooks:
@@ -144,6 +147,7 @@ def _load(name: str, path: str) -> Any:
 
 def _own_flag(argv: list[str], option: str) -> tuple[list[str], str | None]:
     """Remove a flag of this command from the words; return the other words and the flag's value."""
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
     if option not in argv:
         return argv, None
     at = argv.index(option)

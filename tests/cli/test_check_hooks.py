@@ -536,7 +536,7 @@ def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
 
 def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text("import time\ndef rm(args, sample):\n    time.sleep(1000)\n")
-    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks.py:rm", "--check-timeout", "2"]
+    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks.py:rm", "--check-timeout=2"]
     done = subprocess.run(
         [sys.executable, "-m", "slime.cli.main", "check-hooks", *flags], cwd=tmp_path, capture_output=True, text=True,
         timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -551,7 +551,9 @@ def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["summary", "x", "--no-such-flag"])
     assert stopped.value.code == 2
-    assert main(["check-hooks", "--check-timeout"]) == 1
+    for words in (["--check-timeout"], ["--check-timeout=nan"], ["--check-timeout", "0"], ["--check-timeout", "soon"]):
+        assert main(["check-hooks", *words]) == 1
+        assert "--check-timeout needs a number of seconds" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_no_blocked_event_loop() -> None:
