@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
             f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
             "give a local folder with that file; weights are not needed"
         )
+    run = replace(run, work=replace(run.work, log_prob_passes=_log_prob_passes(args)))
     made = make_plan(run)
     both = run.train is not None and run.engine is not None
     others = best(run, options.gpus or made.gpus, options.search) if both and options.search else []
@@ -85,6 +90,15 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     else:
         print("\n".join(page(made, others, found, words)))
     return int(not made.fits)
+
+
+def _log_prob_passes(args: Args) -> int:
+    from slime.backends.needs import TrainNeeds
+
+    needs = TrainNeeds.from_args(args)
+    steps = args.num_steps_per_rollout or 1
+    old = needs.trains and not needs.engine_log_probs and (needs.old_log_probs or steps > 1)
+    return needs.ref_log_probs + needs.teacher_log_probs + (old or needs.rollout_entropy)
 
 
 def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:

@@ -6,7 +6,6 @@ from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from slime.backends.needs import TrainNeeds
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 from slime.data.schedule import PackingSettings
@@ -35,7 +34,8 @@ def read_run(
     sigma: float = 0.0,
     lengths: tuple[int, ...] = (),
 ) -> Run | None:
-    """Read a run from resolved flags; None if config.json of the model is not on this machine.
+    """Read a run from resolved flags; None if config.json of the model is not on this machine. The passes for log-probs
+    are left to the caller.
 
     Args:
         response_tokens: Mean length, before those above the largest length are cut; None for the largest length, which
@@ -60,7 +60,6 @@ def read_run(
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
         shared_prompts=packing.shares_prompts and (packing.dynamic or packing.micro_batch_size > 1),
-        log_prob_passes=_log_prob_passes(args),
         lengths=lengths,
     )
     place = Placement(
@@ -73,13 +72,6 @@ def read_run(
     train = None if args.debug_rollout_only else _train(args, micro_batch)
     engine = None if args.debug_train_only or args.rollout_external_engine_addrs else _engine(args)
     return Run(model, kind, train, engine, place, work, asynchronous)
-
-
-def _log_prob_passes(args: Args) -> int:
-    needs = TrainNeeds.from_args(args)
-    steps = args.num_steps_per_rollout or 1
-    old = needs.trains and not needs.engine_log_probs and (needs.old_log_probs or steps > 1)
-    return needs.ref_log_probs + needs.teacher_log_probs + (old or needs.rollout_entropy)
 
 
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:
