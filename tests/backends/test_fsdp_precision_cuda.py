@@ -112,5 +112,5 @@ def test_float8_layers_follow_bfloat16(llama: Path, recipe: str, compiled: bool)
     # rowwise, by 5%.
     assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.2)
     gap = "train/train_rollout_logprob_abs_diff"  # to given log-probs: as different as those of the two forwards
-    assert got[gap] == pytest.approx(want[gap], rel=0.08)
+    assert got[gap] == pytest.approx(want[gap], rel=0.08 if compiled and "rowwise" in recipe else 0.04)
     assert got["train/grad_norm"] != want["train/grad_norm"], "the products were computed with 8 bits"

@@ -113,6 +113,18 @@ class Started:
         return self.hosts[-1]
 
 
+def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def launch(index: int) -> Any:
+        order.append(f"launch {index}")
+
+    fleet: Any = EngineFleet(fleet_args(True), tmp_path, launch, specs(2), ())
+    fleet._wait_ready, fleet._start_routers = (lambda engine: order.append(f"wait {engine.index}")), lambda: None
+    fleet.start(lambda done, total: None, lambda: order.append("meanwhile"))
+    assert order == ["launch 0", "launch 1", "meanwhile", "wait 0", "wait 1"]
+
+
 def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> None:
     started = Started(tmp_path)
     fleet, (first, second) = started.fleet, started.hosts
