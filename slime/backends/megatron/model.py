@@ -51,6 +51,7 @@ from slime.backends.megatron.modules import (
     gather_or_copy,
     plain_residual,
 )
+from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow, require_one_node
 from slime.backends.megatron.rotary import LatentRotary, PackedRotary
 from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
@@ -199,6 +200,8 @@ def build_chunk(
             :func:`~slime.backends.megatron.rotary.window_frequencies`.
         delta_nets: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`.
     """
+    if settings.get("tp_comm_overlap"):
+        require_one_node(mpu.get_tensor_model_parallel_group())
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
@@ -267,16 +270,28 @@ def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
+@dataclass(frozen=True)
+class Linear:
+    """The classes of linear layers whose output features, or input features, are divided among ranks."""
+
+    column: type[ColumnParallelLinear]
+    row: type[RowParallelLinear]
+
+
+PLAIN = Linear(ColumnParallelLinear, RowParallelLinear)
+OVERLAPPED = Linear(OverlappedColumn, OverlappedRow)
+
+
 def block_spec(
     config: TransformerConfig, settings: Settings, vp_stage: int | None, delta_nets: DeltaNets | None = None
 ) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer of the model."""
     with_experts = moe_layers(settings)
-    linear = settings.get("linear_attention_freq") or [0] * config.num_layers
+    recurrent = settings.get("linear_attention_freq") or [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, settings, with_experts[i], delta_nets if linear[i] else None) for i in here],
+        layer_specs=[layer_spec(config, settings, with_experts[i], delta_nets if recurrent[i] else None) for i in here],
         layer_norm=RMSNorm,
     )
 
@@ -285,10 +300,11 @@ def layer_spec(
     config: TransformerConfig, settings: Settings, with_experts: bool, delta_nets: DeltaNets | None = None
 ) -> ModuleSpec:
     """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of attention."""
+    linear = OVERLAPPED if settings.get("tp_comm_overlap") else PLAIN
     if delta_nets is not None:
         attention = ModuleSpec(module=PackedDeltaNet, params={"nets": delta_nets})
     else:
-        attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
+        attention = _latent_attention(linear) if config.multi_latent_attention else _attention(settings, linear)
     plain: ModuleSpec | Callable[..., object] = plain_residual
     if settings.get("residual_scale"):
         plain = ModuleSpec(module=ScaledResidual, params={"scale": settings["residual_scale"]})
@@ -301,13 +317,13 @@ def layer_spec(
             self_attention=attention,
             self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain,
             pre_mlp_layernorm=input_norm,
-            mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),
+            mlp=_experts(linear) if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp(linear)),
             mlp_bda=normed if settings.get("post_mlp_layernorm") else plain,
         ),
     )
 
 
-def _attention(settings: Settings) -> ModuleSpec:
+def _attention(settings: Settings, linear: Linear) -> ModuleSpec:
     norm: type[nn.Module] = IdentityOp
     if settings.get("qk_layernorm"):
         norm = HeadsRMSNorm if settings.get("qk_norm_over_heads") else RMSNorm
@@ -315,38 +331,38 @@ def _attention(settings: Settings) -> ModuleSpec:
         module=GatedAttention,
         params=_CAUSAL,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=linear.column,
             core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=linear.row,
             q_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_attention_heads"]}),
             k_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_query_groups"]}),
         ),
     )
 
 
-def _latent_attention() -> ModuleSpec:
+def _latent_attention(linear: Linear) -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
         params=_CAUSAL,
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
+            linear_q_proj=linear.column,
             linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
+            linear_q_up_proj=linear.column,
             linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
+            linear_kv_up_proj=linear.column,
             core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=linear.row,
             q_layernorm=LatentRMSNorm,
             kv_layernorm=LatentRMSNorm,
         ),
     )
 
 
-def _mlp() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _mlp(linear: Linear) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=linear.column, linear_fc2=linear.row)
 
 
-def _experts() -> ModuleSpec:
-    shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp())
+def _experts(linear: Linear) -> ModuleSpec:
+    shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp(linear))
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
     return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})

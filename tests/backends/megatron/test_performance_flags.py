@@ -12,7 +12,7 @@ from slime.config.megatron_flags import PERFORMANCE
 class Config:
     use_precision_aware_optimizer: bool = False
     moe_enable_deepep: bool = False
-    tp_comm_overlap: bool = False
+    moe_flex_dispatcher_backend: bool = False
     num_layers: int = 0
 
 
