@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -35,7 +36,11 @@ def verify_model(target: Target, as_json: bool = False) -> int:
     except (VerifyError, RankError, ServerFailed) as error:
         raise CommandError(str(error)) from error
     if as_json:
-        print(json.dumps(asdict(result) | {"good": result.good}, indent=2, default=str))
+        facts = asdict(result) | {"good": result.good}
+        for check in facts["checks"]:
+            if not math.isfinite(check["largest"]):  # JSON has no infinity
+                check["largest"] = None
+        print(json.dumps(facts, indent=2, default=str, allow_nan=False))
     else:
         for line in table(target, result):
             print(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from slime.cli import replay as replay_command
 from slime.cli import verify as verify_command
 from slime.cli.main import main
 from slime.cli.replay import ReplayOptions
+from slime.verify import run as verify_run
+from slime.verify.check import Check
+from slime.verify.run import Verified
+from slime.verify.small import SmallModel
 
 
 def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, bool]:
@@ -54,6 +60,17 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[
     target, as_json = asked_of_verify(monkeypatch, *words)
     assert (target.model, target.backend, target.engine, target.layers) == ("models/mine", "fsdp", "embedded", 4)
     assert (target.sizes, target.world_size, as_json) == (sizes, ranks, False)
+
+
+def test_json_of_an_infinite_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [Check("log-probs", False, math.inf, 1e-4), Check("weights", True, 0.5, 1.0)]
+    result = Verified(SmallModel(Path("small"), 2, "2 layers"), 1, checks)
+    monkeypatch.setattr(verify_run, "verify", lambda target: result)
+    target: Any = None
+    assert verify_command.verify_model(target, as_json=True) == 1
+    printed = capsys.readouterr().out
+    facts = json.loads(printed, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [check["largest"] for check in facts["checks"]] == [None, 0.5]
 
 
 def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
