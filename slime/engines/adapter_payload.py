@@ -64,13 +64,18 @@ def adapter_payload(bucket: Bucket, shared: bool, digests: bool) -> AdapterPaylo
     """Copy the factors to host memory, and compute their digests if these are wanted.
 
     The memory is new for each version: an engine that got it in shared memory keeps it as long as it has the version.
+    It is shared from the start, so that the copy is complete before an engine pauses for it.
     """
     import torch
 
     from slime.engines.flat import Bucket, flatten, layout
 
     entries, size = layout(bucket.tensors)
-    flat = flatten(bucket.tensors, entries, size).cpu()
+    flat = _shared(size) if shared else torch.zeros(size, dtype=torch.uint8)
+    if bucket.tensors[0][1].is_cuda:  # one copy between the devices
+        flat.copy_(flatten(bucket.tensors, entries, size))
+    else:
+        flatten(bucket.tensors, entries, size, flat)
     own = [(entry.name, entry.view(flat)) for entry in entries]
     if not shared:  # a pickle of a view would contain the whole buffer
         own = [(name, tensor.clone()) for name, tensor in own]
@@ -78,6 +83,14 @@ def adapter_payload(bucket: Bucket, shared: bool, digests: bool) -> AdapterPaylo
     sums = {name: _sha256(tensor) for name, tensor in own} if digests else None
     assert all(tensor.device == torch.device("cpu") for _, tensor in own)
     return AdapterPayload(copy, sums, shared)
+
+
+def _shared(size: int) -> torch.Tensor:
+    """Return zeroed bytes that other processes can open by name."""
+    import torch
+
+    storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _sha256(tensor: torch.Tensor) -> str:

@@ -76,7 +76,8 @@ class AdapterTransport:
             result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
         if buckets.factors is None:
             return result
-        source = await asyncio.to_thread(adapter_payload, buckets.factors, self.shared, self.digests)
+        digests = self.digests and any(engine.capabilities.adapter_digests for engine in engines)
+        source = await asyncio.to_thread(adapter_payload, buckets.factors, self.shared, digests)
         place: AdapterPayload | Path = (
             source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
         )
