@@ -52,24 +52,13 @@ def save_tiny_qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
     return path
 
 
-def save_tiny_qwen3_moe(path: Path, seed: int = 0) -> Path:
+def save_tiny_qwen3_moe(path: Path, seed: int = 0, **changes: Any) -> Path:
     """Four experts, two active: one tensor per expert on disk, fused in memory."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    config: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16)
+    config |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4)
+    config |= dict(num_experts_per_tok=2, tie_word_embeddings=False, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config | changes)).save_pretrained(path)
     return path
 
 

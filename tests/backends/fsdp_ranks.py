@@ -139,17 +139,25 @@ def cpu_offload(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_
 
 
 def small_states(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    return _small_states(make, paths["output"] / f"small_{world_size}", "wide")
+
+
+def small_states_of_experts(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """The matrices of a layer's experts are one tensor, of which a rank has those of some experts."""
+    return _small_states(make, paths["output"] / f"small_experts_{world_size}", "wide_experts")
+
+
+def _small_states(make: Callable[..., FsdpBackend], folder: Path, model: str) -> Result:
     """Moments of 8 bits: two steps, a snapshot, a third step, and the same step after the snapshot was loaded."""
     if importlib.util.find_spec("torchao") is None:
         return {}
-    folder = paths["output"] / f"small_{world_size}"
     flags = dict(optimizer_8bit=True)
-    backend = make("wide", **flags)
+    backend = make(model, **flags)
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
     backend.save(folder)
     saved = optimizer_state(backend)
     straight = train(backend, make_samples(seed=2))
-    again = make("wide", **flags)
+    again = make(model, **flags)
     again.load(folder)
     loaded = optimizer_state(again)
     resumed = train(again, make_samples(seed=2))
@@ -281,6 +289,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, bfloat16),
     (2, cpu_offload),
     (2, small_states),
+    (2, small_states_of_experts),
     (2, names),
     (2, reference_in_shards),
     (2, resume),
@@ -295,6 +304,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (1, bfloat16),
     (1, cpu_offload),
     (1, small_states),
+    (1, small_states_of_experts),
     (1, load_of_two_ranks),
     (1, hf_export),
     (2, collectives),

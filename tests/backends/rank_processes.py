@@ -38,6 +38,7 @@ def save_models(root: Path) -> dict[str, Path]:
     return {
         "llama": save_tiny_llama(root / "llama"),
         "wide": save_tiny_llama(root / "wide", hidden_size=128, intermediate_size=192, initializer_range=0.05),
+        "wide_experts": save_tiny_qwen3_moe(root / "wide_experts", hidden_size=128, moe_intermediate_size=64),
         "reference": save_tiny_llama(root / "reference", seed=5),
         "qwen3": save_tiny_qwen3(root / "qwen3"),
         "qwen3_moe": save_tiny_qwen3_moe(root / "qwen3_moe"),

@@ -110,15 +110,16 @@ def test_moments_are_zero_after_a_reset(llama: Path, torchao: None) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [((64, 512), 256), ((64, 384), 128), ((64, 576), 64), ((64, 100), None), ((4, 256), None), ((8192,), None)],
-)
-def test_blocks_divide_the_rows_of_a_matrix(shape: tuple[int, ...], block: int | None, torchao: None) -> None:
+    [((64, 512), 256), ((64, 384), 128), ((64, 576), 64), ((64, 100), None), ((4, 256), None), ((8192,), None),
+     ((8, 32, 384), 128), ((8, 32, 100), None)],
+)  # fmt: skip
+def test_blocks_divide_the_rows_of_matrices(shape: tuple[int, ...], block: int | None, torchao: None) -> None:
     parameter = nn.Parameter(torch.zeros(shape))
     tensors = small_adam.plain_tensors(parameter, small_adam.first_state(parameter, True))
     if block is None:
         assert tensors["exp_avg"].dtype == torch.float32
     else:
-        assert tensors["exp_avg.scale"].shape == (shape[0], shape[1] // block)
+        assert tensors["exp_avg.scale"].shape == (shape[0], parameter[0].numel() // block)
 
 
 # --- float8 ----------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """AdamW of torchao, for moments of 8 bits (``--optimizer-8bit``) and weights in bfloat16 (``--bf16-master-weights``).
 
 A moment has 8 bits per value and a float32 scale per block of up to 256 values of a row (Dettmers et al., 8-bit
-Optimizers via Block-wise Quantization, 2021). Matrices whose rows no block size divides, and vectors, have float32
-moments. Weights in bfloat16 are rounded stochastically, so that updates smaller than half a step are not lost: in
-expectation, the rounded weight is the updated one.
+Optimizers via Block-wise Quantization, 2021), also that of a tensor with the matrices of all experts of a layer.
+Matrices whose rows no block size divides, and vectors, have float32 moments. Weights in bfloat16 are rounded
+stochastically, so that updates smaller than half a step are not lost: in expectation, the rounded weight is the updated
+one.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def first_state(parameter: nn.Parameter, eight_bits: bool) -> dict[str, Tensor]:
 
 def _block_size(parameter: nn.Parameter) -> int | None:
     """Return the size of the blocks; None if the moments of a parameter cannot have 8 bits."""
-    if parameter.dim() != 2 or parameter.numel() < SMALLEST:
+    if parameter.dim() < 2 or parameter.numel() < SMALLEST:
         return None
     if isinstance(parameter, DTensor):
         sharded = [n for n, place in enumerate(parameter.placements) if isinstance(place, Shard)]
         if any(parameter.shape[0] % parameter.device_mesh.size(n) for n in sharded):
             return None  # ranks with fewer rows, or none
-    return next((size for size in BLOCKS if parameter.shape[1] % size == 0), None)
+    return next((size for size in BLOCKS if parameter.shape[-1] % size == 0), None)
 
 
 def _in_8_bits(parameter: nn.Parameter, signed: bool, block: int) -> Tensor:
@@ -65,17 +66,21 @@ def _in_8_bits(parameter: nn.Parameter, signed: bool, block: int) -> Tensor:
 
 
 def _like(parameter: nn.Parameter, part: Tensor, columns: int | None = None) -> Tensor:
-    """Return a tensor that has ``part`` on this rank and is sharded as ``parameter``."""
+    """Return a tensor that has ``part`` on this rank and is sharded as ``parameter``.
+
+    Args:
+        columns: The size of its second and last dimension; None for the shape of ``parameter``.
+    """
     if not isinstance(parameter, DTensor):
         return part
-    shape = (parameter.shape[0], parameter.shape[1] if columns is None else columns)
+    shape = parameter.shape if columns is None else torch.Size((parameter.shape[0], columns))
     return DTensor.from_local(
         part,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=torch.Size(shape),
-        stride=(shape[1], 1),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
@@ -96,7 +101,7 @@ def set_lr(adam: torch.optim.Optimizer, lr: float) -> None:
 
 def plain_tensors(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state as tensors without subclasses, which share its memory: an 8-bit moment as ``codes`` (uint8) and
-    ``scale`` (float32, one column per block of a row)."""
+    ``scale`` (float32, one column per block of a row, or of an expert's matrix)."""
     found: dict[str, Tensor] = {}
     for entry, value in state.items():
         part = local(value)
