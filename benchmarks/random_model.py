@@ -98,15 +98,16 @@ def make_config(shape: str) -> Any:
     return config
 
 
-def write_model(shape: str, output: Path, seed: int = 0) -> Path:
-    """Write config, bf16 weights and tokenizer; a folder that is complete is left as it is."""
+def write_model(shape: str, output: Path, seed: int = 0, weights: bool = True) -> Path:
+    """Write config, tokenizer and with ``weights`` bf16 weights; a folder that is complete is left as it is."""
     if (output / "complete").exists():
         return output
     output.mkdir(parents=True, exist_ok=True)
     config = make_config(shape)
     config.save_pretrained(output)
     _write_tokenizer(config.vocab_size, output)
-    _write_weights(config, output, seed)
+    if weights:
+        _write_weights(config, output, seed)
     (output / "complete").touch()
     return output
 

@@ -45,6 +45,9 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument("--no-compile", action="store_true", help="layers as transformers runs them")
+    parser.add_argument(
+        "--no-checkpoint", action="store_true", help="FSDP's ranks make up their own shards: no files, no CPU memory"
+    )
     parser.add_argument("--profile", action="store_true", help="also write a table of one step by kernel")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--name", help="of the files in it")
@@ -57,7 +60,10 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
         tiny = {"a3b": "tiny-experts", "gpt-oss": "tiny-gpt-oss", "qwen3.5": "tiny-qwen3.5"}
         options.shape = next((small for part, small in tiny.items() if part in options.shape), "tiny")
         options.tokens, options.sample_tokens, options.prompt_tokens = 256, 64, 16
-    options.model = options.model or Path("/tmp") / f"random-{options.shape}"
+    if options.no_checkpoint and (options.backend != "fsdp" or int(os.environ.get("WORLD_SIZE", 1)) == 1):
+        parser.error("--no-checkpoint is for several ranks of FSDP")
+    kind = "config" if options.no_checkpoint else "random"
+    options.model = options.model or Path("/tmp") / f"{kind}-{options.shape}"
     return options, rest
 
 
@@ -82,6 +88,38 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     if problems:
         raise SystemExit("\n".join(problems))
     return args
+
+
+def build_without_checkpoint() -> None:
+    """Let ranks of FSDP build a model without values, and fill their shards with random ones where they are.
+
+    The check of the packed model needs values before the model is sharded, and is left out.
+    """
+    import torch
+
+    from slime.backends.collectives import local
+    from slime.backends.fsdp import model as fsdp
+
+    read: Any = fsdp.read_checkpoint
+
+    @torch.no_grad()
+    def fill(scorer: Any, whole: dict[str, Any], device: Any) -> None:
+        config = scorer.hf.config.get_text_config()
+        for parameter in scorer.parameters():
+            part = local(parameter)
+            part.fill_(1.0) if parameter.dim() == 1 else part.normal_(0.0, config.initializer_range)
+        for module in scorer.modules():
+            if module._buffers:  # the frequencies of positions
+                for name, buffer in type(module)(config).named_buffers(recurse=False):
+                    module._buffers[name].copy_(buffer)
+
+    changes: dict[str, Any] = {
+        "read_checkpoint": lambda args, empty=False: read(args, empty=True),
+        "_check": lambda *_: None,
+        "distribute": fill,
+    }
+    for name, function in changes.items():
+        setattr(fsdp, name, function)
 
 
 def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> RankBatch:
@@ -216,7 +254,8 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest
     layout = getattr(backend, "layout", None)  # Megatron's
     if layout is None:
         parameters = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for _, p in backend.named_parameters)
-        sizes = {"weights": 4.0 * parameters, "gradients": 4.0 * parameters, "optimizer": 8.0 * parameters}
+        master, moments = 2.0 if backend.args.bf16_master_weights else 4.0, 2.0 if backend.args.optimizer_8bit else 8.0
+        sizes = {"weights": master * parameters, "gradients": master * parameters, "optimizer": moments * parameters}
     else:  # bf16 weights; float32 masters and moments, over the ranks with equal ones with the distributed optimizer
         own = [p for chunk in backend.chunks for p in chunk.parameters()]
         experts = sum(p.numel() for p in own if not getattr(p, "allreduce", True))
@@ -261,6 +300,8 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0)) or _free_port()
     # torchrun's own store listens on MASTER_PORT: rank 0 opens a second one beside it, for which this must be off.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    if options.no_checkpoint:
+        build_without_checkpoint()
     started = time.perf_counter()
     backend: Any = create_backend(args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank)
     loading = time.perf_counter() - started
@@ -347,7 +388,7 @@ def main() -> None:
     from random_model import write_model
 
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        write_model(options.shape, options.model)
+        write_model(options.shape, options.model, weights=not options.no_checkpoint)
     while not (options.model / "complete").exists():  # another rank writes it
         time.sleep(0.2)
     result = measure(options, rest)
