@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +13,7 @@ from slime.backends.collectives import local
 
 ARENA_BYTES = 2**30
 ALIGNMENT = 64
+PINNING_THREADS = 2  # beside those that torch starts for each piece
 
 
 class Offloader:
@@ -105,12 +107,22 @@ class HostArena:
         small = None
         if self.memory and self.memory[-1].numel() < self.piece_bytes and nbytes > self.nbytes:
             small = self.memory.pop()  # only the last piece may be small
-        while (missing := nbytes - self.nbytes) > 0:
-            size = min(1 << (missing - 1).bit_length(), self.piece_bytes)
-            self.memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
-            if small is not None:
-                self.memory[-1][: small.numel()] = small
-                small = None
+        missing, sizes = nbytes - self.nbytes, list[int]()
+        while missing > 0:
+            sizes.append(min(1 << (missing - 1).bit_length(), self.piece_bytes))
+            missing -= sizes[-1]
+        if self.pinned and len(sizes) > 1:
+            # The pages of one piece are created while another piece is registered.
+            with ThreadPoolExecutor(PINNING_THREADS) as threads:
+                self.memory += threads.map(self._allocate, sizes)
+        else:
+            self.memory += map(self._allocate, sizes)
+        if small is not None:
+            place = self.memory[len(self.memory) - len(sizes)]
+            place[: small.numel()] = small
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
 
     def pieces(self, offset: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Divide ``flat`` (uint8) at the ends of pieces. Yield pairs of host memory, from ``offset`` on, and a part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,15 +27,19 @@ def test_bytes_come_back_wherever_the_pieces_end(sizes: list[int]) -> None:
         assert torch.equal(back, tensor)
 
 
-def test_memory_is_kept_and_grows() -> None:
-    arena = HostArena(piece_bytes=16, pinned=False)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_memory_is_kept_and_grows(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostArena, "_allocate", lambda _, size: torch.zeros(size, dtype=torch.uint8))
+    arena = HostArena(piece_bytes=16, pinned=pinned)
     arena.reserve(20)
     first = arena.memory[0]
+    arena.memory[1].fill_(7)
     arena.reserve(7)
     assert arena.nbytes == 20  # 16 + 4
     arena.reserve(40)
     assert arena.memory[0] is first
     assert [piece.numel() for piece in arena.memory] == [16, 16, 8]
+    assert arena.memory[1].tolist() == [7] * 4 + [0] * 12
 
 
 def test_on_the_cpu_there_is_nothing_to_give_back() -> None:
