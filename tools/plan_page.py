@@ -43,6 +43,7 @@ TRAINING = (
     "h200_optimizer_cpu_offload.jsonl",
     "h200_train_mfu_november_26.jsonl",
     "h200_train_mfu_november_26_later.jsonl",
+    "h200_train_mfu_november_26_night.jsonl",
 )
 OLD_EXPERTS = "kernels of experts that have been replaced"
 OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"
@@ -93,7 +94,8 @@ def rows() -> Iterator[Row]:
     """All rows of H200s that say what was run."""
     for name in TRAINING:
         for row in read(name):
-            if row["shape"] in SHAPES and not row.get("disturbed"):
+            overlapped = "--tp-comm-overlap" in row.get("flags", ())
+            if row["shape"] in SHAPES and not overlapped and not row.get("disturbed"):
                 yield from _training(name.partition(".")[0], row)
     yield from _decoding()
     yield from _colocated_step()
