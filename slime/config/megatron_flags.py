@@ -202,7 +202,10 @@ FSDP_ONLY = (
 )
 
 
-UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}
+UNDERSTOOD = {
+    *("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "grad_reduce_in_bf16",
+}
 
 
 DROPOUTS = ("attention_dropout", "hidden_dropout")

@@ -181,7 +181,7 @@ def _data_parallel(
     rate = BULK * _link(kind, layout.world_size, gpus_per_node)
     if train.backend == "fsdp":
         ranks = train.shards or layout.world_size
-        moved = (2.0 * 2 + 4.0) * model.parameters * (ranks - 1) / ranks * batch.count
+        moved = (2.0 * 2 + train.gradient_bytes) * model.parameters * (ranks - 1) / ranks * batch.count
         layers = max(model.shape.layers, 1)
         # The exchange of one layer overlaps the computation of another; the first gather and the last sum do not.
         return max(moved / rate - 0.9 * compute, 0.0) + moved / rate / layers

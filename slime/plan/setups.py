@@ -61,7 +61,7 @@ class TrainSetup:
         tokens: Tokens of a micro-batch on each GPU (``--max-tokens-per-gpu``).
         shards: Ranks over which FSDP splits parameters; 0 for all.
         recomputed: Layers whose activations are recomputed; -1 for all.
-        gradient_bytes: 2 or 4 per parameter (``--grad-reduce-in-bf16``); FSDP always has 4.
+        gradient_bytes: 2 or 4 per parameter (``--grad-reduce-in-bf16``). FSDP only sums them over ranks in so many.
         moments: Whether the optimizer keeps Adam's moments.
         optimizer_on_cpu: ``--optimizer-cpu-offload``.
         lora_rank: 0 without an adapter.

@@ -17,6 +17,7 @@ from fsdp_helpers import make_args, make_batch, make_samples, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.bank import CopySettings, keeps_copies_on_device
+from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
@@ -129,6 +130,25 @@ def bfloat16(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_siz
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
     masters = {str(p.dtype) for _, p in backend.named_parameters}
     return dict(metrics=metrics, weights=weights_of(backend), masters=masters)
+
+
+def bf16_sums(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Whether bfloat16 has each value of the gradients after the first micro-batch, which are kept in float32."""
+    result: Result = {}
+    for reduced in (False, True):
+        backend = make("llama", train_dtype="bfloat16", megatron={"grad_reduce_in_bf16": reduced})
+        found: list[bool] = []
+
+        def observed(*given: Any, backend: FsdpBackend = backend, found: list[bool] = found) -> Any:
+            metrics = FsdpBackend._backward(backend, *given)
+            gradients = [local(p.grad) for _, p in backend.named_parameters if p.grad is not None]
+            assert {x.dtype for x in gradients} == {torch.float32}
+            found.append(all(torch.equal(x, x.bfloat16().float()) for x in gradients))
+            return metrics
+
+        backend._backward = observed  # type: ignore[method-assign]
+        result[f"reduced {reduced}"] = dict(metrics=[train(backend, make_samples())], in_bf16=found[0])
+    return result
 
 
 def cpu_offload(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
@@ -302,6 +322,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (1, critic),
     (1, reference_in_shards),
     (1, bfloat16),
+    (2, bf16_sums),
     (1, cpu_offload),
     (1, small_states),
     (1, small_states_of_experts),

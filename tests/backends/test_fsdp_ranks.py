@@ -191,6 +191,14 @@ def test_bfloat16_keeps_float32_masters(results: Results) -> None:
         assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.05)
 
 
+def test_gradients_are_summed_in_bfloat16_on_request(results: Results) -> None:
+    found = results["bf16_sums", 2]
+    plain, reduced = found["reduced False"], found["reduced True"]
+    assert reduced["in_bf16"] and not plain["in_bf16"]
+    norms = [run["metrics"][0]["train/grad_norm"] for run in (reduced, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
 def test_nan_on_one_rank_is_told_by_all(ranks: list[Results]) -> None:
     for rank in range(4):
         message = ranks[rank]["nan_on_the_last_rank", 4]["message"]
