@@ -60,6 +60,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
         tiny = {"a3b": "tiny-experts", "gpt-oss": "tiny-gpt-oss", "qwen3.5": "tiny-qwen3.5"}
         options.shape = next((small for part, small in tiny.items() if part in options.shape), "tiny")
         options.tokens, options.sample_tokens, options.prompt_tokens = 256, 64, 16
+    if min(options.tokens, options.sample_tokens) < options.prompt_tokens + 16:
+        parser.error("a sample is shorter than its prompt and 16 tokens")
     if options.no_checkpoint and (options.backend != "fsdp" or int(os.environ.get("WORLD_SIZE", 1)) == 1):
         parser.error("--no-checkpoint is for several ranks of FSDP")
     kind = "config" if options.no_checkpoint else "random"
@@ -122,6 +124,20 @@ def build_without_checkpoint() -> None:
         setattr(fsdp, name, function)
 
 
+def sample_lengths(rng: random.Random, tokens: int, mean: int, prompt: int) -> list[int]:
+    """Of a micro-batch of exactly ``tokens``. Each sample has the prompt and at least 16 tokens of response."""
+    count = max(tokens // mean, 1)
+    spread = mean // 2 - prompt // 2
+    lengths = sorted(mean + rng.randint(-spread, spread) for _ in range(count))
+    left = tokens - sum(lengths)
+    for i in range(count):  # from the shortest, so that longer ones give what shorter ones cannot
+        change = max(left // (count - i), prompt + 16 - lengths[i])
+        lengths[i] += change
+        left -= change
+    rng.shuffle(lengths)
+    return lengths
+
+
 def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> RankBatch:
     """One optimizer step of a data-parallel rank: each micro-batch exactly ``--tokens`` long."""
     import torch
@@ -129,17 +145,10 @@ def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel
     from slime.data.fields import RankBatch
 
     rng = random.Random(rank)
-    count = max(options.tokens // options.sample_tokens, 1)
     lengths: list[int] = []
     for _ in range(options.micro_batches):
-        spread = options.sample_tokens // 2 - options.prompt_tokens // 2
-        own = [options.sample_tokens + rng.randint(-spread, spread) for _ in range(count)]
-        own[-1] += options.tokens - sum(own)
-        if own[-1] < options.prompt_tokens + 16:  # what it lacks comes from the longest
-            longest = max(range(count), key=lambda i: own[i])
-            own[longest] -= options.prompt_tokens + 16 - own[-1]
-            own[-1] = options.prompt_tokens + 16
-        lengths += own
+        lengths += sample_lengths(rng, options.tokens, options.sample_tokens, options.prompt_tokens)
+    count = len(lengths) // options.micro_batches
     prompt = options.prompt_tokens
     responses = [length - prompt for length in lengths]
     generator = torch.Generator().manual_seed(rank)
