@@ -52,7 +52,7 @@ SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}  # 
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as 141 GB train
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
-        "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32),
+        "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32, swiglu_limit=7.0),
     ),
     "qwen3.5-4b": (
         "Qwen3_5TextConfig", dict(hidden_size=2560, intermediate_size=9216, tie_word_embeddings=True),
@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config clas
         dict(
             hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_local_experts=4, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, vocab_size=512, num_experts_per_tok=2, sliding_window=16,
+            swiglu_limit=7.0,
         ),
     ),
     "tiny-qwen3.5": (
