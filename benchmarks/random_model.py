@@ -77,6 +77,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config clas
 # As much as 80 GB train. Fewer whole periods of the layers: the kinds keep their proportions.
 FAMILIES["gpt-oss-20b-2-layers"] = ("GptOssConfig", {**FAMILIES["gpt-oss-20b-4-layers"][1], "num_hidden_layers": 2})
 FAMILIES["qwen3.5-4b-16-layers"] = ("Qwen3_5TextConfig", {**FAMILIES["qwen3.5-4b"][1], "num_hidden_layers": 16})
+# The entries of the tokenizer for images and videos, and how config.json calls them.
+MEDIA = {
+    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+PROCESSOR = {
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor": {"image_processor_type": "Qwen2VLImageProcessor"},
+    "video_processor": {"video_processor_type": "Qwen2VLVideoProcessor"},
+}
+
+
+def _served(shape: str, mrope_section: list[int]) -> tuple[str, dict[str, Any]]:
+    """Qwen3.5 as the public checkpoints have it, with a small vision part: SGLang has no class for the text alone."""
+    text = {"vocab_size": 248320, **FAMILIES[shape][1], "tie_word_embeddings": True, "mamba_ssm_dtype": "float32"}
+    text["rope_parameters"] = dict(
+        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True,
+        mrope_section=mrope_section,
+    )  # fmt: skip
+    vision = dict(
+        depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=text["hidden_size"],
+        patch_size=14, num_position_embeddings=100, deepstack_visual_indexes=[],  # SGLang's default is Qwen3-VL's
+    )  # fmt: skip
+    ids = {name: text["vocab_size"] - len(MEDIA) + i for i, name in enumerate(MEDIA)}
+    return "Qwen3_5Config", dict(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
+FAMILIES["qwen3.5-4b-served"] = _served("qwen3.5-4b", [11, 11, 10])
+FAMILIES["tiny-qwen3.5-served"] = _served("tiny-qwen3.5", [1, 1, 0])
 SHARD_BYTES = 4 * 2**30
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -93,9 +122,25 @@ def make_config(shape: str) -> Any:
     if shape in FAMILIES:
         name, values = FAMILIES[shape]
     config = getattr(transformers, name)(**values)
-    config.architectures = [name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
-    config.dtype = "bfloat16"
-    config.eos_token_id, config.pad_token_id, config.bos_token_id = 1, 0, None
+    text = config.get_text_config()
+    kind = "ForCausalLM" if text is config else "ForConditionalGeneration"
+    config.architectures = [name.replace("TextConfig", "Config").replace("Config", kind)]
+    config.dtype = text.dtype = "bfloat16"
+    text.eos_token_id, text.pad_token_id, text.bos_token_id = 1, 0, None
+    if text is not config:
+        text.full_attention_interval = 4  # SGLang reads it, and transformers does not write it
+    return config
+
+
+def write_config(shape: str, output: Path) -> Any:
+    """Write what a folder has beside weights; with a vision part, also a processor. Returns the config."""
+    config = make_config(shape)
+    config.save_pretrained(output)
+    served = hasattr(config, "vision_config")
+    last = ["<|endoftext|>", *MEDIA.values()] if served else []  # transformers' tokenizer of Qwen3.5 adds the first
+    _write_tokenizer(config.get_text_config().vocab_size, output, last)
+    if served:
+        (output / "processor_config.json").write_text(json.dumps(PROCESSOR))
     return config
 
 
@@ -104,26 +149,26 @@ def write_model(shape: str, output: Path, seed: int = 0, weights: bool = True) -
     if (output / "complete").exists():
         return output
     output.mkdir(parents=True, exist_ok=True)
-    config = make_config(shape)
-    config.save_pretrained(output)
-    _write_tokenizer(config.vocab_size, output)
+    config = write_config(shape, output)
     if weights:
         _write_weights(config, output, seed)
     (output / "complete").touch()
     return output
 
 
-def _write_tokenizer(vocab_size: int, output: Path) -> None:
+def _write_tokenizer(vocab_size: int, output: Path, last: list[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<pad>", "<eos>", *letters]
-    tokens += [f"Ġw{i}" for i in range(vocab_size - len(tokens))]
+    tokens += [f"Ġw{i}" for i in range(vocab_size - len(tokens) - len(last))]
+    tokens += last
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.add_tokens(last, special_tokens=True)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(output)
 
@@ -149,7 +194,7 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
             tensor = torch.ones(shape, dtype=torch.bfloat16)
         else:
             tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            tensor = tensor.normal_(0.0, config.initializer_range, generator=generator).cpu()
+            tensor = tensor.normal_(0.0, config.get_text_config().initializer_range, generator=generator).cpu()
         pending[name] = tensor
         size += tensor.nbytes
         total += tensor.nbytes
@@ -198,10 +243,11 @@ def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
     """Of the families whose tensors in memory are those on disk."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 

@@ -304,9 +304,7 @@ def prepare(options: argparse.Namespace) -> None:
             random_model.write_model(options.shape, options.work / "model")
             return
         (options.work / "model").mkdir()
-        config = random_model.make_config(options.shape)
-        config.save_pretrained(options.work / "model")
-        random_model._write_tokenizer(config.vocab_size, options.work / "model")
+        random_model.write_config(options.shape, options.work / "model")
 
 
 def gpu_count(options: argparse.Namespace) -> int:

@@ -18,3 +18,29 @@ def test_the_limit_of_gpt_oss_is_written(shape: str, tmp_path: Path) -> None:
     """transformers 5.12 to 5.17 do not write it unless it is given, and SGLang has no default for it."""
     random_model.make_config(shape).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["swiglu_limit"] == 7.0
+
+
+def test_the_composite_form_of_qwen35(tmp_path: Path) -> None:
+    """What SGLang reads from config.json; all tensors of transformers' class; ids of media where config.json says."""
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    folder = random_model.write_model("tiny-qwen3.5-served", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert (config["vision_config"]["deepstack_visual_indexes"], text["full_attention_interval"]) == ([], 4)
+    assert text["layer_types"] == [*["linear_attention"] * 3, "full_attention"] and text["eos_token_id"] == 1
+    _, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == text["vocab_size"] and tokenizer.encode("a<|image_pad|>")[1:] == [config["image_token_id"]]
+    for name, entry in random_model.MEDIA.items():
+        assert tokenizer.convert_tokens_to_ids(entry) == config[name]
+    assert json.loads((folder / "processor_config.json").read_text())["processor_class"] == "Qwen3VLProcessor"
+
+
+def test_the_served_shape_has_the_text_model_of_the_shape_without_images() -> None:
+    text = random_model.make_config("qwen3.5-4b")
+    served = random_model.make_config("qwen3.5-4b-served").text_config
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "layer_types", "vocab_size", "head_dim")
+    assert [getattr(text, name) for name in same] == [getattr(served, name) for name in same]
