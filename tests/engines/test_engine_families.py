@@ -15,9 +15,10 @@ from engine_parts import make_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
 
-from slime.engines.embedded import row_attention
+from slime.engines.embedded import attention, row_attention, states
+from slime.engines.embedded.kv_cache import KVCache
 from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_model
+from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer
@@ -97,6 +98,44 @@ def test_states_move_with_their_slots(family: str, tmp_path: Path) -> None:
     long = make(range(3, 150), "long", seed=9, max_new_tokens=9)
     finish(loaded, [long])
     check(folder, [first, second, part, *running, long])
+
+
+class LayerWithOneState:
+    """As the layer of transformers 5.10 to 5.12: attributes are values, and not dictionaries of several states."""
+
+    def __init__(self) -> None:
+        self.conv_states = self.recurrent_states = None
+        self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state = False
+
+
+def test_layers_with_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are stored for the slot after the first run, and found by the next, as views of the slot's."""
+    monkeypatch.setattr(states, "ONE_STATE", True)
+    monkeypatch.setattr(states, "LinearAttentionLayer", LayerWithOneState)
+    cache = KVCache(torch.float32, torch.device("cpu"))
+    cache.resize(2, 8)
+    step = attention.StepContext(cache, torch.arange(6))
+    first = states._RunStates(step, 0, 5, attention.StateRun(0, 4, 1, True, True))
+    assert not first.has_previous_state(5)
+    conv, recurrent = torch.randn(1, 3, 4), torch.randn(1, 2, 3)
+    first._set("conv", conv)
+    first._set("recurrent", recurrent)
+    first.keep()
+    held = states._RunStates(step, 0, 5, attention.StateRun(4, 6, 1, True, False))
+    assert held.has_previous_state(5) and held.own.conv_kernel_size == 4
+    assert held.own.is_conv_states_initialized and held.own.is_recurrent_states_initialized
+    assert torch.equal(held.own.conv_states, conv) and torch.equal(held.own.recurrent_states, recurrent)
+    held.own.recurrent_states.zero_()
+    assert not cache.states[0]["recurrent"][1].any()
+
+
+def test_kinds_that_old_transformers_does_not_continue_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("LFM2", tmp_path)
+    monkeypatch.setattr(states, "ONE_STATE", True)
+    with pytest.raises(ModelError, match=r"short convolution do not continue .* transformers \d.*use an SGLang engine"):
+        load(folder)
 
 
 @pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])

@@ -14,15 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import StateRun, StepContext
 from slime.engines.embedded.row_attention import use_slot_attention
+from slime.models.layer_kinds import gated_delta_net
 from slime.models.layer_kinds.registry import layers_of
+from slime.models.loading import ModelError
 
 INSTEAD = "use an SGLang engine"
+ONE_STATE = not isinstance(LinearAttentionLayer().has_previous_state, dict)
+"""Whether a layer of transformers' cache has one state (5.10 to 5.12) and not several with numbers (5.17 and newer)."""
 Forward = Callable[..., torch.Tensor]
 
 
@@ -39,6 +44,11 @@ def use_slots(model: PreTrainedModel) -> bool:
     layers = layers_of(model, INSTEAD)
     use_slot_attention(model, layers)
     mixers = list(layers.mixers())
+    if others := sorted({kind.name for kind, _, _ in mixers if kind is not gated_delta_net.KIND} if ONE_STATE else ()):
+        raise ModelError(
+            f"layers of the kind {', '.join(others)} do not continue the state of a prompt in transformers "
+            f"{transformers.__version__}: install transformers 5.17 or newer, or {INSTEAD}"
+        )
     for index, (kind, _, mixer) in enumerate(mixers):
         kind.serve(mixer)
         mixer.forward = types.MethodType(_with_slots(mixer.forward, index), mixer)
@@ -82,16 +92,21 @@ class _RunStates:
             self._set(kind, view if step.keep_states else view.clone())
 
     def _set(self, kind: str, state: torch.Tensor) -> None:
-        self.own.has_previous_state[0] = True
+        values = {"has_previous_state": True, f"{kind}_states": state, f"is_{kind}_states_initialized": True}
         if kind == "conv":
-            self.own.conv_states[0], self.own.conv_kernel_size[0] = state, state.shape[-1]
-            self.own.is_conv_states_initialized[0] = True
-        else:
-            self.own.recurrent_states[0] = state
-            self.own.is_recurrent_states_initialized[0] = True
+            values["conv_kernel_size"] = state.shape[-1]
+        for name, value in values.items():
+            if ONE_STATE:
+                setattr(self.own, name, value)
+            else:
+                getattr(self.own, name)[0] = value
+
+    def _held(self, name: str, state_idx: int = 0) -> Any:
+        held = getattr(self.own, name)
+        return held if ONE_STATE else held[state_idx]
 
     def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
-        return bool(self.layers[layer_idx].has_previous_state[state_idx])
+        return bool(self._held("has_previous_state", state_idx))
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> torch.Tensor:
         return self.layers[layer_idx].update_conv_state(conv_states, **kwargs)
@@ -103,7 +118,6 @@ class _RunStates:
         """Store the states of a run that began without them."""
         if not self.run.first or not self.step.keep_states:
             return
-        found = {"conv": self.own.conv_states[0], "recurrent": self.own.recurrent_states[0]}
-        for kind, state in found.items():
-            if state is not None:
+        for kind in ("conv", "recurrent"):
+            if (state := self._held(f"{kind}_states")) is not None:
                 self.step.cache.state(self.index, kind, state)[self.run.slots].copy_(state)
