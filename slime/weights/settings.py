@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from slime.config.hf_config import read_config
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.settings import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 _RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
+
+UNTIED = (
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
+"""Classes of SGLang (0.5.15 and 0.5.23) that ignore ``tie_word_embeddings``: their output layer is always a tensor of
+its own, which a tied checkpoint leaves uninitialized."""
 
 Written = Callable[[Path, Sequence["EngineHandle"]], object]
 """Called with the folder of a version and the engines, before the engines load it."""
@@ -57,6 +65,8 @@ class WeightSyncSettings:
             must be sent each time. SGLang does; the embedded engine keeps them in host memory.
         step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
+        untied_engines: Whether engines hold the output layer as a tensor of its own although the model ties it to the
+            input embedding.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
         adapter_name: The name under which engines load the adapter and requests ask for it (SGLang). None for engines
@@ -88,6 +98,7 @@ class WeightSyncSettings:
     adapter: Mapping[str, object] | None = None
     adapter_name: str | None = None
     fp8: Fp8Format | None = None
+    untied_engines: bool = False
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
@@ -138,7 +149,13 @@ class WeightSyncSettings:
             on_written=_post_write_hook(args),
             adapter_name=named,
             fp8=fp8_format(args),
+            untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
         )
+
+
+def _is_untied(model: str) -> bool:
+    config = read_config(model) or {}
+    return bool(config.get("tie_word_embeddings")) and bool(set(config.get("architectures") or ()) & set(UNTIED))
 
 
 def _post_write_hook(args: Args) -> Written | None:

@@ -57,6 +57,7 @@ from slime.weights.update import (
     leave_out,
     parse_version,
     quantize_fp8,
+    repeat_embedding,
     transformed,
 )  # fmt: skip
 from slime.weights.window import TORN, UpdateWindow
@@ -347,6 +348,8 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
         transforms.append(leave_out(frozen))
     if dtype is not None:
         transforms.append(cast_floating(dtype))
+    if settings.untied_engines:
+        transforms.append(repeat_embedding)
     if settings.fp8 is not None:
         transforms.append(quantize_fp8(layout_of(settings.model, settings.fp8)))
     return transforms

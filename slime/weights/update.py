@@ -179,6 +179,12 @@ def leave_out(unwanted: Callable[[str], bool]) -> Transform:
     return step
 
 
+def repeat_embedding(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
+    """Send the input embedding as the output layer too, for engines that hold a tied one as a tensor of its own."""
+    names = (name, "lm_head.weight") if name == "model.embed_tokens.weight" else (name,)
+    return [(each, tensor) for each in names]
+
+
 def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | None) -> Callable[[str], bool] | None:
     """Return a function that says whether a name is frozen by the flags; None if neither flag is given.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
@@ -13,3 +17,21 @@ def test_a_frozen_engine_is_given_up_before_the_other_ranks_give_up_the_sender()
     assert WeightSyncSettings.from_args(args).step_seconds == 48.0
     args = make_args(distributed_timeout_minutes=60, phase_timeout=100.0)
     assert WeightSyncSettings.from_args(args).step_seconds == 90.0
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "backend", "expected"),
+    [
+        ("Qwen3Moe", True, "sglang", True),
+        ("Qwen3Moe", True, "embedded", False),
+        ("Qwen3Moe", False, "sglang", False),
+        ("Qwen3", True, "sglang", False),
+    ],
+)
+def test_whether_engines_hold_a_tied_output_layer_of_their_own(
+    family: str, tied: bool, backend: str, expected: bool, tmp_path: Path
+) -> None:
+    config = {"architectures": [f"{family}ForCausalLM"], "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = make_args(hf_checkpoint=str(tmp_path), rollout_backend=backend)
+    assert WeightSyncSettings.from_args(args).untied_engines is expected

@@ -245,3 +245,44 @@ def test_a_refused_tensor_is_told_in_sglangs_words(
     with pytest.raises(EngineError, match="begin_weight_update"):
         run(engine.push(Bucket(0, named_weights(new_model(16)), last=True), "25.0"))
     assert run(engine.checksum()) == before
+
+
+def save_tied_experts(folder: Path, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=1,
+    )  # fmt: skip
+    trained = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    trained.save_pretrained(folder)
+    return trained
+
+
+def test_a_tied_output_layer_that_sglang_holds_as_a_tensor_of_its_own(tmp_path: Path) -> None:
+    """SGLang's class for Qwen3-MoE ignores ``tie_word_embeddings``. The checkpoint does not have its output layer."""
+    from safetensors.torch import load_file
+
+    model = save_tiny_model(tmp_path / "model")  # for the tokenizer
+    save_tied_experts(model, 0)
+    args = sglang_args(model, "float32")
+    settings = EngineSettings.from_args(args)
+    server = start_engine(settings, EngineSpec(0, str(model)), log_path=tmp_path / "log")
+    try:
+        server.wait_ready(START_SECONDS)
+        engine = EngineHandle(server.url)
+        for step, name in enumerate(["ipc", "distributed", "disk", "delta", "delta"]):
+            trained = save_tied_experts(tmp_path / str(step), step + 1)
+            tensors = load_file(tmp_path / str(step) / "model.safetensors")
+            assert "lm_head.weight" not in tensors
+            transport = transport_of(name, args, tmp_path / "versions")
+            weights = WeightSyncSettings.from_args(args)
+            for version, equal in ((f"30.{2 * step}", False), (f"30.{2 * step + 1}", True)):
+                report = sync_weights(weights, tensors.items(), [engine], transport, version, True, check_equal=equal)
+                assert report is not None and report.tensors == len(tensors) + 1
+            tokens = audit.probe_tokens(VOCAB)
+            run(audit.probe_engines(weights, [engine], Probe(tokens, log_probs(trained, tokens))))
+    finally:
+        server.stop()

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.update import Version, cast_floating, frozen_by_flags, iter_buckets, leave_out, parse_version
+from slime.weights.update import (
+    Version,
+    cast_floating,
+    frozen_by_flags,
+    iter_buckets,
+    leave_out,
+    parse_version,
+    repeat_embedding,
+)
 
 
 def test_cast_leaves_integers_and_wide_names_alone() -> None:
@@ -30,6 +38,14 @@ def test_frozen_names_follow_the_flags() -> None:
     only = frozen_by_flags(["lora"], None)
     assert only is not None and only("model.w") and not only("model.lora_a")
     assert list(leave_out(only)("model.w", torch.ones(1))) == []
+
+
+def test_the_embedding_is_sent_as_the_output_layer_too() -> None:
+    tensor = torch.ones(2)
+    sent = list(repeat_embedding("model.embed_tokens.weight", tensor))
+    assert [name for name, _ in sent] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert all(same is tensor for _, same in sent)
+    assert [name for name, _ in repeat_embedding("model.norm.weight", tensor)] == ["model.norm.weight"]
 
 
 @given(
