@@ -183,6 +183,8 @@ def test_a_label_without_tests_is_told_before_the_start(label: Any, said: str) -
         ("```python\na\n```\ntext\n```python\nb\n```", "b\n"), ("```python\na\n```\n```\noutput\n```", "a\n"),
         ("```py\na\n```\n```bash\nls\n```", "a\n"), ("```cpp\nx\n```", "x\n"), ("a = 1", "a = 1"),
         ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n"), ("text\n```python\ncut", "\ncut"),
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"), ("```py\ncut", "\ncut"),
+        ("```python\n    return a\n```", "    return a\n"),
     ],
 )  # fmt: skip
 def test_the_last_block_is_the_program(response: str, code: str) -> None:
@@ -208,3 +210,53 @@ def test_a_text_of_asserts_is_read() -> None:
 def test_a_label_that_nests_too_deeply_is_told() -> None:
     with pytest.raises(BadTests, match="looks like JSON, but is not"):
         read_tests('{"a":' * 3000, {})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{PROGRAM}exit()", f"{PROGRAM}quit(0)", "print(sum(map(int, open(0).read().split())))",
+        "import os, sys\nprint(sum(map(int, os.read(sys.stdin.fileno(), 1 << 20).split())))",
+        "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))",
+        "from dataclasses import dataclass\n@dataclass\nclass Sum:\n    a: int\nprint(sum(map(int, input().split())))",
+    ],
+)  # fmt: skip
+async def test_a_program_reads_its_input_and_ends_as_a_script_does(code: str) -> None:
+    assert (await score(code, APPS)).metadata["code_outcome"] == "passed"
+
+
+async def test_an_input_that_is_longer_than_a_pipe_is_read_whole() -> None:
+    label = {"inputs": ["1 " * 100_000], "outputs": ["100000"]}
+    assert (await score("print(sum(map(int, open(0).read().split())))", label)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "label", [["assert total(1, 2) == 3"], {"fn_name": "total", "inputs": [[1, 2]], "outputs": [3]}]
+)
+async def test_a_function_may_use_dataclasses(label: Any) -> None:
+    code = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Pair:\n    a: int\n    b: int\n\n"
+        "def total(a, b):\n    pair = Pair(a, b)\n    return pair.a + pair.b\n"
+    )
+    assert (await score(code, label)).metadata["code_outcome"] == "passed"
+
+
+async def test_a_whole_function_can_use_the_helpers_of_its_prompt() -> None:
+    """As those of HumanEval/38, whose test calls a function that the prompt defines."""
+    label = {
+        "prompt": "def twice(x):\n    return 2 * x\n\ndef half(x):\n    '''Undo twice.'''\n",
+        "test": "def check(candidate):\n    assert candidate(twice(3)) == 3\n",
+        "entry_point": "half",
+    }
+    for code in (
+        "def half(x):\n    return x // 2\n",
+        "    def half_of(y):\n        return y // 2\n    return half_of(x)\n",
+    ):
+        assert (await score(code, label)).metadata["code_outcome"] == "passed"
+
+
+async def test_numbers_in_dicts_are_compared_as_others_are() -> None:
+    label = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": 0.3}]}
+    assert (await score("def f(x):\n    return {'a': 0.1 + 0.2}\n", label)).reward == 1.0
+    assert (await score("def f(x):\n    return {'b': 0.3}\n", label)).reward == 0.0

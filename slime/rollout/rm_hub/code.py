@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Outcome = Literal["passed", "wrong", "error", "timeout", "memory", "output", "syntax", "no_code"]
 OUTCOME_KEY = "code_outcome"
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^([ \t]*)```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_OPENED = re.compile(r"```(?:python3?|py)?[ \t]*(?=\r?\n)", re.IGNORECASE)
 _PYTHON = ("python", "python3", "py")
 _WALL_FACTOR = 4
 """The wall-clock deadline divided by the limit of processor time: a busy machine gives a program less than one core."""
@@ -81,11 +82,15 @@ def program_of(response: str) -> str:
     """Return the last fenced block of Python in a response, else the last block, else the whole response; always
     without the reasoning."""
     answer = after_thinking(response)
-    blocks = _BLOCK.findall(answer)
+    # A block in a list is indented as a whole, by as much as its fence.
+    blocks = [
+        (language, re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent else code)
+        for indent, language, code in _BLOCK.findall(answer)
+    ]
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     if blocks:
         return str((python or [blocks[-1][1]])[-1])
-    return answer.split("```python", 1)[-1]  # a block that is not closed, because the response was cut
+    return _OPENED.split(answer, maxsplit=1)[-1]  # a block that is not closed, because the response was cut
 
 
 async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) -> Outcome | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,23 +16,30 @@ _SPACE = (
 )
 """What a function of a response can use without importing it, as on the sites that the code sets come from."""
 _HARNESS = """\
-import io, json, resource, sys
+import builtins, json, os, resource, sys, threading, types
 _order = json.loads({order!r})
 resource.setrlimit(resource.RLIMIT_CPU, (_order["cpu"], _order["cpu"] + 1))
+builtins.exit = builtins.quit = sys.exit
+_module = sys.modules[_order["module"]] = types.ModuleType(_order["module"])
+_names = _module.__dict__
 """
 _ASSERTS = """\
-_names = {"__name__": "solution"}
 for _part in _order["parts"]:
     exec(compile(_part, "<code>", "exec"), _names)
 print("\\n" + _order["done"])
 """
 _STDIN = """\
-sys.stdin = io.TextIOWrapper(io.BytesIO(_order["input"].encode()), encoding="utf-8")
+_input, (_read, _write) = _order["input"].encode(), os.pipe()
+def _feed():
+    with open(_write, "wb") as pipe:
+        pipe.write(_input)
+_feed() if len(_input) <= 65_536 else threading.Thread(target=_feed, daemon=True).start()  # what a pipe can hold
+os.dup2(_read, 0)
+sys.stdin = open(0, encoding="utf-8", closefd=False)
 sys.argv = ["main.py"]
-exec(compile(_order["code"], "<code>", "exec"), {"__name__": "__main__"})
+exec(compile(_order["code"], "<code>", "exec"), _names)
 """
 _CALL = """\
-_names = {"__name__": "solution"}
 for _part in _order["parts"]:
     exec(compile(_part, "<code>", "exec"), _names)
 _name = _order["function"]
@@ -61,7 +69,8 @@ class CodeTests:
         asserts: Code that raises if the answer is wrong.
         cases: Inputs and outputs.
         function: Name of the function that ``cases`` call; empty for programs that read the standard input.
-        prefix: Code that is put before an answer that does not define ``entry``.
+        prefix: Code that is put before an answer that does not define ``entry``. Before another answer it is run for
+            the helpers that it defines, if it is complete.
         entry: Name of the function that ``asserts`` check.
     """
 
@@ -98,19 +107,31 @@ class Trial:
 
 def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     """Yield the programs that test ``code``, each with its own processor time in seconds."""
-    if tests.entry and f"def {tests.entry}" not in code:
+    before = [_SPACE]
+    if tests.entry and re.search(rf"^(?:(?:async )?def|class) {re.escape(tests.entry)}\b", code, re.MULTILINE):
+        before += [tests.prefix] if _is_complete(tests.prefix) else []
+    elif tests.entry:
         code = f"{tests.prefix}\n{code}"
     # A program cannot contain a hash of itself, so it cannot print this before its tests have ended.
     done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
-    order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "parts": [_SPACE, code]}
+    order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "module": "solution", "parts": [*before, code]}
     if tests.asserts:
-        yield Trial(_program(_ASSERTS, {**order, "parts": [_SPACE, code, tests.asserts]}), done)
+        yield Trial(_program(_ASSERTS, {**order, "parts": [*before, code, tests.asserts]}), done)
     for case in tests.cases:
         if tests.function:
             more = {"function": tests.function, "arguments": case.given}
             yield Trial(_program(_CALL, {**order, **more}), done, case)
         else:
-            yield Trial(_program(_STDIN, {"cpu": cpu_seconds, "code": code, "input": case.given}), "", case)
+            more = {"module": "__main__", "code": code, "input": case.given}
+            yield Trial(_program(_STDIN, {"cpu": cpu_seconds, **more}), "", case)
+
+
+def _is_complete(code: str) -> bool:
+    try:
+        compile(code, "<prompt>", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _program(body: str, order: Mapping[str, Any]) -> str:
@@ -245,6 +266,8 @@ def _same_result(found: Any, expected: Any) -> bool:
 def _same_value(found: Any, expected: Any) -> bool:
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(_same_value, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_same_value(found[key], expected[key]) for key in found)
     if isinstance(found, float) or isinstance(expected, float):
         numbers = isinstance(found, int | float) and isinstance(expected, int | float)
         return numbers and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
