@@ -29,6 +29,7 @@ from slime.rollout.rm_hub.dapo import dapo_reward
 from slime.rollout.rm_hub.dispatch import REWARD_TYPES
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
+from slime.rollout.rm_hub.sglang_scorer import _judge_text
 from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
 HERE = Path(__file__).parent
@@ -845,3 +846,53 @@ def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monk
     (tmp_path / "evaluation_lib.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert check_label("math", None, row) is None
+
+
+# --- unusual forms of answers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "equal"),
+    [
+        ("31/2", "3 1/2", False), ("3.5", "3 1/2", True), ("7/2", r"3\frac{1}{2}", True), ("-3 1/2", "-3.5", True),
+        (r"5.0 \%", "5", True), ("5 pieces", "5", True), ("5 tons", "5", True), ("5 million", "5", False),
+        ("5 cm^2", "5", True), ("$18$ dollars", "18", True),
+    ],
+)  # fmt: skip
+def test_mixed_numbers_percent_signs_and_units(answer, label, equal):
+    assert math_utils.grade_answer_sympy(answer, label) is equal
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("5 pieces", "5"), ("\n42", "42"), (r"42 \text{ cm}^2", "42"), ("x = 5.0", "5"), ("5.0 %", "5"),
+        ("3.5", "3 1/2"), ("$18$ dollars", "18"),
+    ],
+)  # fmt: skip
+def test_dapo_reads_unusual_answers(answer, label):
+    assert dapo_reward(Sample(response=f"So\nAnswer: {answer}", label=label))["acc"]
+
+
+def test_dapo_tells_a_mixed_number_from_a_fraction():
+    assert not dapo_reward(Sample(response="Answer: 3 1/2", label="31/2"))["acc"]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"option A is wrong. \boxed{\textbf{B}}", r"A is wrong, C too. \boxed{\mathbf{B}}",
+        r"\boxed{\text{(\textbf{B})}}",
+        r"Not option A. \boxed{b}", "**Answer**: B\n\nBecause A is incorrect.", "So it is this one:\nA proton.",
+    ],
+)  # fmt: skip
+async def test_gpqa_reads_styles_and_texts_that_hold_a_letter(response):
+    choices = ["An electron", "A proton", "A neutron", "A quark"]
+    assert await score("gpqa", response, "B", choices=choices) == 1.0
+    assert await score("gpqa", response, "A", choices=choices) == 0.0
+
+
+def test_braces_of_a_prompt_stay_as_they_are_for_a_judge():
+    sample = Sample(prompt="Print {response} and {label}.", label="{response}", response="yes")
+    text = _judge_text("{prompt}|{label}|{response}|{other}", sample)
+    assert text == "Print {response} and {label}.|{response}|yes|{other}"

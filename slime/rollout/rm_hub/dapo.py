@@ -13,8 +13,10 @@ from slime.data.sample import Sample
 from slime.rollout.rm_hub.text import after_thinking, as_number, last_boxed, normalize_math, without_unit
 
 _TAIL = 300
-_ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
-_STYLED_UNIT = re.compile(r"(.*\d[}$)]*)(?:\s|\\[,;:! ]|~)*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\$?")
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_STYLED_UNIT = re.compile(
+    r"(.*\d[}$)]*)(?:\s|\\[,;:! ]|~)*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?\$?"
+)
 NO_ANSWER = "[INVALID]"
 
 
@@ -27,7 +29,7 @@ def dapo_reward(sample: Sample) -> dict[str, Any]:
 
 
 def final_answer(text: str) -> str | None:
-    """Return what follows the last ``Answer:`` on its line, or None."""
+    """Return the line that follows the last ``Answer:``, which may be the next one, or None."""
     found = _ANSWER.findall(text)
     return found[-1] if found else None
 
@@ -43,6 +45,7 @@ def normal_answer(text: str) -> str:
         text = text[2:-2]
     styled = _STYLED_UNIT.fullmatch(text)
     value = as_number(without_unit(text if styled is None else styled[1]))
+    value = as_number(normalize_math(text)) if value is None else value  # x = 5.0
     if value is None:
         return normalize_math(text)
     return str(value.numerator) if value.denominator == 1 else str(value)

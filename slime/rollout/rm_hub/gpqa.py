@@ -20,6 +20,7 @@ from slime.rollout.rm_hub.text import after_thinking, last_boxed
 _LETTERS = string.ascii_uppercase[:10]
 _MINUS = re.compile(r"(?<![\w.)])[-−](?=[\d.])")
 _BETWEEN = re.compile(r"(?<=[\w)])([./^])(?=[({]*(?:minus)?\d)")
+_STYLES = r"(?:\\(?:text|math)(?:bf|rm|it|sf|tt)?\s*\{\s*)*"
 _TAIL = 4000  # characters at the end of a response in which the choice is searched
 
 
@@ -44,10 +45,15 @@ def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, obj
     if correct is None and text is None:
         return None
     response = after_thinking(response)
-    letter = (extract_letter(response, letters) or _chosen_text(response, metadata, letters)) if correct else None
+    said = _normal(last_boxed(response) or response.strip().split("\n")[-1])
+    # The text of a choice is that choice, also where it has a letter in it: "A proton".
+    exact = [
+        a for a, choice in _choice_texts(metadata, letters).items() if len(said) > 1 and said == _normal(str(choice))
+    ]
+    found = exact[0] if len(exact) == 1 else extract_letter(response, letters)
+    letter = (found or _chosen_text(response, metadata, letters)) if correct else None
     if letter is not None:
         return float(letter == correct)
-    said = _normal(last_boxed(response) or response.strip().split("\n")[-1])
     wanted = _normal(text) if text is not None else ""
     return float(wanted != "" and (said == wanted or f" {wanted} " in f" {said} "))
 
@@ -79,12 +85,13 @@ def extract_letter(response: str, letters: str) -> str | None:
     # The patterns below would take quadratic time on long runs of white space.
     response = re.sub(r"[^\S\n]+", " ", re.sub(r"\s*\n\s*", "\n", response[-_TAIL:]))
     if boxed is not None:
-        found = re.fullmatch(rf"\(?(?:\\text\s*\{{)?\s*\(?({one})\)?[.)]?\s*\}}?.*", boxed.strip(), re.DOTALL)
+        found = re.fullmatch(rf"\(?{_STYLES}\(?({one})\)?[.)]?\s*\}}*.*", boxed.strip(), re.DOTALL)
+        found = found or re.fullmatch(rf"\(?{_STYLES}\(?((?i:{one}))\)?[.)]?\s*\}}*\)?", boxed.strip())
         # A box that begins with two letters contains a word: the A of "Answer" is not a choice.
         if found and not re.match(r"[A-Za-z]{2}", boxed.strip()):
-            return found[1]
+            return found[1].upper()
     for pattern in (
-        rf"(?i:answer|choice|option)\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*\(?({one})\)?(?![A-Za-z'])",
+        rf"(?i:answer|choice|option)\**\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*\(?({one})\)?(?![A-Za-z'])",
         rf"(?i:answer|choice|option)\s*(?i:is|:|=)+\s*\**\s*\(?((?i:{one}))\)?\**[.]?\s*$",
         rf"(?i:settle[ds]? on|choose|chose|select(?:ed)?|pick(?:ed)?|go with)\s+\(?({one})\)?(?![A-Za-z'])",
         rf"^\s*\**\(?({one})\)?[.):]?\**\s*$",

@@ -19,6 +19,7 @@ times.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -134,9 +135,8 @@ def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
 
 def _judge_text(template: str, sample: Sample) -> str:
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
-    for name, value in fields.items():  # not str.format: responses often contain braces
-        template = template.replace("{" + name + "}", value)
-    return template
+    # Not str.format, since templates may contain braces, and in one pass, since prompts and responses may, too.
+    return re.sub("{(prompt|label|response)}", lambda found: fields[found[1]], template)
 
 
 def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:

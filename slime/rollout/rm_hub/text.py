@@ -15,6 +15,7 @@ _NUMBER = re.compile(
 )
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3})?")
 _BOXES_TRIED = 16  # from the end; a text that repeats an unclosed \\boxed{ would otherwise take quadratic time
+_MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\frac\{(\d+)\}\{(\d+)\})")  # 3 1/2
 _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
 
@@ -60,13 +61,16 @@ def last_number(text: str) -> Fraction | None:
 def as_number(text: str) -> Fraction | None:
     r"""Return the value of ``text`` if it is a number, else None.
 
-    Numbers are written as ``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5`` or ``1e6``.
+    Numbers are written as ``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``3 1/2``, ``$5`` or ``1e6``.
 
     A percent sign is dropped, so that ``5%`` equals the label ``5``.
     """
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
     plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\")
+    plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\").rstrip()
+    mixed = _MIXED.fullmatch(plain)
+    if mixed and len(plain) <= 200 and int(bottom := mixed[4] or mixed[6]):
+        return (int(mixed[2]) + Fraction(int(mixed[3] or mixed[5]), int(bottom))) * (-1 if mixed[1] == "-" else 1)
     frac = _SIMPLE_FRAC.fullmatch(plain)
     if frac:
         plain = f"{frac[1]}{frac[2]}/{frac[3]}"
@@ -89,6 +93,7 @@ def normalize_math(text: str) -> str:
     Two answers with the same normal form are equal. Two with different forms may still be equal.
     """
     out = re.sub(r"\s+", " ", text).strip().strip("$").strip().removesuffix(".")
+    out = re.sub(r"(?<![\d/.])(\d+) (\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", out)  # 3 1/2 is not 31/2
     out = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", out)
     out = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", out)
     out = re.sub(r"\\(?:[dtc]frac)(?![A-Za-z])", r"\\frac", out)
@@ -144,12 +149,12 @@ def as_latex(text: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    """Remove the words after a number: ``18 dollars`` becomes ``18``. ``18 million`` stays, as its value is another."""
+    """Remove the unit after a number: ``18 dollars`` becomes ``18``. ``18 million`` stays, as its value is another."""
     found = _WITH_UNIT.fullmatch(text.strip())
     return text if found is None or _MULTIPLIERS.search(found[2].lower()) else found[1]
 
 
-_WITH_UNIT = re.compile(r"([-+]?\$?[\d,]*\.?\d+)((?:\s+[A-Za-z]{2,}){1,3})\.?")
+_WITH_UNIT = re.compile(r"([-+]?\$?[-+]?[\d,]*\.?\d+\$?)((?:\s+[A-Za-z]{2,}){1,3})(?:\^\{?[23]\}?)?\.?")
 _MULTIPLIERS = re.compile(
-    r"hundred|thousand|million|billion|trillion|dozen|percent|half|halves|third|quarter|pi|and|or|to"
+    r"\b(?:hundred|thousand|million|billion|trillion|dozen|percent|half|halve|third|quarter|pi|and|or|to)s?\b"
 )
