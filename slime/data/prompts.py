@@ -137,6 +137,11 @@ def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
     prompt = _prompt(row.data, keys, as_messages)
     metadata = _metadata(_optional(row.data, keys.metadata))
     tools = _tools(_optional(row.data, keys.tools))
+    if row.filled:
+        tools = _unfilled(tools)
+        for message in prompt if isinstance(prompt, list) else ():
+            if "tool_calls" in message:
+                message["tool_calls"] = _unfilled(message["tool_calls"])
     if tools:
         metadata["tools"] = tools
     return PromptRow(row.where, prompt, _label(_label_value(row.data, keys.label)), metadata, tools)
@@ -208,6 +213,13 @@ def check_messages(value: object, where: str) -> list[Message]:
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     """In Parquet, every message and part of a message has every field; those that it does not use are None."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _unfilled(value: object) -> Any:
+    """The same for all objects in a value: schemas and arguments of different tools have the fields of all of them."""
+    if isinstance(value, list):
+        return [_unfilled(entry) for entry in value]
+    return {name: _unfilled(entry) for name, entry in _present(value).items()} if isinstance(value, dict) else value
 
 
 def _describe(value: object) -> str:

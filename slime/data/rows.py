@@ -64,6 +64,7 @@ class Problems:
 class Row(NamedTuple):
     where: str  # "file:line" or "file, row n" (from 1)
     data: dict[str, Any]
+    filled: bool = False  # whether None stands for fields that an object does not have, as in Parquet
 
 
 class RawRow(NamedTuple):
@@ -71,6 +72,7 @@ class RawRow(NamedTuple):
 
     where: str
     content: bytes | dict[str, Any]
+    filled: bool = False  # see Row
 
     def decode(self) -> Row:
         """Decode the row.
@@ -79,7 +81,7 @@ class RawRow(NamedTuple):
             ValueError: The line is not a JSON object; the message does not contain the position.
         """
         if isinstance(self.content, dict):
-            return Row(self.where, self.content)
+            return Row(self.where, self.content, self.filled)
         try:
             data = json.loads(self.content, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -265,7 +267,7 @@ class _Parquet:
         while done < len(rows):
             end, read = self._take(rows, done)
             for row, data in zip(rows[done:end], read, strict=True):
-                yield RawRow(f"{self.path}, row {row + 1}", data)
+                yield RawRow(f"{self.path}, row {row + 1}", data, filled=True)
             done = end
 
     def _take(self, rows: Sequence[int], begin: int) -> tuple[int, list[dict[str, Any]]]:

@@ -196,6 +196,24 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
+def test_fields_of_other_tools_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
+    def schema(name: str, **properties: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    def turns(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    tools = [schema("weather", city={"type": "string"}), schema("add", n={"type": "integer", "enum": [1, 2]})]
+    rows = [{"prompt": turns("weather", city="Paris"), "tools": tools}, {"prompt": turns("add", n=1), "tools": tools}]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    samples = Dataset(str(tmp_path / "rows.parquet")).samples
+    assert [sample.prompt for sample in samples] == [row["prompt"] for row in rows]
+    assert [sample.metadata["tools"] for sample in samples] == [tools, tools]
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": turns("add", n=None)}]))
+    assert Dataset(str(tmp_path / "rows.json")).samples[0].prompt == turns("add", n=None)
+
+
 def test_parquet_rows(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     rows = [
