@@ -32,18 +32,21 @@ class MultiTurnLossMaskGenerator:
             tokenizers of R1-distilled models). ``qwen3_5``: the same, but the ``<think>`` that opens a response is
             masked out, since the template's generation header contains it. ``distill_qwen``: only the last message,
             which must be the assistant's, is trained.
+        template_kwargs: Additional arguments of the chat template.
 
     A message with ``step_loss_mask: 0`` is not trained.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_type: str = "qwen") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tokenizer_type: str = "qwen", template_kwargs: Mapping[str, object] | None = None
+    ) -> None:
         if tokenizer_type not in TYPES:
             raise ValueError(f"unknown --loss-mask-type {tokenizer_type!r} (known: {', '.join(TYPES)})")
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"loss masks need a fast tokenizer, which maps tokens to text; this is {type(tokenizer)}")
         if tokenizer_type == "qwen" and _R1_ASSISTANT in tokenizer.get_vocab():
             tokenizer_type = "distill_qwen"
-        self.tokenizer = tokenizer
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
         self.tokenizer_type = tokenizer_type
 
     def get_loss_mask(self, messages: Messages, tools: Tools | None = None) -> tuple[list[int], list[int]]:
@@ -102,7 +105,7 @@ class MultiTurnLossMaskGenerator:
     def _render(self, messages: Messages, tools: Tools | None, ask: bool = False) -> str:
         clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
         return self.tokenizer.apply_chat_template(
-            copy.deepcopy(clean), tools=tools, tokenize=False, add_generation_prompt=ask
+            copy.deepcopy(clean), tools=tools, tokenize=False, add_generation_prompt=ask, **self.template_kwargs
         )
 
     def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int]:

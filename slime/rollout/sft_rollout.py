@@ -33,7 +33,7 @@ def generate_rollout(
     if evaluation:
         raise ValueError("SFT has no evaluation: set --eval-function-path, or do not set --eval-interval")
     state = GenerateState(args)
-    masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type)
+    masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
         for sample in flatten(group):

@@ -73,6 +73,15 @@ def test_sft_masks_everything_but_the_assistant(smollm2):
         assert sample.status is Sample.Status.COMPLETED and sample.reward == 0.0 and sample.rollout_log_probs is None
 
 
+def test_sft_renders_with_the_arguments_of_the_template(smollm2, monkeypatch):
+    more = {"n_samples_per_prompt": 1, "loss_mask_type": "qwen", "loss_type": "sft_loss"}
+    args = arguments(smollm2, apply_chat_template_kwargs={"mode": "short"}, **more)
+    tokenizer = GenerateState(args).tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ mode or 'long' }}|" + tokenizer.chat_template)
+    output = sft_rollout.generate_rollout(args, 0, source_of(args, Prompts(prompt=conversation)))
+    assert tokenizer.decode(flatten(output.samples)[0].tokens).startswith("short|")
+
+
 def test_sft_says_what_it_cannot_train_on(smollm2):
     args = arguments(smollm2, n_samples_per_prompt=1, loss_mask_type="qwen")
     with pytest.raises(ValueError, match="needs a list of messages, but its prompt is a str"):
