@@ -48,7 +48,7 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
         return [*found, str(error)]
     for config in datasets:
         rm_type = _reward_type(config, args.loss_type, own_rollout)
-        problems = _check_file(config.path, config.row_keys(), rm_type, check_label)
+        problems = _check_file(config.path, config.row_keys(), rm_type, check_label, more=config.metadata_overrides)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
@@ -79,12 +79,14 @@ def _check_file(
     check_label: LabelCheck,
     strict: bool = False,
     limit: int | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> list[str]:
     """The problems of a file, which is read part by part.
 
     Args:
         strict: Whether a column that was named but that no row has is always a problem, even if it is optional.
         limit: Maximum number of rows to check.
+        more: Entries that every row's metadata get (``metadata_overrides``).
     """
     problems, labels, report = Problems(), Problems(), Report(keys)
     labelled, first = False, None
@@ -95,6 +97,7 @@ def _check_file(
             prompts, part = parse_rows(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))), keys)
             report.merge(part)
             for row in prompts if rm_type is not None else ():
+                row.metadata.update(more or {})
                 first, labelled = first or row, labelled or row.label is not None
                 problem = check_label(rm_type or "math", row.label, row.metadata)
                 # Without any label, the rows' problems are reported as one. But if the problem would be the same with a

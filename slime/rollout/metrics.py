@@ -75,7 +75,7 @@ def eval_metrics(data: Mapping[str, EvalResults], category: str | None = None, p
             metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(flatten(samples), category).items()})
         groups = prompt_rewards(part)
         rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
-        if len(rates) > 1 or passrate:
+        if len(rates) > 1 or (rates and passrate):
             metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(fmean(group) for group in groups.values() if group)
             metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
     return metrics

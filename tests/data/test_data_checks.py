@@ -117,6 +117,15 @@ def test_when_prompts_are_needed() -> None:
         assert check_data(make_args(**settings), numbers_only) == []
 
 
+def test_labels_are_checked_with_the_metadata_that_the_evaluation_gives(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "Paris"}])
+    config = tmp_path / "eval.yaml"
+    entry = f"{{name: a, path: {path}, metadata_overrides: {{rm_type: f1}}}}"
+    config.write_text(f"eval:\n  datasets:\n  - {entry}\n")
+    args = make_args(rollout_global_dataset=False, eval_config=str(config), rm_type="last_number")
+    assert check_data(args, check_label) == []
+
+
 def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
     args = make_args(rollout_global_dataset=False, eval_prompt_data=["a", "b.jsonl", "c"])
     assert check_data(args, numbers_only) == [

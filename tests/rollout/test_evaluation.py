@@ -300,3 +300,8 @@ def test_older_return_forms_are_wrapped_and_others_refused():
     assert call_rollout_fn(lambda a, r, d, evaluation: output, None, 0, None) is output
     with pytest.raises(TypeError, match="returned dict, not RolloutFnTrainOutput or a list"):
         call_rollout_fn(lambda a, r, d, evaluation: {}, None, 0, None)
+
+
+def test_an_evaluation_whose_verifier_gave_no_result_has_no_pass_rate():
+    metrics = eval_metrics({"ds": {"rewards": [math.nan] * 2, "n_samples_per_prompt": 2}}, passrate=True)
+    assert metrics == {"eval/ds-reward_missing_count": 2.0}
