@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
@@ -100,6 +101,7 @@ async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits)
     try:
         with trace_span(sample, "environment"):
             step = await episode.step(text)
+        step = replace(step, reward=float(step.reward))  # NumPy's numbers cannot be written as JSON
     except StepFailed:
         raise
     except TimeoutError as error:

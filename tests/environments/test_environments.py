@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from slime.environments.registry import Spec, environment, own_seed
 from slime.environments.source import EnvironmentSource
 
 ECHO = '''
+import numpy as np
+
 from slime.environments.base import Environment, Episode, Step, StepFailed, Task
 
 class Echo(Environment):
@@ -42,6 +45,10 @@ class Once(Episode):
         self.word, self.closed = word, 0
 
     async def step(self, text):
+        if text == "nothing":
+            return None
+        if text == "numpy":
+            return Step(reward=np.float32(0.5), done=True)
         if text == "nan":
             return Step(reward=float("nan"), done=True)
         if text == self.word:
@@ -141,9 +148,18 @@ async def test_a_class_of_the_users_is_an_environment(echo: str, play: Any) -> N
     assert own_seed(echo, 5) == echo, "it gets no option that it did not ask for"
 
 
+async def test_a_reward_of_numpy_can_be_written_as_json(echo: str, play: Any) -> None:
+    sample, _ = await play(echo, ["numpy"])
+    assert json.dumps([sample.reward, sample.metadata["environment_return"]]) == "[0.5, 0.5]"
+
+
 @pytest.mark.parametrize(
     ("says", "number", "said"),
-    [(["nan"], 1, "the environment gave the reward nan"), ([], 9, "an episode cannot begin: OSError: no room")],
+    [
+        (["nothing"], 1, "AttributeError: 'NoneType' object has no attribute 'reward'"),
+        (["nan"], 1, "the environment gave the reward nan"),
+        ([], 9, "an episode cannot begin: OSError: no room"),
+    ],
 )
 async def test_failures_are_counted_and_no_reward(
     echo: str, play: Any, says: list[str], number: int, said: str
