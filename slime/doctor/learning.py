@@ -48,9 +48,11 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
             "Read some responses and labels in the folder samples: the reward may expect another form of answer (slime "
             "train --dry-run scores the label's own answer), the responses may be cut off, or the task is too hard."
         )
-    else:
+    elif (_share_without_spread(facts) or 0.0) >= ALL_EQUAL or not facts.samples:  # equal means say less
         title = f"Every response gets the same reward, {rewards[0]:g}."
         advice = "Check the reward function with slime check-hooks: it seems not to look at the response."
+    else:
+        return
     yield Finding("no_reward", title, (f"{REWARD} of {len(rewards)} steps: {rewards[0]:g}",), advice)
 
 

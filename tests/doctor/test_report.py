@@ -17,7 +17,7 @@ import pytest
 
 from slime.cli.main import main
 from slime.config.args import FLAGS
-from slime.doctor.facts import Process, read_facts
+from slime.doctor.facts import Facts, Process, read_facts
 from slime.doctor.report import diagnose, page
 from slime.observability.run_state import StateFile
 from tests.doctor.faults import (
@@ -444,3 +444,13 @@ def test_advice_names_flags_that_exist() -> None:
     for file in (CHECKOUT / "slime" / "doctor").glob("*.py"):
         named = set(re.findall(r"--[a-z][\w-]+", file.read_text()))
         assert not [name for name in named - known if not name.startswith("--sglang-")], file.name
+
+
+def test_groups_with_a_spread_may_have_the_same_mean_in_each_step() -> None:
+    """As with one group of binary rewards, of which half are right in all three steps."""
+    known = {"rollout_batch_size": 1, "n_samples_per_prompt": 8}
+    rows = [{"rollout/step": step, "rollout/raw_reward": 0.5} for step in range(4)]
+    assert diagnose(Facts(Path("run"), known, rows)) == []
+    for row in rows:
+        row["rollout/zero_std/count_0.5"] = 1.0
+    assert [one.kind for one in diagnose(Facts(Path("run"), known, rows))] == ["no_reward", "no_spread"]
