@@ -454,3 +454,12 @@ def test_groups_with_a_spread_may_have_the_same_mean_in_each_step() -> None:
     for row in rows:
         row["rollout/zero_std/count_0.5"] = 1.0
     assert [one.kind for one in diagnose(Facts(Path("run"), known, rows))] == ["no_reward", "no_spread"]
+
+
+@pytest.mark.parametrize(("interval", "kinds_"), [(10, []), (1, ["slow_save_model"])])
+def test_a_phase_that_is_not_in_every_step_counts_by_its_share(interval: int, kinds_: list[str]) -> None:
+    """A snapshot of 12 s in every tenth step of 10 s takes a tenth of the time."""
+    rows: list[dict[str, float]] = [{"rollout/step": step, "perf/step_time": 10.0} for step in range(50)]
+    for row in rows[interval - 1 :: interval]:
+        row |= {"perf/step_time": 22.0, "perf/save_model_time": 12.0}
+    assert [one.kind for one in diagnose(Facts(Path("run"), {}, rows))] == kinds_
