@@ -155,9 +155,10 @@ PATTERNS = (
 )  # fmt: skip
 
 _DROPPED = re.compile(
-    r"rollout \d+ did not finish within [^\n]*?(\d+) of (\d+) groups are accepted \((\d+) dropped as .*"
+    r"rollout \d+ did not finish within [^\n]*?(\d+) of (\d+) groups are accepted \((\d+ dropped as [^)\n]*).*"
 )
-"""What a rollout says at its deadline if a filter has dropped groups."""
+"""What a rollout says at its deadline if groups were dropped, with the number for each reason."""
+_BY_FILTER = re.compile(r"(\d+) dropped as (?!prompt_too_long\b)")
 
 CONSEQUENCES = frozenset(pattern.kind for pattern in PATTERNS if pattern.with_logs)
 """What the driver sees when another process failed first."""
@@ -204,7 +205,7 @@ def _starved(error: str) -> Finding | None:
     told = _DROPPED.search(error)
     if told is None:
         return None
-    accepted, wanted, dropped = (int(number) for number in told.groups())
+    accepted, wanted, dropped = int(told[1]), int(told[2]), sum(map(int, _BY_FILTER.findall(told[3])))
     if dropped < 2 * max(wanted, accepted):
         return None
     return Finding(

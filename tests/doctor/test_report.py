@@ -463,3 +463,19 @@ def test_a_phase_that_is_not_in_every_step_counts_by_its_share(interval: int, ki
     for row in rows[interval - 1 :: interval]:
         row |= {"perf/step_time": 22.0, "perf/save_model_time": 12.0}
     assert [one.kind for one in diagnose(Facts(Path("run"), {}, rows))] == kinds_
+
+
+def test_groups_of_all_reasons_of_a_filter_are_counted_but_not_prompts_that_are_too_long() -> None:
+    from slime.rollout.metrics import Counts
+
+    def said(**dropped: int) -> list[str]:
+        counts = Counts()
+        counts.dropped.update(dropped)
+        error = (
+            "TimeoutError: rollout 3 did not finish within 600 s (--phase-timeout): 2 of 4 groups are accepted"
+            f"{counts.drop_report()}; it still waits for 0 groups"
+        )
+        return [one.title for one in diagnose(Facts(Path("run"), state=state("failed", error=error)))]
+
+    assert said(**{"zero_std_0.0": 7, "zero_std_1.0": 6, "zero_std_0.5": 5})[0].startswith("The filter threw 18 groups")
+    assert "filter" not in said(prompt_too_long=70, **{"zero_std_1.0": 2})[0]
