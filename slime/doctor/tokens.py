@@ -16,8 +16,8 @@ MOST = 5
 _SHARE = 0.8
 _MOST_BYTES = 2**30
 NOT_RECORDED = (
-    "which tokens is not recorded: --dump-details FOLDER records them, with --get-mismatch-metrics also the "
-    "trainer's log-probs"
+    "which tokens is not recorded: --dump-details FOLDER records them, with --num-steps-per-rollout 2 or more (or "
+    "--get-mismatch-metrics and a --custom-tis-function-path) also the trainer's log-probs"
 )
 
 

@@ -25,8 +25,8 @@ ENGINE_ONLY = "The trainer's side was not recorded: --save-debug-train-data or -
 NO_DUMP = "This run did not record its tokens: --dump-details FOLDER records them (ids, log-probs, mask, advantages)."
 NO_TRAINER = (
     "The trainer's log-probs are not in the dump: a run that makes one optimizer step per rollout uses those of the "
-    "loss and keeps none. With --num-steps-per-rollout 2 or more, or with --get-mismatch-metrics, it recomputes and "
-    "records them."
+    "loss and keeps none. With --num-steps-per-rollout 2 or more, or with --get-mismatch-metrics and a "
+    "--custom-tis-function-path, it recomputes and records them."
 )
 
 
