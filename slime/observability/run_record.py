@@ -89,10 +89,16 @@ def append_attempt(run: RunDir, settled: Settled) -> None:
     """
     with best_effort(run.attempts.name):
         settings = read_settings(run.config)
-        line = json.dumps({"settled": asdict(settled), "settings": settings})
         # Only this user may read it, as with config.yaml.
-        with open(os.open(run.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
-            file.write(line + "\n")
+        _append(run.attempts, {"settled": asdict(settled), "settings": settings}, 0o600)
+
+
+def _append(path: Path, values: JsonObject, mode: int = 0o666) -> None:
+    """Append a line of JSON, which is a line of its own also if a full disk has cut the one before."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode), "r+b") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        cut = file.read() not in (b"", b"\n")
+        file.write(b"\n" * cut + json.dumps(values).encode() + b"\n")
 
 
 def read_attempts(run: RunDir) -> list[Attempt]:
@@ -143,8 +149,8 @@ def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def append_weights(run: RunDir, sent: SentWeights) -> None:
-    with best_effort(run.weights.name), open(run.weights, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(sent)) + "\n")
+    with best_effort(run.weights.name):
+        _append(run.weights, asdict(sent))
 
 
 def read_weights(path: Path) -> dict[int, SentWeights]:

@@ -183,3 +183,18 @@ def test_steps_of_attempts_with_equal_settings_may_be_trained_through(tmp_path: 
     (tmp_path / "saved" / "iter_2").mkdir(parents=True)
     run = read_run(tmp_path, 4)
     assert run.start_of(4, through=True) == 3 and run.state_before(3) == tmp_path / "saved" / "iter_2"
+
+
+def test_a_line_that_a_full_disk_has_cut_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config.write_text("seed: 1\n")
+    sent = [SentWeights(f"0.{step}", "d", None, 1) for step in (1, 2)]
+    append_attempt(run, SETTLED)
+    append_weights(run, sent[0])
+    for file in (run.attempts, run.weights):
+        file.write_bytes(file.read_bytes()[:-9])
+    append_attempt(run, replace(SETTLED, first_rollout=3))
+    append_weights(run, sent[1])
+    assert [one.settled.first_rollout for one in read_attempts(run)] == [3]
+    assert read_weights(run.weights) == {2: sent[1]}
+    assert run.attempts.stat().st_mode & 0o777 == 0o600
