@@ -80,8 +80,8 @@ def _texts(folder: Path, tokens: list[int]) -> list[str]:
     from slime.data.tokenizers import load_tokenizer
     from slime.observability.run_dir import RunDir, read_settings
 
-    settings = read_settings(RunDir(folder).config)
     try:
+        settings = read_settings(RunDir(folder).config)
         remote = bool(settings["trust_remote_code"])
         tokenizer = load_tokenizer(str(settings["hf_checkpoint"]), trust_remote_code=remote)
     except (OSError, ValueError, KeyError):
