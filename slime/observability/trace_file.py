@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -167,8 +168,13 @@ def _phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
 
 
 def _load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
-    """Yield the engines' loads as counters. An engine without numbers has 0 requests."""
-    for load in loads[:: max(-(-len(loads) // MOST_LOADS), 1)]:
+    """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
+    requests."""
+    every, seen = max(-(-len(loads) // MOST_LOADS), 1), Counter[int]()
+    for load in loads:
+        seen[load["engine"]] += 1
+        if (seen[load["engine"]] - 1) % every:
+            continue
         counts = {"running": load["running"] or 0, "waiting": load["waiting"] or 0}
         name = f"engine {load['engine']}"
         yield {"ph": "C", "name": name, "ts": load["time"] * 1e6, "pid": DRIVER, "tid": 0, "args": counts}

@@ -288,3 +288,14 @@ def test_traces_that_the_driver_never_completes_are_forgotten(tmp_path: Path) ->
     assert len(files._open) == trace_file._MOST_OPEN
     files.add_phases(0, [{"name": "train", "start": time.time(), "end": time.time() + 1}])
     assert len(read_trace(trace_of(tmp_path, 0))) > 0
+
+
+def test_of_many_loads_every_engine_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "MOST_LOADS", 8)
+    loads = [
+        Load(time=float(second), engine=engine, state="serving", running=second, waiting=0, tokens=0)
+        for second in range(8)
+        for engine in range(2)
+    ]
+    found = [(event["name"], event["ts"]) for event in trace_file._load_events(loads)]
+    assert sorted(found) == [(f"engine {engine}", second * 1e6) for engine in range(2) for second in (0, 2, 4, 6)]
