@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ _PHASE_COLORS = (
     *("#4C72B0", "#DD8452", "#55A868", "#8172B3", "#C9A227", "#C44E52"),
     *("#64B5CD", "#8C564B", "#E377C2", "#2F4B7C", "#BCBD22", "#17BECF"),
 )
+_EVAL_COLORS = ("#C44E52", "#55A868", "#8172B3", "#DD8452", "#64B5CD", "#8C564B")
 
 
 def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False) -> list[str]:
@@ -51,8 +53,8 @@ def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_o
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Draw the last ``width`` values as one line of block characters. The scale is 0 to 1, or larger if necessary."""
-    recent = list(values)[-width:]
+    """Draw the last ``width`` finite values as one line of block characters, on a scale of 0 to 1, or a larger one."""
+    recent = [value for value in values if math.isfinite(value)][-width:]
     if not recent:
         return ""
     low, high = min(0.0, *recent), max(1.0, *recent)
@@ -115,10 +117,10 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
     from matplotlib.ticker import MaxNLocator
 
     rewards = summary["reward_per_rollout"]
-    steps = [index + 1 for index in range(len(rewards))]
+    steps = summary.get("rollouts_done") or range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="#4C72B0", linewidth=2, marker="o", markersize=4, label="reward while training")
     axes.fill_between(steps, rewards, color="#4C72B0", alpha=0.08)
-    for color, (name, series) in zip(("#C44E52", "#55A868", "#8172B3"), summary["eval"].items(), strict=False):
+    for color, (name, series) in zip(itertools.cycle(_EVAL_COLORS), summary["eval"].items(), strict=False):
         points = sorted(zip(series["steps"], series["values"], strict=True))
         x, y = [point[0] for point in points], [point[1] for point in points]
         label = f"evaluation: {name}"

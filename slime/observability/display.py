@@ -209,8 +209,7 @@ class Display:
         if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
             return None
         since = _process_start(self._started) if self._since is None else self._since
-        seconds = time.time() - since
-        result = summarize(self.run_dir, seconds_total=seconds)
+        result = summarize(self.run_dir, seconds_total=time.time() - since, since=since)
         missing = write_summary(self.run_dir, result)
         print_summary(self.run_dir, result, self.console, hints=missing)
         return result

@@ -20,17 +20,19 @@ Figures = dict[str, dict[str, SupportsFloat]]
 
 def figures(metrics: Mapping[str, SupportsFloat]) -> Figures:
     """Return the metrics of an evaluation by data set: ``reward``, ``mean@n``, ``pass@k``, ``truncated_ratio``, lengths
-    and others."""
+    and others. The name of a data set may have slashes, if its reward is there and figures of its own follow it."""
     found: Figures = {}
-    for key, value in metrics.items():
-        if not key.startswith("eval/") or key == "eval/step":
-            continue
-        name, slash, inner = key.removeprefix("eval/").partition("/")
-        detail = None if slash else DETAIL.match(name)
-        if detail:
+    values = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
+    values.pop("step", None)
+    slashed = {key for key in values if "/" in key and any(other.startswith(f"{key}/") for other in values)}
+    for key, value in values.items():
+        detail = DETAIL.match(key)
+        if detail and ("/" not in key or detail["name"] in slashed):
             found.setdefault(detail["name"], {})[detail["figure"]] = value
-        else:
-            found.setdefault(name, {})[inner or "reward"] = value
+            continue
+        own = [name for name in slashed if key == name or key.startswith(f"{name}/")]
+        name = max(own, key=len, default=key.partition("/")[0])
+        found.setdefault(name, {})[key.removeprefix(name).removeprefix("/") or "reward"] = value
     return found
 
 

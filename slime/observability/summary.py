@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.charts import bar_chart, reward_curve_png
-from slime.observability.evaluations import DETAIL
+from slime.observability.evaluations import figures
 from slime.observability.metrics import MetricsError, Row, read_metrics
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.types import JsonObject
@@ -34,7 +35,10 @@ class Series(TypedDict):
 
 
 class Summary(TypedDict):
-    """The figures of a run. ``accuracy_*`` are the first and the last value of the first evaluation data set."""
+    """The figures of a run. ``accuracy_*`` are the first and the last value of the first evaluation data set.
+    ``rollouts_done`` are the numbers of rollouts that were trained with each reward; those of older
+    releases have none.
+    """
 
     run: str
     seed: int | None
@@ -42,18 +46,21 @@ class Summary(TypedDict):
     accuracy_before: float | None
     accuracy_after: float | None
     reward_per_rollout: list[float]
+    rollouts_done: NotRequired[list[float]]
     seconds_total: float
     seconds_per_phase: dict[str, float]
     eval: dict[str, Series]
 
 
-def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
+def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float = 0.0) -> Summary:
     """Read the figures of a run from ``metrics.jsonl`` and ``config.yaml``.
 
     Args:
         run_dir: The folder of the run.
-        seconds_total: Wall time of the run. Default: the value in ``summary.json``, or else the time between the first
-            and the last row.
+        seconds_total: Wall time since ``since``, to which the steps before it are added: those of the attempts that a
+            run continues. Default: the value in ``summary.json`` or the time of all steps, whichever is larger, or else
+            the time between the first and the last row.
+        since: Wall time at which the last attempt began.
 
     Raises:
         MetricsError: There is no ``metrics.jsonl``, it has no rows, or it or ``config.yaml`` is damaged.
@@ -65,10 +72,15 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
         raise MetricsError(f"{run_dir.metrics} has no rows: the run stopped before its first step")
     evals = _evaluations(rows)
     first = next(iter(evals.values()), None)
-    rewards = [reward for row in rows if (reward := _reward(row)) is not None]
+    rewarded = [(row, reward) for row in rows if (reward := _reward(row)) is not None]
+    rewards = [reward for _, reward in rewarded]
     config = _config(run_dir)
     seed = config.get("rollout_seed", config.get("seed"))
-    total = seconds_total or _total_on_disk(run_dir) or (rows[-1]["time"] or 0.0) - (rows[0]["time"] or 0.0)
+    if seconds_total is not None:
+        total = seconds_total + _stepping(row for row in rows if (row.get("time") or 0.0) < since)
+    else:  # the file of a run that was resumed and killed is that of an earlier attempt
+        total = max(_total_on_disk(run_dir) or 0.0, _stepping(rows))
+    total = total or (rows[-1].get("time") or 0.0) - (rows[0].get("time") or 0.0)
     return {
         "run": run_dir.path.name,
         "seed": seed if isinstance(seed, int) else None,
@@ -76,6 +88,7 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
         "accuracy_before": first["values"][0] if first else None,
         "accuracy_after": first["values"][-1] if first else None,
         "reward_per_rollout": rewards,
+        "rollouts_done": [(row.get("rollout/step") or 0) + 1 for row, _ in rewarded],
         "seconds_total": round(total, 2),
         "seconds_per_phase": _phases(rows, total),
         "eval": evals,
@@ -107,8 +120,8 @@ def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: li
     parts.append(_phase_table(summary))
     parts.append(_hints(run_dir, hints))
     spaced = [item for part in parts for item in (part, Text())][:-1]
-    panel = Panel(Group(*spaced), title=f"run {summary['run']}", title_align="left", padding=(1, 2), expand=False)
-    console.print(panel, soft_wrap=False)
+    panel = Panel(Group(*spaced), title=Text(f"run {summary['run']}"), title_align="left", padding=(1, 2), expand=False)
+    console.print(panel, soft_wrap=False, markup=False)
 
 
 def _eval_table(summary: Summary) -> Table:
@@ -167,15 +180,17 @@ def _evaluations(rows: list[Row]) -> dict[str, Series]:
     for row in rows:
         if _reward(row) is not None:
             rollouts_done += 1
-        for name, value in row.items():
-            short = name.removeprefix("eval/")
-            if short == name or "/" in short or short == "step" or DETAIL.match(short) or value is None:
-                continue
-            entry = series.setdefault(short, {"steps": [], "values": []})
-            step = row.get("eval/step")
-            entry["steps"].append(rollouts_done if step is None else step)
-            entry["values"].append(value)
+        for name, found in figures({name: value for name, value in row.items() if value is not None}).items():
+            if "reward" in found:
+                entry = series.setdefault(name, {"steps": [], "values": []})
+                step = row.get("eval/step")
+                entry["steps"].append(rollouts_done if step is None else step)
+                entry["values"].append(float(found["reward"]))
     return series
+
+
+def _stepping(rows: Iterable[Row]) -> float:
+    return sum(row.get("perf/step_time") or 0.0 for row in rows)
 
 
 def _reward(row: Row) -> float | None:

@@ -13,12 +13,12 @@ from make_args import make_args
 from rich.console import Console
 
 from slime.observability import progress
-from slime.observability.charts import bar_chart, reward_curve_png, sparkline
+from slime.observability.charts import bar_chart, reward_curve, reward_curve_png, sparkline
 from slime.observability.display import Display, Phase
-from slime.observability.evaluations import evaluation_table
+from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.metrics import MetricsError, MetricsLogger
 from slime.observability.run_dir import RunDir
-from slime.observability.summary import summarize
+from slime.observability.summary import print_summary, summarize
 from slime.observability.timers import Timers
 
 
@@ -221,3 +221,71 @@ def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     display.step_line(0, 2, {"rollout/raw_reward": 0.5}, {})
     assert re.fullmatch(r"  train +\d+\.\d s\nstep 1/2  reward 0\.500 .\n", out.getvalue()), repr(out.getvalue())
+
+
+def written_run(folder: Path, *rows: dict[str, float]) -> RunDir:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunDir(folder)
+
+
+def step_row(step: int, time: float) -> dict[str, float]:
+    times = {"perf/rollout_time": 90.0, "perf/step_time": 100.0}
+    return {"rollout/step": step, "time": time, "rollout/raw_reward": 0.5, **times}
+
+
+def test_the_phases_of_a_resumed_run_are_shares_of_the_time_of_all_attempts(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "r", *(step_row(i, 1000.0 + 100 * i) for i in range(9)), step_row(9, 9000.0))
+    summary = summarize(run, seconds_total=120.0, since=8000.0)
+    assert summary["seconds_total"] == 9 * 100 + 120
+    assert summary["seconds_per_phase"] == {"rollout": 900.0, "start_and_rest": 120.0}
+    run.summary.write_text(json.dumps({"seconds_total": 250.0}))  # of the first attempt; the second one was killed
+    assert summarize(run)["seconds_total"] == 1000.0
+
+
+def test_one_row_is_enough_for_the_time_of_a_run(tmp_path: Path) -> None:
+    out = io.StringIO()
+    run = written_run(tmp_path / "r", step_row(0, 1000.0))
+    print_summary(run, summarize(run), Console(file=out, width=100))
+    assert re.search(r"rollout +90\.0 +90%", out.getvalue()), out.getvalue()
+
+
+def test_names_in_brackets_are_no_styles(tmp_path: Path) -> None:
+    out = io.StringIO()
+    evaluation = {"eval/step": 1, "time": 2.0, "eval/aime[hard]": 0.5}
+    run = written_run(tmp_path / "exp[lr1]", step_row(0, 1.0), evaluation)
+    print_summary(run, summarize(run), Console(file=out, width=100))
+    assert "run exp[lr1]" in out.getvalue() and "aime[hard]" in out.getvalue()
+
+
+def test_the_name_of_a_data_set_may_have_slashes(tmp_path: Path) -> None:
+    row = {"eval/math/l5": 0.5, "eval/math/l5/response_len/mean": 8.0, "eval/math/l5-pass@2": 0.75, "eval/math": 0.25,
+           "eval/math/response_len/mean": 9.0, "eval/all_missing/response_len/mean": 7.0}  # fmt: skip
+    assert figures(row) == {
+        "math/l5": {"reward": 0.5, "response_len/mean": 8.0, "pass@2": 0.75},
+        "math": {"reward": 0.25, "response_len/mean": 9.0},
+        "all_missing": {"response_len/mean": 7.0},
+    }
+    run = written_run(tmp_path / "r", {"eval/step": 1, "time": 2.0, **row}, step_row(0, 3.0))
+    assert summarize(run)["eval"] == {
+        "math/l5": {"steps": [1], "values": [0.5]},
+        "math": {"steps": [1], "values": [0.25]},
+    }
+
+
+def test_the_picture_has_all_evaluations_at_the_steps_of_the_run(tmp_path: Path) -> None:
+    """Of a run that continues the snapshot of another one, the first reward is not that of the first rollout."""
+    evaluations = {f"eval/{name}": 0.5 for name in "abcde"}
+    rows = (step_row(100, 1.0), step_row(101, 2.0), {"eval/step": 102, "time": 3.0, **evaluations})
+    axes = reward_curve(summarize(written_run(tmp_path / "r", *rows))).axes[0]
+    assert list(axes.lines[0].get_xdata()) == [101, 102] and list(axes.lines[1].get_xdata()) == [102]
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["reward while training", *(f"evaluation: {name}" for name in "abcde")]
+
+
+def test_a_reward_that_is_no_number_does_not_end_the_run() -> None:
+    """A logging function of the user may return one."""
+    display = Display(None, Console(file=io.StringIO()))
+    for reward in (0.5, float("nan"), float("inf"), 1.0):
+        display.step_line(0, 1, {"rollout/raw_reward": reward}, {})
+    assert sparkline(display.rewards) == "▅█"
