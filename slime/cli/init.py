@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 from slime.cli.make_data import make_products
 from slime.config.seeds import derive_seed
 
@@ -28,17 +28,18 @@ def init(folder: Path, task: str) -> list[Path]:
         task: One of :data:`TASKS`.
 
     Raises:
-        CommandError: The folder is not empty, or is a file.
+        CommandError: The folder is not empty, is a file, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} is there already and not empty: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     starter = STARTERS / task.replace("-", "_")
-    for name in ("reward.py", "run.sh"):
-        shutil.copyfile(starter / name, folder / name)
-    (folder / "run.sh").chmod(0o755)
-    for name, lines in zip(("data.jsonl", "heldout.jsonl"), TASKS[task](), strict=True):
-        (folder / name).write_text(lines, encoding="utf-8")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("reward.py", "run.sh"):
+            shutil.copyfile(starter / name, folder / name)
+        (folder / "run.sh").chmod(0o755)
+        for name, lines in zip(("data.jsonl", "heldout.jsonl"), TASKS[task](), strict=True):
+            (folder / name).write_text(lines, encoding="utf-8")
     return [folder / name for name in ("reward.py", "data.jsonl", "heldout.jsonl", "run.sh")]
 
 

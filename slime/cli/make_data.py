@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from random import Random
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 from slime.config.seeds import derive_seed
 
 SYSTEM_PROMPT = "Answer briefly."
@@ -29,15 +29,16 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
         The paths of the training file and the evaluation file.
 
     Raises:
-        CommandError: ``held_out`` leaves one of the files empty.
+        CommandError: ``held_out`` leaves one of the files empty, or the files cannot be written.
     """
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
     if not 1 <= held_out < len(pairs):
         raise CommandError(f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs")
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    train = _write(output_dir / "products_train.jsonl", pairs[held_out:])
-    return train, _write(output_dir / "products_eval.jsonl", sorted(pairs[:held_out]))
+    with writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        train = _write(output_dir / "products_train.jsonl", pairs[held_out:])
+        return train, _write(output_dir / "products_eval.jsonl", sorted(pairs[:held_out]))
 
 
 def product_row(a: int, b: int) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 from slime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slime.weights.maps.layouts import Layout
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
-"""The shape of an adapter, its factors, and the base that it names."""
+"""The shape of an adapter, its factors, and the base that it names; empty if it names none."""
 
 
 def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
@@ -45,10 +45,14 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
     try:
         settings, factors, named = _read(adapter)
         path = base or named
+        if not path:
+            raise CommandError(f"{adapter} does not name its base: pass --base")
         dtype = getattr(load_hf_config(path), "dtype", None) or torch.bfloat16
         model = load_hf_model(path, dtype, "cpu")
     except ModelError as error:
         raise CommandError(str(error)) from error
+    except OSError as error:  # of transformers: neither a folder nor a model that the hub gives
+        raise CommandError(f"the base {path} cannot be read: {error}") from error
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     try:
         experts = load_expert_lora(model, factors, settings)
@@ -63,7 +67,8 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
             shapes = f"{tuple(weight.shape)}, but the adapter is for {(b.shape[0], a.shape[1])}"
             raise CommandError(f"{path} is not the base of {adapter}: {name} has the shape {shapes}")
         attach(linears[name], a, b, settings)
-    save_hf_checkpoint(model, output, dtype, path, writer=True)
+    with writing(output):
+        save_hf_checkpoint(model, output, dtype, path, writer=True)
     return output
 
 
@@ -72,7 +77,7 @@ def _read(folder: Path) -> Found:
 
     if is_adapter(folder):
         settings, config = read_config(folder)
-        return settings, read_factors(folder, settings.rank), str(config.get("base_model_name_or_path"))
+        return settings, read_factors(folder, settings.rank), str(config.get("base_model_name_or_path") or "")
     file = folder / "actor" / "trainer.json"
     meta = _meta(file) if file.is_file() else {}
     stored = meta.get("lora")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 
 
 def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> None:
@@ -25,7 +25,8 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     try:
         summary = summarize(run_dir)
         if png is not None:
-            reward_curve_png(png, summary)
+            with writing(f"--png {png}"):
+                reward_curve_png(png, summary)
     except MetricsError as error:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 
 if TYPE_CHECKING:
     from slime.ui.runs import Runs
@@ -56,11 +56,8 @@ def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
     from slime.ui.export import Limits, export
 
     html = export(runs, Limits(steps, samples))
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path), replacing(path) as temporary:
+        temporary.write_text(html, encoding="utf-8")
     print(path)
 
 

@@ -164,3 +164,44 @@ def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "x.png").stat().st_size > 5000
     assert main(["summary", str(tmp_path)]) == 1
     assert "is not the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["make-data", "products", "--output-dir", "file"],
+        ["init", "file/new"],
+        ["merge-lora", "adapter", "--base", "base", "--output-dir", "file/out"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=1, num_key_value_heads=1)).save_pretrained("base")
+    Path("adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {f"{layer}.lora_A.weight": torch.ones(1, 8), f"{layer}.lora_B.weight": torch.ones(8, 1)}
+    save_file(factors, "adapter/adapter_model.safetensors")
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert f"slime {words[0]}: cannot write {words[-1]}: " in said
+    assert main(["merge-lora", "adapter", "--output-dir", "out"]) == 1
+    assert "adapter does not name its base: pass --base" in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["merge-lora", "adapter", "--base", "nowhere", "--output-dir", "out"]) == 1
+    assert "the base nowhere cannot be read" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"rollout/step": 0, "time": 1.0, "rollout/raw_reward": 0.5}\n')
+    assert main(["summary", str(tmp_path), "--png", str(tmp_path / "metrics.jsonl" / "x.png")]) == 1
+    assert "slime summary: cannot write --png" in capsys.readouterr().err
