@@ -74,7 +74,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     target = (output_dir or Path("models") / source.name).expanduser().resolve()
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
-        return check_folder(target, str(target))
+        return check_folder(target, str(target), "; delete the folder to download it again")
     _check_packages(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -92,11 +92,12 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     return target
 
 
-def check_folder(folder: Path, what: str) -> Path:
+def check_folder(folder: Path, what: str, advice: str = "") -> Path:
     """Return the folder if it looks like a Hugging Face checkpoint with a tokenizer.
 
     Args:
         what: The subject of error messages, for example the path.
+        advice: The end of the message if files are missing.
 
     Raises:
         CommandError: The folder does not exist, or files are missing.
@@ -111,7 +112,7 @@ def check_folder(folder: Path, what: str) -> Path:
     }
     missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     if missing:
-        raise CommandError(f"{what} lacks {', '.join(missing)}; delete the folder to download it again")
+        raise CommandError(f"{what} lacks {', '.join(missing)}{advice}")
     return folder.resolve()
 
 

@@ -205,3 +205,12 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytes
     (tmp_path / "metrics.jsonl").write_text('{"rollout/step": 0, "time": 1.0, "rollout/raw_reward": 0.5}\n')
     assert main(["summary", str(tmp_path), "--png", str(tmp_path / "metrics.jsonl" / "x.png")]) == 1
     assert "slime summary: cannot write --png" in capsys.readouterr().err
+
+
+def test_nobody_is_told_to_delete_a_model_that_is_not_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="lacks") as local:
+        fetch_model(str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandError, match="delete the folder to download it again"):
+        fetch_model(next(iter(SOURCES)), tmp_path)
+    assert str(local.value).endswith("lacks config.json, a tokenizer, weights")
