@@ -22,6 +22,8 @@ from slime.config.parser import read_command_line
 
 TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
 """A flag of slime with a fixed first value and the form of its value; any other text is a sentence."""
+_END = re.compile(r"[|;&]|\d*>")
+"""The beginning of the word after a command: a pipe, another command, or where its output goes."""
 _TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
 
 
@@ -73,7 +75,7 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     words = [word for word in words if word != "--"]
     if not words:
         raise CommandError("give a launch script, or a command after --")
-    script = len(words) == 1 and Path(words[0]).suffix in (".sh", "")
+    script = len(words) == 1 and (Path(words[0]).suffix in (".sh", "") or Path(words[0]).is_file())
     framework, command = command_of(read_script(Path(words[0])) if script else list(words))
     made = _of_slime(command) if framework == "slime" else _of_other(tables()[framework], command)
     say(made.command())
@@ -182,11 +184,13 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Split the words of a command into flags with their values; ``key=value`` is a flag with one value."""
     option: str | None = None
     values: list[str] = []
-    for word in words:
+    ends = False
+    for written in words:
+        if ends or _END.match(written):
+            break
+        word, ends = written.removesuffix(";"), written.endswith(";")
         key, equals, value = word.partition("=")
         starts = word.startswith("--") or bool(equals and "." in key and not key.startswith(("/", "{")))
-        if word in ("|", "||", "&&", ";", "&", "2>&1") or word.startswith(">"):
-            break
         if not starts:
             values.append(word)
             continue

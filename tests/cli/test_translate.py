@@ -165,3 +165,14 @@ def test_adapters_of_other_frameworks_are_translated(line: str, tmp_path: Path) 
     script.write_text(line + "\n")
     words, _ = said(str(script))
     assert words[words.index("--lora-rank") + 1] == "8" and words[words.index("--lora-alpha") + 1] == "16"
+
+
+@pytest.mark.parametrize("end", ["2> err.log", "&> log", "|& tee log", "; echo done", ";", "2>&1 | tee log", ">> log"])
+def test_what_follows_a_command_is_no_value_of_its_last_flag(end: str, tmp_path: Path) -> None:
+    """The script of a batch system may have any suffix."""
+    script = tmp_path / "job.sbatch"
+    space = "" if end == ";" else " "
+    script.write_text(f"python3 train.py --hf-checkpoint m --lr 1e-6{space}{end}\necho done\n")
+    lines: list[str] = []
+    translate([str(script)], lines.append)
+    assert shlex.split(lines[0].replace("\\\n", "")) == ["python3", "train.py", "--hf-checkpoint", "m", "--lr", "1e-6"]
