@@ -45,10 +45,13 @@ KINDS = {
     "sync": ("train.py", ""),
     "one-step": ("train_async.py", "--async-buffer-size 1"),
     "fully-async": ("train_async.py", f"--async-buffer-size 2 --rollout-function-path {POOL}"),
-    "fully-async-4-2": (
-        "train_async.py",
-        f"--async-buffer-size 4 --update-weights-interval 2 --rollout-function-path {POOL}",
-    ),
+    **{
+        f"fully-async-{size}-2": (
+            "train_async.py",
+            f"--async-buffer-size {size} --update-weights-interval 2 --rollout-function-path {POOL}",
+        )
+        for size in (4, 6)
+    },
 }
 QUICKSTART = """
     --rm-type last_number --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --lr 1e-5
