@@ -171,7 +171,7 @@ def launcher(
     def launch(index: int) -> RayEngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        warms = needs_sampler_warmup(args, spec)
+        warms = needs_sampler_warmup(settings, spec)
         # The port may be in use on that node. Then this start fails with SGLang's error, and a restart picks another.
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         # With several threads, an actor can report on its server, or kill it, while wait_ready() blocks.
@@ -186,15 +186,19 @@ def launcher(
     return launch
 
 
-def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
+def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
     """Whether the server must sample with top-p and top-k to count as ready, so that SGLang compiles the kernels.
 
-    Every run needs it. SGLang's own health check asks for a greedy token, greedy is top-k with k = 1 there, and a batch
-    with one such request is sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a
-    rollout would stop the engine for more than a minute. A server that only prefills or only decodes answers no plain
-    request, so it cannot be warmed up; models that are not trained get no rollouts.
+    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check asks for a greedy
+    token, greedy is top-k with k = 1 there, and a batch with one such request is sampled with the top-k kernel as a
+    whole. Without a warm-up, the first health check of a rollout would stop the engine for more than a minute. A server
+    that only prefills or only decodes answers no plain request, so it cannot be warmed up; models that are not trained
+    get no rollouts.
     """
-    return args.rollout_backend == "sglang" and spec.updates and spec.worker_type == "regular"
+    from slime.engines.sglang.options import sampling_backend
+
+    compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
+    return compiles and spec.updates and spec.worker_type == "regular"
 
 
 def _host() -> str:

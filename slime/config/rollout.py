@@ -194,6 +194,17 @@ def check_rollout(args: Args) -> list[str]:
     return problems
 
 
+def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
+    """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not restrict it."""
+    return (top_p or 1.0) < 1 or (top_k or -1) > 0
+
+
+def samples_whole_vocabulary(args: Args) -> bool:
+    """Whether no flag asks for top-p or top-k. Data sets of ``--eval-config`` may ask for them."""
+    rollout = restricts_vocabulary(args.rollout_top_p, args.rollout_top_k)
+    return not (rollout or restricts_vocabulary(args.eval_top_p, args.eval_top_k) or args.eval_config)
+
+
 def _truncated_sampling(args: Args) -> list[str]:
     """Refuse top-p and top-k sampling where training would compute log-probs over the whole vocabulary."""
     given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []

@@ -10,6 +10,7 @@ from slime.config.engine import EngineConfig
 from slime.config.hf_config import read_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
+from slime.config.rollout import samples_whole_vocabulary
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
 
@@ -35,6 +36,7 @@ class EngineSettings:
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
+        whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
         adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
         adapter_targets: The projections that these adapters may change.
     """
@@ -55,6 +57,7 @@ class EngineSettings:
     fp8: Fp8Format | None = None
     sglang: Mapping[str, object] = field(default_factory=dict)
     keys: ServerKeys = NO_KEYS
+    whole_vocabulary: bool = False
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
 
@@ -78,6 +81,7 @@ class EngineSettings:
             fp8=fp8_format(args),
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
+            whole_vocabulary=samples_whole_vocabulary(args),
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules)) if named is not None else (),
         )

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slime.config.rollout import restricts_vocabulary
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
-from slime.rollout.settings import restricts_vocabulary
 from slime.rollout.state import GenerateState
 from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.rollout.weight_timeline import TIMELINE

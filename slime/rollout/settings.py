@@ -102,11 +102,6 @@ class LoopSettings:
         )
 
 
-def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not restrict it."""
-    return (top_p or 1.0) < 1 or (top_k or -1) > 0
-
-
 def seeded(
     seed: int, params: SamplingParams, sample: Sample, position: int, purpose: str = "sampling"
 ) -> SamplingParams:

@@ -57,15 +57,35 @@ def args(**changes: Any) -> Any:
     return Args(hf_checkpoint="/m", **{**settings, **changes})
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("sglang", True), ("embedded", False)])
-def test_every_run_draws_early(backend: str, expected: bool) -> None:
-    """Also one at plain temperature 1: the greedy health check that meets its requests needs the kernel."""
-    assert module.needs_sampler_warmup(args(rollout_backend=backend), EngineSpec(0, "/m")) is expected
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings.from_args(args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sglang": {"sampling_backend": "flashinfer"}}, True),
+        ({"eval_top_p": 0.9}, True),
+        ({"eval_config": "sets.yaml"}, True),  # its sets may ask for top-p
+        ({}, False),
+        ({"eval_top_k": -1, "eval_temperature": 0.0}, False),
+        ({"eval_top_p": 0.9, "sglang": {"sampling_backend": "pytorch"}}, False),
+        ({"eval_top_p": 0.9, "rollout_backend": "embedded"}, False),
+    ],
+)
+def test_an_engine_draws_early_if_its_sampler_has_kernels_to_compile(changes: dict[str, Any], expected: bool) -> None:
+    """With flashinfer also at plain temperature 1: the greedy health check that meets its requests needs the kernel."""
+    assert module.needs_sampler_warmup(settings(**changes), EngineSpec(0, "/m")) is expected
+
+
+def test_a_group_of_servers_can_have_another_sampler() -> None:
+    spec = EngineSpec(0, "/m", options={"sampling_backend": "flashinfer"})
+    assert module.needs_sampler_warmup(settings(), spec)
 
 
 @pytest.mark.parametrize("other", [{"updates": False}, {"worker_type": "prefill"}, {"worker_type": "decode"}])
 def test_of_the_model_that_learns_whole_servers_are_asked(other: dict[str, Any]) -> None:
-    assert not module.needs_sampler_warmup(args(rollout_top_p=0.9), EngineSpec(0, "/m", **other))
+    assert not module.needs_sampler_warmup(settings(eval_top_p=0.9), EngineSpec(0, "/m", **other))
 
 
 def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
@@ -78,5 +98,5 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
         engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
     )
     specs = [EngineSpec(0, "/m", num_gpus=2)]
-    module.launcher(args(start_timeout=50.0), specs, placement, tmp_path, {}, NO_KEYS)(0)
+    module.launcher(args(start_timeout=50.0, eval_top_p=0.9), specs, placement, tmp_path, {}, NO_KEYS)(0)
     assert [actor.warms_up_sampler for actor in started] == [True, False]

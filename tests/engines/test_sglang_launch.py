@@ -44,6 +44,26 @@ def test_words_of_a_server_on_gpus() -> None:
     assert "--enable-weights-cpu-backup" not in words and "nnodes" not in words and "torch_native" not in words
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "backend"),
+    [
+        ({}, {}, "pytorch"),
+        ({"eval_temperature": 0.0}, {}, "pytorch"),
+        ({}, {"sampling_backend": "flashinfer"}, "flashinfer"),
+        ({"eval_top_k": 20}, {}, None),
+        ({"rollout_top_p": 0.9}, {}, None),
+        ({"eval_config": "sets.yaml"}, {}, None),
+    ],
+)
+def test_without_top_p_and_top_k_the_sampler_of_a_gpu_compiles_nothing(
+    flags: dict[str, Any], given: dict[str, Any], backend: str | None
+) -> None:
+    settings = sglang_settings(sglang={"device": "cuda", **given}, **flags)
+    assert server_options(settings, SPEC, PLACE).get("sampling_backend") == backend
+    on_cpu = sglang_settings(sglang={"device": "cpu"}, **flags)
+    assert "sampling_backend" not in server_options(on_cpu, SPEC, PLACE), "a CPU has no other sampler"
+
+
 def test_a_server_that_loads_adapters_by_name() -> None:
     """It has room for them, and keeps its base while its memory is released, because the base is sent only once."""
     flags = dict(lora_rank=16, lora_sync="adapter", lora_target_modules=["q_proj"], offload_rollout=True)

@@ -44,6 +44,17 @@ def runs_on_cpu(settings: EngineSettings, spec: EngineSpec) -> bool:
     return device == "cpu" if device else not this_machine().cuda
 
 
+def sampling_backend(settings: EngineSettings, spec: EngineSpec) -> str | None:
+    """Return the value of ``--sglang-sampling-backend``, or None for SGLang's choice.
+
+    On a GPU SGLang chooses flashinfer, whose kernels for top-p and top-k are compiled for a minute or two at the first
+    start on a machine, with ``nvcc``. Requests for neither are sampled by the same code with both backends. In a run
+    without top-p and top-k only health checks need the kernels, because a greedy token is top-k with k = 1 in SGLang.
+    """
+    given = {**settings.sglang, **spec.options}.get("sampling_backend")
+    return str(given) if given else "pytorch" if settings.whole_vocabulary else None
+
+
 def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> dict[str, object]:
     """Return the options of a server by attribute name.
 
@@ -93,6 +104,8 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["enable_weights_cpu_backup"] = not spec.updates or bool(settings.adapter_rank)
     if settings.deterministic:
         ours["enable_deterministic_inference"] = True
+    if (backend := sampling_backend(settings, spec)) is not None:
+        ours["sampling_backend"] = backend
     return {**ours, **given}
 
 
