@@ -44,6 +44,7 @@ TRAINING = (
     "h200_train_mfu_november_26.jsonl",
     "h200_train_mfu_november_26_later.jsonl",
     "h200_train_mfu_november_26_night.jsonl",
+    "h200_train_mfu_november_27.jsonl",
 )
 OLD_EXPERTS = "kernels of experts that have been replaced"
 OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"
