@@ -110,6 +110,11 @@ def show_step(f: Figures) -> str:
     )
 
 
+def show_start(f: Figures) -> str:
+    runs = {name.replace("_", " "): f[name] for name in ("empty_caches", "filled_caches")}
+    return "first step ended after " + ", ".join(f"{r['first_step_at_seconds']} s ({name})" for name, r in runs.items())
+
+
 def show_curve(f: Figures) -> str:
     rewards = " ".join(f"{reward:.2f}" for reward in f["rewards"][:: max(len(f["rewards"]) // 10, 1)])
     return f"reward {rewards}; held out {f['accuracy_before']} -> {f['accuracy_after']}; {show_step(f)}"
@@ -134,6 +139,10 @@ MEGATRON = ("--backend", "megatron")
 EXPERTS = (*MEGATRON, "--tokens", 8192, "--recompute", "--shape")
 IN_BF16 = ("--grad-reduce-in-bf16",)
 EP4 = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer", *IN_BF16)
+EXPERTS_OF_FSDP = ("--bf16-master-weights", "--optimizer-8bit", "--no-fsdp-reshard-after-forward", *IN_BF16)
+NOTHING_OFFLOADED = ("--no-offload-train", "--sglang-mem-fraction-static", 0.35)
+ADAPTER = ("--lora-rank", 16, "--lora-sync", "adapter")
+FEW_SAMPLES = ("--rollout-batch-size", 8, "--n-samples-per-prompt", 8, "--response-tokens", 256, "--steps", 2)
 TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
 PARTS: dict[str, Part] = {
     "cuda_tests": Part(150, cuda_tests, show_any),
@@ -148,11 +157,54 @@ PARTS: dict[str, Part] = {
     "mfu_megatron_experts_gpus": Part(
         500, several_gpus(*EXPERTS, "qwen3-30b-a3b", "--micro-batches", 4, flags=EP4), show_mfu
     ),
+    "mfu_experts_gpus": Part(
+        400,
+        several_gpus(
+            *("--shape", "qwen3-30b-a3b", "--no-checkpoint", "--recompute"),
+            *("--tokens", 32768, "--micro-batches", 4, "--steps", 3),
+            flags=EXPERTS_OF_FSDP,
+        ),
+        show_mfu,
+    ),
+    "mfu_delta_nets": Part(
+        400,
+        script(
+            "train_mfu.py",
+            *("--shape", "qwen3.5-4b", "--tokens", 8192, "--micro-batches", 8, "--steps", 3),
+            flags=("--no-fsdp-reshard-after-forward",),
+        ),
+        show_mfu,
+    ),
     "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=TP2), show_mfu),
     "rollout": Part(420, script("rollout_throughput.py", "--seconds", 260), show_rollout),
     "colocate": Part(240, script("colocate.py"), show_colocate),
     "curve": Part(300, curve, show_curve),
     "step": Part(520, step, show_step),
+    "start": Part(560, script("h200_train.py", "start", *NOTHING_OFFLOADED, "--seconds", 260), show_start),
+    "adapter": Part(
+        400,
+        script(
+            *("h200_train.py", "step", "--shape", "qwen3-8b", "--steps", 3, "--seconds", 380, *ADAPTER),
+            *(*NOTHING_OFFLOADED, "--no-offload-rollout"),
+        ),
+        show_step,
+    ),
+    "adapter_32b": Part(
+        560,
+        script(
+            *("h200_train.py", "step", "--shape", "qwen3-32b", "--seconds", 540, *ADAPTER, *FEW_SAMPLES),
+            *("--gradient-checkpointing", "--max-tokens-per-gpu", 4096, "--sglang-mem-fraction-static", 0.6),
+        ),
+        show_step,
+    ),
+    "step_delta_nets": Part(
+        560,
+        script(
+            *("h200_train.py", "step", "--shape", "qwen3.5-4b-served", "--seconds", 540, *FEW_SAMPLES),
+            *("--max-tokens-per-gpu", 8192, "--sglang-mem-fraction-static", 0.7),
+        ),
+        show_step,
+    ),
     "weight_sync": Part(420, weight_sync, show_any),
     "kill_engine": Part(560, kill_engine, show_any),
 }

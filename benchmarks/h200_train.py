@@ -2,11 +2,14 @@
 
     python benchmarks/h200_train.py curve --model SMOLLM2_FOLDER
     python benchmarks/h200_train.py step --shape qwen3-4b --prompts gsm8k.jsonl
+    python benchmarks/h200_train.py start --shape qwen3-4b --no-offload-train --sglang-mem-fraction-static 0.35
 
 ``curve``: the quickstart's data and batch, 30 steps; the curve as CSV and picture. ``step``: the shape of a public
 model with random weights, 32 prompts x 8 samples of about 1024 tokens with random rewards, a few steps; seconds by
 phase and memory after each. The first step compiles and is not counted. The audit of weights is apart from the
-step. The last line is JSON.
+step. ``start``: one such step with empty caches of compiled code, and again with those that the first run left;
+seconds from the command until the step has ended. Flags that the script does not know go to ``train.py``. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ CURVE = (
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "step"))
+    parser.add_argument("what", choices=("curve", "step", "start"))
     parser.add_argument("--model", type=Path, help="folder; of `step` default: a random model, made where absent")
-    parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py, for `step`")
+    parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py, for `step` and `start`")
     parser.add_argument("--prompts", type=Path, help="GSM8K's rows, for `step`; default: made-up word problems")
-    parser.add_argument("--steps", type=int, help="default: 30, and 4 for `step`")
+    parser.add_argument("--steps", type=int, help="default: 30, 4 for `step`, 1 for `start`")
     parser.add_argument("--response-tokens", type=int, default=784)
     parser.add_argument("--max-tokens-per-gpu", type=int, default=12288)
     parser.add_argument("--seconds", type=float, default=540.0, help="the run is ended after this")
@@ -53,11 +56,12 @@ def parse_options() -> argparse.Namespace:
     options, flags = parser.parse_known_args()
     options.flags = flags  # of train.py
     if options.tiny:
-        options.shape, options.response_tokens, options.max_tokens_per_gpu = "tiny", 12, 512
+        options.shape = "tiny-qwen3.5-served" if "qwen3.5" in options.shape else "tiny"
+        options.response_tokens, options.max_tokens_per_gpu = 12, 512
     if options.what == "curve" and options.model is None:
         parser.error("curve needs --model: a folder of SmolLM2-135M-Instruct")
     options.model = options.model or Path("/tmp") / f"random-{options.shape}"
-    options.steps = options.steps or (30 if options.what == "curve" else 4)
+    options.steps = options.steps or {"curve": 30, "step": 4, "start": 1}[options.what]
     options.output = options.output.resolve()
     return options
 
@@ -124,20 +128,47 @@ def write_prompts(options: argparse.Namespace, count: int) -> Path:
     return path
 
 
-def run_train(options: argparse.Namespace, flags: list[Any]) -> int:
-    """``train.py`` in a session of its own; asked to end at the deadline, then killed with all it started."""
+def run_train(options: argparse.Namespace, flags: list[Any], environment: dict[str, str]) -> tuple[int, float | None]:
+    """Run ``train.py`` in a session of its own; ask it to end at the deadline, then kill it with all it started.
+
+    Returns:
+        Its exit status, and the seconds from the command until the first step had ended; None if it had not.
+    """
     shutil.rmtree(options.output / options.what, ignore_errors=True)
     command = [sys.executable, str(CHECKOUT / "train.py"), *map(str, flags), *options.flags]
     print(" ".join(command), flush=True)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])}
-    child = subprocess.Popen(command, cwd=options.output, env=env, start_new_session=True)
-    for wait, number in ((options.seconds, signal.SIGTERM), (30.0, signal.SIGKILL)):
-        try:
-            return child.wait(wait)
-        except subprocess.TimeoutExpired:
-            print(f"train.py is not done after {wait:.0f} s", flush=True)
-            os.killpg(child.pid, number)
-    return child.wait()
+    path = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.Popen(
+        command, cwd=options.output, env={**os.environ, **environment, "PYTHONPATH": path}, start_new_session=True
+    )
+    started = time.monotonic()
+    deadlines = [(started + options.seconds, signal.SIGTERM), (started + options.seconds + 30.0, signal.SIGKILL)]
+    first_step: float | None = None
+    while (code := child.poll()) is None:
+        if first_step is None and read_steps(options.output / options.what):
+            first_step = round(time.monotonic() - started, 1)
+        if deadlines and time.monotonic() > deadlines[0][0]:
+            print(f"train.py is not done after {time.monotonic() - started:.0f} s", flush=True)
+            os.killpg(child.pid, deadlines.pop(0)[1])
+        time.sleep(0.2)
+    return code, first_step
+
+
+def run_starts(options: argparse.Namespace, flags: list[Any]) -> dict[str, Any]:
+    """Run one step with empty caches of compiled code, then again with what the first run left in them."""
+    caches = options.output / "caches"
+    shutil.rmtree(caches, ignore_errors=True)
+    folders = {"HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    environment = {name: str(caches / folder) for name, folder in folders.items()}
+    for folder in environment.values():
+        Path(folder).mkdir(parents=True)
+    result: dict[str, Any] = {"benchmark": "h200_train", "what": "start", "model": options.model.name}
+    for name in ("empty_caches", "filled_caches"):
+        code, seconds = run_train(options, flags, environment)
+        row = (read_steps(options.output / options.what) or [{}])[0]
+        phases = {phase: row.get(f"perf/{phase}_time") for phase in ("update_weights", "rollout", "train")}
+        result[name] = {"exit_code": code, "first_step_at_seconds": seconds, "phases": phases}
+    return result
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -215,13 +246,19 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if options.what == "step":
+    if options.what != "curve":
         from random_model import write_model
 
         write_model(options.shape, options.model)
     flags = curve_flags(options) if options.what == "curve" else step_flags(options)
+    if options.what == "start":
+        starts = run_starts(options, flags)
+        line = json.dumps(starts)
+        (options.output / "h200_train_start.json").write_text(line + "\n")
+        print(line, flush=True)
+        raise SystemExit(max(starts[name]["exit_code"] for name in ("empty_caches", "filled_caches")))
     started = time.time()
-    code = run_train(options, flags)
+    code, first_step = run_train(options, flags, {})
     folder = options.output / options.what
     rows = read_steps(folder)
     if not rows:
@@ -236,6 +273,7 @@ def main() -> None:
         "steps": len(rows),
         "samples_per_step": rows[0].get("train/global_batch_size"),
         "seconds": round(time.time() - started, 1),
+        "first_step_at_seconds": first_step,
         "rewards": [round(float(row.get("rollout/raw_reward") or 0.0), 4) for row in rows],
         "times": times(rows),
         "memory_gib": memory(rows),

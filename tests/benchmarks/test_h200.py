@@ -65,7 +65,13 @@ def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.
     assert "it broke" in next((tmp_path / "out").glob("*.log")).read_text()
 
 
-@pytest.mark.parametrize("name", ["mfu", "mfu_gpus", "mfu_megatron_gpus", "rollout", "colocate", "step", "curve"])
+NAMES = [
+    *("mfu", "mfu_gpus", "mfu_experts_gpus", "mfu_delta_nets", "mfu_megatron_gpus", "rollout", "colocate", "step"),
+    *("curve", "start", "adapter", "adapter_32b", "step_delta_nets"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_commands_name_scripts_that_are_there(h200: ModuleType, tmp_path: Path, name: str) -> None:
     options = argparse.Namespace(device="cpu", gpus=2, gsm8k=None, smollm2=tmp_path)
     words = [str(word) for word in h200.PARTS[name].command(options, tmp_path)]
