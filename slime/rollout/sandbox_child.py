@@ -27,6 +27,7 @@ import traceback
 from typing import NoReturn, TypedDict
 
 GRACE_SECONDS = 5  # after the deadline, process 1 ends itself, in case no process is left to kill it
+LARGEST_STATUS = 127  # of the code itself: larger ones say which signal ended it
 NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is not needed after unshare
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -166,7 +167,7 @@ def process_one(order: Order) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End with the exit status of the child."""
+    """End with the exit status of the child, or with 128 and the number of the signal that ended it."""
     code = os.waitstatus_to_exitcode(status)
     os._exit(128 - code if code < 0 else code)
 
@@ -195,7 +196,7 @@ def run(order: Order) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(status & 0xFF)
+        os._exit(min(status & 0xFF, LARGEST_STATUS))
 
 
 def enter_namespaces(order: Order) -> None:

@@ -95,7 +95,11 @@ async def test_a_program_that_fails_gets_zero_and_is_counted(code: str, outcome:
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "x = [0] * 10 ** 10", "print(1", "print(4)", "import sys; sys.exit(3)"]
+    "code",
+    [
+        *("while True: pass", "x = [0] * 10 ** 10", "print(1", "print(4)"),
+        *("import sys; sys.exit(3)", "import sys; sys.exit(137)"),  # 137 is also the status of a killed program
+    ],
 )
 async def test_programs_that_read_the_input_fail_alike(code: str) -> None:
     assert (await score(code, APPS)).reward == 0.0

@@ -118,6 +118,8 @@ def test_what_is_no_plain_number_is_none():
         (r"x \in [1,2]", "[1,2]"),
         (r"y = 2x", "2x"),
         (r"\$5", "5"),
+        ("1 234 567", "1,234,567"),
+        ("x + 2", "x+2"),
     ],
 )
 def test_normal_form_unites_spellings(left, right):
@@ -125,7 +127,8 @@ def test_normal_form_unites_spellings(left, right):
 
 
 def test_normal_form_keeps_what_differs():
-    for left, right in [("A", "a"), ("(1,234)", "(1234)"), ("-2", "2"), (r"\frac{A}{2}", r"\frac{a}{2}")]:
+    pairs = [("A", "a"), ("(1,234)", "(1234)"), ("-2", "2"), (r"\frac{A}{2}", r"\frac{a}{2}")]
+    for left, right in [*pairs, ("2 3", "23"), ("12 3456", "123456")]:
         assert normalize_math(left) != normalize_math(right)
 
 

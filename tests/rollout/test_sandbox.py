@@ -83,6 +83,9 @@ async def test_what_went_wrong_is_told_as_python_tells_it(sandbox):
     assert "sandbox_child" not in result.stderr
     assert "SyntaxError" in (await sandbox.run("print(")).stderr
     assert (await sandbox.run("raise SystemExit(3)")).exit_code == 3
+    for status in (137, 152, -1):  # are not taken for the signals that a shell names so
+        result = await sandbox.run(f"raise SystemExit({status})")
+        assert (result.status, result.exit_code) == ("error", 127)
     assert (await sandbox.run("import os; os.kill(os.getpid(), 9) or os.abort()")).status in ("killed", "error")
 
 

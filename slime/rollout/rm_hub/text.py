@@ -110,7 +110,8 @@ def normalize_math(text: str) -> str:
     )
     out = re.sub(r"(?<![\d.])\.(?=\d)", "0.", out)
     words = re.fullmatch(r"[A-Za-z\s]{3,}", out)  # "East" is "east", but the variable A is not a
-    return re.sub(r"\s+", "", out.lower() if words else out)
+    out = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), out)  # 10 000
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", out.lower() if words else out)  # "2 3" is not 23
 
 
 def after_thinking(text: str) -> str:
