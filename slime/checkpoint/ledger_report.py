@@ -9,6 +9,9 @@ from pathlib import Path
 from slime.checkpoint.ledger import CLOSED, Line, balance, parse_line
 from slime.checkpoint.numbers import Numbers
 
+UNCHECKED = "the run has reached neither a snapshot nor its end"
+"""The problem of a ledger that has no sums yet with which its rows could be compared."""
+
 
 @dataclass
 class Report:
@@ -56,7 +59,7 @@ def read_ledger(path: Path) -> Report:
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file that was damaged or edited
                 report.problems.append(f"line {number} is damaged: {type(error).__name__}: {error}")
     if report.cut is None:
-        report.problems.append("the run reached neither a snapshot nor its end")
+        report.problems.append(UNCHECKED)
     return report
 
 

@@ -70,6 +70,8 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     """
     source = SOURCES.get(model.lower())
     if source is None:
+        if output_dir is not None:
+            raise CommandError(f"--output-dir is for a download, and {model!r} is not one of {', '.join(SOURCES)}")
         return check_folder(Path(model), f"{model!r} is not one of {', '.join(SOURCES)}; as a local folder it")
     target = (output_dir or Path("models") / source.name).expanduser().resolve()
     if target.is_dir() and any(target.iterdir()):

@@ -21,14 +21,14 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     """Print the ledger of a run (a folder or a ledger file) as of its last checkpoint.
 
     Returns:
-        0 if the ledger is consistent, otherwise 1.
+        0 if the ledger is consistent, otherwise 1; also 1 if it could not be checked.
 
     Raises:
         CommandError: There is no ledger, or it cannot be read.
     """
     from rich.console import Console
 
-    from slime.checkpoint.ledger_report import read_ledger
+    from slime.checkpoint.ledger_report import UNCHECKED, read_ledger
     from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
 
@@ -53,7 +53,10 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     if report.beyond:
         console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume generates them again")
     for problem in report.problems:
-        console.print(f"inconsistent: {problem}", style="red")
+        if problem == UNCHECKED:
+            console.print(f"not checked: {problem}, so there are no sums to compare the groups with")
+        else:
+            console.print(f"inconsistent: {problem}", style="red")
     if report.closes and report.cut is not None:
         console.print(f"consistent: {report.asked} groups were requested, and each is in exactly one place")
     return int(not report.closes)

@@ -134,7 +134,8 @@ def _add_of_runs(commands: Subparsers) -> None:
     merge.set_defaults(run=_merge_lora)
 
     ledger = commands.add_parser(
-        "ledger", help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent"
+        "ledger",
+        help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent or unchecked",
     )
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")

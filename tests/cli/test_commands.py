@@ -214,3 +214,18 @@ def test_nobody_is_told_to_delete_a_model_that_is_not_downloaded(tmp_path: Path)
     with pytest.raises(CommandError, match="delete the folder to download it again"):
         fetch_model(next(iter(SOURCES)), tmp_path)
     assert str(local.value).endswith("lacks config.json, a tokenizer, weights")
+
+
+def test_a_folder_to_check_has_no_output_folder(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"--output-dir is for a download, and .* is not one of smollm2"):
+        fetch_model(str(tmp_path), tmp_path / "copy")
+
+
+def test_the_ledger_of_a_run_without_a_snapshot_is_not_called_inconsistent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger.jsonl").touch()
+    assert main(["ledger", str(tmp_path)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not checked: the run has reached neither a snapshot nor its end" in printed
+    assert "inconsistent" not in printed
