@@ -221,7 +221,7 @@ def test_a_folder_to_check_has_no_output_folder(tmp_path: Path) -> None:
         fetch_model(str(tmp_path), tmp_path / "copy")
 
 
-def test_the_ledger_of_a_run_without_a_snapshot_is_not_called_inconsistent(
+def test_a_ledger_without_a_snapshot_is_not_called_inconsistent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ledger.jsonl").touch()
