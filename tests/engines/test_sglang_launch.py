@@ -51,6 +51,7 @@ def test_words_of_a_server_on_gpus() -> None:
         ({"eval_temperature": 0.0}, {}, "pytorch"),
         ({}, {"sampling_backend": "flashinfer"}, "flashinfer"),
         ({"eval_top_k": 20}, {}, None),
+        ({}, {"device": "npu"}, None),
         ({"rollout_top_p": 0.9}, {}, None),
         ({"eval_config": "sets.yaml"}, {}, None),
     ],

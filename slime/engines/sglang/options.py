@@ -51,8 +51,11 @@ def sampling_backend(settings: EngineSettings, spec: EngineSpec) -> str | None:
     start on a machine, with ``nvcc``. Requests for neither are sampled by the same code with both backends. In a run
     without top-p and top-k only health checks need the kernels, because a greedy token is top-k with k = 1 in SGLang.
     """
-    given = {**settings.sglang, **spec.options}.get("sampling_backend")
-    return str(given) if given else "pytorch" if settings.whole_vocabulary else None
+    options = {**settings.sglang, **spec.options}
+    if given := options.get("sampling_backend"):
+        return str(given)
+    # SGLang has samplers of its own for other devices.
+    return "pytorch" if settings.whole_vocabulary and options.get("device") in (None, "cuda") else None
 
 
 def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> dict[str, object]:
