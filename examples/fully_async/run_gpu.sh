@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-4B on one node of 8 GPUs: 4 train (Megatron), 4 generate (SGLang) without a pause. DATA: a JSONL file with prompt
-# (messages) and label.
+# (messages) and label. The prefill delayer of SGLang starts new requests together, so that they do not interrupt the others
+# one by one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 source "$checkout/scripts/models/qwen3-4B.sh"
@@ -14,4 +15,5 @@ train fully_async_gpu train_async.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL
     --train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel \
     --use-dynamic-batch-size --max-tokens-per-gpu 9216 \
     --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1 \
-    --rollout-backend sglang --sglang-mem-fraction-static 0.8
+    --rollout-backend sglang --sglang-mem-fraction-static 0.8 \
+    --sglang-enable-prefill-delayer --sglang-prefill-delayer-queue-min-ratio 0.1
