@@ -29,6 +29,7 @@ from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
 from slime.models.decoder import backbone_of, decoder_layers, one_layer_of_each_kind
 from slime.models.fused import fuse
+from slime.models.gated_norm import use_compiled_norms
 from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
 from slime.models.layer_kinds.registry import freeze_untrained
@@ -73,6 +74,7 @@ def build_scorer(
         use_grouped_experts(model)
         if stateful and args.compile_layers:
             use_compiled_convolutions(model.modules())
+            use_compiled_norms(model.modules())
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
     scorer: Scorer = ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
