@@ -28,11 +28,11 @@ from slime.config.hf_config import read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
-from slime.engines.http import HttpError, retrying
+from slime.engines.http import HttpError
 from slime.rollout.abort import retry_delay
 from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.rm_hub.outcome import says_too_long
-from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
+from slime.rollout.sglang_streaming_rollout import StreamedAnswer, stream_answer
 from slime.rollout.state import GenerateState
 from slime.rollout.stop_strings import cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
@@ -332,9 +332,7 @@ class Session:
             if on_text is None:
                 return await ask_engine(self.state, probe, body)
             answer = StreamedAnswer(on_text)
-            stream = lambda: read_stream(self.state, probe, {**body, "stream": True}, answer)  # noqa: E731
-            async with asyncio.timeout(self.state.requests.timeout):
-                await retrying(stream, give_up=lambda: self.state.aborted)
+            await stream_answer(self.state, probe, {**body, "stream": True}, answer)
             return answer.output(aborted=not answer.ended) if answer.meta is not None else None
         except HttpError as error:
             if error.status not in (400, 413, 422):

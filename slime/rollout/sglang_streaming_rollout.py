@@ -60,13 +60,12 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
     body["stream"] = True
     answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
-        async with asyncio.timeout(state.requests.timeout):
-            try:
-                await retrying(lambda: read_stream(state, sample, body, answer), give_up=lambda: state.aborted)
-            except HttpError as error:
-                if error.status != 400 or not says_too_long(error):
-                    raise
-                return without_room(state, sample)
+        try:
+            await stream_answer(state, sample, body, answer)
+        except HttpError as error:
+            if error.status != 400 or not says_too_long(error):
+                raise
+            return without_room(state, sample)
     if answer.meta is not None:
         compare_read(state, sample, body, answer.meta)
         append_output(args, sample, answer.output(aborted=not answer.ended), params)
@@ -154,6 +153,22 @@ class Lines:
         done = [b"".join(self._open), *rest[:-1]]
         self._open = [rest[-1]]
         return done
+
+
+async def stream_answer(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:
+    """Call :func:`read_stream`, with retries while no engine can be reached. If the rollout is aborted meanwhile,
+    ``answer`` stays empty.
+
+    Raises:
+        HttpError: The engine refused the request.
+        TimeoutError: The answer was not complete within ``--sglang-router-request-timeout-secs``.
+    """
+    try:
+        async with asyncio.timeout(state.requests.timeout):
+            await retrying(lambda: read_stream(state, sample, body, answer), give_up=lambda: state.aborted)
+    except HttpError as error:
+        if not (state.aborted and error.retryable):
+            raise
 
 
 async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:

@@ -226,6 +226,24 @@ async def test_what_an_engine_refuses_reaches_the_program_and_what_breaks_stops_
     assert "broken" in str(talk.session.fault)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_rollout_that_ends_while_no_engine_can_be_reached(
+    endpoint: AgentServer, checkpoint: Path, stream: bool
+) -> None:
+    async with ScriptedEngine(make_tokenizer(), [("no engine", 503)] * 100) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        asked = asyncio.ensure_future(
+            talk.openai.chat.completions.create(model="m", messages=QUESTION, stream=stream)  # type: ignore[call-overload]
+        )
+        async with asyncio.timeout(60):
+            while not engine.bodies:
+                await asyncio.sleep(0.01)
+            talk.state.aborted = True
+            with pytest.raises(openai.InternalServerError, match="the rollout was aborted"):
+                await asked
+    assert talk.session.fault is None, "an error of an engine would end the run"
+
+
 async def test_a_retry_of_the_client_library_is_one_turn(endpoint: AgentServer, checkpoint: Path) -> None:
     """The first try gets no answer in time; the library leaves and asks again."""
     async with ScriptedEngine(make_tokenizer(), [None, *["Hello."] * 5]) as engine:

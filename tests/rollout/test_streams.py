@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollout_parts import arguments
 
 from slime.data.sample import Sample
+from slime.rollout.generate import generate
 from slime.rollout.sglang_streaming_rollout import Lines, StreamedAnswer, generate_streaming
 from slime.rollout.state import GenerateState
 
@@ -101,3 +102,29 @@ async def test_an_answer_of_20000_tokens(tokenizer_dir: Path, step: int) -> None
     finally:
         await runner.cleanup()
     assert sample.response_length == len(sample.response) == TOKENS and sample.status is Sample.Status.TRUNCATED
+
+
+@pytest.mark.parametrize("function", [generate, generate_streaming])
+async def test_a_rollout_that_ends_while_no_engine_can_be_reached(tokenizer_dir: Path, function: Any) -> None:
+    """The response is aborted like any other; an error would end the run."""
+    asked = asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.Response:
+        asked.set()
+        return web.Response(status=503)
+
+    app = web.Application()
+    app.router.add_post("/generate", refuse)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        args = arguments(tokenizer_dir, sglang_router_port=runner.addresses[0][1])
+        state, sample = GenerateState(args), Sample(prompt="abc", index=0, group_index=0)
+        task = asyncio.ensure_future(function(args, sample, state.sampling_params))
+        await asked.wait()
+        state.aborted = True
+        await asyncio.wait_for(task, 60)
+    finally:
+        await runner.cleanup()
+    assert sample.status is Sample.Status.ABORTED and sample.response_length == 0
