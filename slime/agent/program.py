@@ -106,10 +106,14 @@ def reward_of(value: object, name: str) -> Reward:
 
 
 async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> object:
-    """Await the program. ``sys.exit()`` in it must not end the event loop that all programs share."""
+    """Await the program. ``sys.exit()`` in it must not end the event loop that all programs share, and a
+    ``CancelledError`` of its own, which can leave the cancel scope of a client, must not cancel the rollout."""
     try:
         return await fn(task)
-    except (SystemExit, KeyboardInterrupt) as raised:
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
+        own = asyncio.current_task()
+        if isinstance(raised, asyncio.CancelledError) and own is not None and own.cancelling():
+            raise
         raise RuntimeError(f"the program ended with {raised!r}") from raised
 
 

@@ -20,6 +20,14 @@ async def leaves(task: Task) -> None:
     sys.exit(3)
 
 
+async def cancels(task: Task) -> None:
+    raise asyncio.CancelledError
+
+
+async def waits(task: Task) -> None:
+    await asyncio.Event().wait()
+
+
 async def stays(task: Task) -> float:
     await asyncio.sleep(0.01)
     return 1.0
@@ -34,6 +42,16 @@ async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
     with pytest.raises(RuntimeError, match=r"ended with SystemExit\(3\)"):
         await asyncio.wait_for(run("leaves"), 30)
     assert await asyncio.wait_for(run("stays"), 30) == 1.0
+
+
+async def test_a_program_that_cancels_itself_fails_and_one_that_the_rollout_cancels_does_not() -> None:
+    with pytest.raises(RuntimeError, match=r"ended with CancelledError"):
+        await asyncio.wait_for(run("cancels"), 30)
+    task = asyncio.ensure_future(run("waits"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", [1.0]])
