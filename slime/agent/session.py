@@ -197,6 +197,7 @@ class Session:
         if ask.tools:
             params["skip_special_tokens"] = False  # in many formats, tool calls begin with special tokens
         probe = self._probe(parent, added)
+        begun = probe.tokens  # generation replaces them by longer lists
         seed = params.get("sampling_seed")
         if isinstance(seed, int):
             # Parallel requests arrive in any order. For reproducible runs, the seed depends on the conversation (and on
@@ -223,7 +224,7 @@ class Session:
         except Exception as error:
             self.fault = self.fault or error
             raise
-        answer = self._message(parser, added, opened, outputs, params)
+        answer = self._message(parser, begun, opened, outputs, params)
         turn = Turn(
             parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex,
             constrained=constraint is not None,
@@ -262,7 +263,7 @@ class Session:
         return self.tags is not None and tail.endswith(self.tags.start)
 
     def _message(
-        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[GenerateOutput], params: SamplingParams
+        self, parser: ToolParser, begun: list[int], opened: bool, outputs: list[GenerateOutput], params: SamplingParams
     ) -> Message:
         reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
@@ -276,10 +277,10 @@ class Session:
             self.counts["unread_calls"] += 1
             note(f"--agent-tool-parser {self.parser_name}", f"found no tool call in an answer that contains {mark!r}")
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
-        # Some chat templates render the ids of calls. They follow from the sampled tokens, so that a run with the same
-        # seed gives the same prompts.
+        # Some chat templates render the ids of calls. They follow from the tokens of the whole conversation, so that a
+        # run with the same seed gives the same prompts, and a model that repeats itself gives other ids.
         for number, entry in enumerate(calls):
-            entry["id"] = entry["id"] or f"{_digest([*added, *ids], number):016x}"[:9]
+            entry["id"] = entry["id"] or f"{_digest([*begun, *ids], number):016x}"[:9]
         message: Message = {"role": "assistant", "content": content}
         return (
             message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})

@@ -82,6 +82,22 @@ async def test_openai_tools(endpoint: AgentServer, checkpoint: Path, stream: boo
     assert engine.bodies[1]["input_ids"] == talk.sample().tokens[: len(engine.bodies[1]["input_ids"])]
 
 
+async def test_a_call_that_the_model_repeats_has_another_id(endpoint: AgentServer, checkpoint: Path) -> None:
+    """Clients find the call of a result by its id. The same call after the same result has the same new tokens."""
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+    async with ScriptedEngine(make_tokenizer(), [CALL] * 3) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        talk.session.params["max_new_tokens"] = 900
+        messages: list[Any] = list(QUESTION)
+        for _ in range(3):
+            answer = await talk.openai.chat.completions.create(model="m", messages=messages, tools=tools)
+            said = answer.choices[0].message
+            (entry,) = said.tool_calls or []
+            messages += [said, {"role": "tool", "tool_call_id": entry.id, "content": "error"}]
+    assert len({said.tool_calls[0].id for said in messages[1::2]}) == 3
+    assert len(talk.session.tree.leaves()) == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropic_tools(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
     fixed: dict[str, Any] = {
