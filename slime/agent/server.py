@@ -182,7 +182,12 @@ async def _stream(
     """Send the turn as server-sent events while it is generated. An error before the first token becomes an HTTP
     status; after the response has begun, an error can be sent only as an event."""
     parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
-    task = asyncio.ensure_future(session.answer(ask, prepared, lambda *part: parts.put_nowait(part)))
+
+    def show(reasoning: str, text: str) -> None:
+        if text or ask.reasoning:  # while a client that takes no reasoning waits, it gets pings
+            parts.put_nowait((reasoning, text))
+
+    task = asyncio.ensure_future(session.answer(ask, prepared, show))
     task.add_done_callback(lambda _: parts.put_nowait(None))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     sent = _Sent(encoder, ask)

@@ -287,3 +287,29 @@ async def test_a_silent_stream_is_kept_alive(
         async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
             raw = await response.read()
     assert b"event: ping" in raw and raw.index(b"message_start") < raw.index(b"ping") and b"message_stop" in raw
+
+
+async def test_a_stream_is_kept_alive_while_the_model_reasons_for_a_client_that_takes_no_reasoning(
+    endpoint: AgentServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "PING_SECONDS", 0.05)
+    async with ScriptedEngine(make_tokenizer(THINKING), ["four"]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        answer, pinged = talk.session.answer, asyncio.Event()
+
+        async def after_reasoning(ask: Any, prepared: Any, on_part: Any) -> Any:
+            while not pinged.is_set():
+                on_part("hm", "")
+                await asyncio.sleep(0.001)
+            return await answer(ask, prepared, on_part)
+
+        talk.session.answer = after_reasoning  # type: ignore[method-assign]
+        body = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stream": True}
+        url, raw = f"{endpoint.url(talk.session)}/v1/messages", b""
+        async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
+            async with asyncio.timeout(60):
+                async for part in response.content.iter_any():
+                    raw += part
+                    if b"event: ping" in raw:
+                        pinged.set()
+    assert b"hm" not in raw and b"message_stop" in raw
