@@ -111,6 +111,8 @@ class Messages:
             if block["type"] == "tool_use":
                 parts.append(self._close() + self._block({**block, "input": {}}))
                 parts.append(self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])}))
+            else:  # for an empty answer, which had no text to open the block
+                parts.append(self._block({"type": "text", "text": ""}))
         parts.append(self._close())
         parts.append(_event("message_delta", delta=_reason(self.ask, turn), usage=_usage(turn)))
         return b"".join([*parts, _event("message_stop")])
@@ -199,7 +201,7 @@ def _messages(raw: JsonObject) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"unknown role {role!r}")
     text: JsonObject = {"type": "text", "text": content}
-    blocks = [text] if isinstance(content, str) else objects(raw, "content")
+    blocks = [text] if isinstance(content, str) else objects(raw, "content", required=content != [])
     results: list[Message] = [
         {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
         for block in blocks

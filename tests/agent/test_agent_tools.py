@@ -125,6 +125,26 @@ async def test_anthropic_tools(endpoint: AgentServer, checkpoint: Path, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dropped", [False, True], ids=["kept", "dropped"])
+async def test_an_empty_answer_in_messages(
+    endpoint: AgentServer, checkpoint: Path, stream: bool, dropped: bool
+) -> None:
+    """Some clients drop empty blocks, and send a message without content."""
+    async with ScriptedEngine(make_tokenizer(), ["", "two"]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        fixed: Any = {"model": "m", "max_tokens": 9}
+        if stream:
+            async with talk.anthropic.messages.stream(**fixed, messages=QUESTION) as events:
+                answer: Any = await events.get_final_message()
+        else:
+            answer = await talk.anthropic.messages.create(**fixed, messages=QUESTION)
+        assert [block.text for block in answer.content] == [""]
+        said = {"role": "assistant", "content": [] if dropped else answer.content}
+        await talk.anthropic.messages.create(**fixed, messages=[*QUESTION, said, {"role": "user", "content": "Go on."}])
+    assert len(talk.session.tree.turns) == 2 and len(talk.session.tree.leaves()) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_responses_tools(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
     fixed: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "name": "add", "parameters": ADD}]}
     async with ScriptedEngine(make_tokenizer(), [CALL, "It is 3."]) as engine:
