@@ -34,13 +34,14 @@ from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, stream_answer
 from slime.rollout.state import GenerateState
-from slime.rollout.stop_strings import cut_at_stop
+from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
+_CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 OnText = Callable[[str], None]
 OnPart = Callable[[str, str], None]
 """Called with new text of the reasoning and new text of the answer, one of which may be empty."""
@@ -323,6 +324,8 @@ class Session:
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":
                 return outputs
             probe.tokens, most, tries = probe.tokens + new, most - len(new), 0 if new else tries + 1
+            if str(self.state.tokenizer.decode(probe.tokens[-_CHARACTER_TOKENS:])).endswith(UNFINISHED):
+                on_text = None  # the next part begins within a character, so the client gets the rest at the end
             if most < 1:
                 outputs[-1]["meta_info"]["finish_reason"] = {"type": "length", "length": len(new)}
                 return outputs
@@ -352,10 +355,16 @@ def _part(params: SamplingParams, number: int) -> SamplingParams:
 
 
 def _parting(on_part: OnPart, split: StreamSplit) -> OnText:
-    """Return a function that splits new text of the engine into reasoning and answer and passes both to ``on_part``."""
+    """Return a function that splits new text of the engine into reasoning and answer and passes both to ``on_part``.
+
+    U+FFFD at the end of the text is held back, because an interrupted answer can end within a character."""
+    held = ""
 
     def show(text: str) -> None:
-        parts = split.add(text)
+        nonlocal held
+        whole = (held + text).rstrip(UNFINISHED)
+        held = (held + text)[len(whole) :]
+        parts = split.add(whole)
         if any(parts):
             on_part(*parts)
 

@@ -309,6 +309,38 @@ async def test_of_several_choices_none_is_trained_if_the_client_leaves_before_th
     assert talk.sample().response == "Good day.<|end|>" and talk.session.counts["cancelled"] == 2
 
 
+class DividingEngine(ScriptedEngine):
+    """Ends its first answer after some of the bytes of a character, and sends the other bytes in the second one."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        ids, end = self.tokenizer("so 中文", add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id
+        count = next(n for n in range(len(ids)) if self.tokenizer.decode(ids[:n]).endswith("\ufffd"))
+        first = len(self.bodies) == 1
+        part, finish = (
+            (ids[:count], {"type": "abort"}) if first else ([*ids[count:], end], {"type": "stop", "matched": end})
+        )
+        chunk = self.answer(self.tokenizer.decode(part, skip_special_tokens=True), part, finish, body)
+        if not body.get("stream"):
+            return web.json_response(chunk)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+
+async def test_a_character_that_an_interruption_divides_is_streamed_whole(
+    endpoint: AgentServer, checkpoint: Path
+) -> None:
+    async with DividingEngine(make_tokenizer(), []) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        stream = await talk.openai.chat.completions.create(model="m", messages=QUESTION, stream=True)  # type: ignore[call-overload]
+        said = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(said) == "so 中文" and "so " in said, "a program goes on with the answer that was recorded"
+    assert talk.sample().response == "so 中文<|end|>"
+
+
 class FailingEngine(ScriptedEngine):
     """Sends the first five tokens of its first streamed answer, and then the error of an engine whose step failed."""
 
