@@ -196,6 +196,16 @@ def fold_system(messages: list[Message]) -> list[Message]:
 
 def key_of(message: Message) -> tuple[str, str, str]:
     """Return a key by which two messages are compared. Clients store messages differently, so the key leaves out ids of
-    calls, reasoning, and whitespace around the text."""
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+    calls, reasoning, whitespace around the text, and whether a whole number is written as ``1.0``, which programs in
+    JavaScript send back as ``1``."""
+    calls = [(c["function"]["name"], _numbers(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True)
+
+
+def _numbers(value: JsonValue) -> JsonValue:
+    """Return a JSON value with its whole numbers as integers."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

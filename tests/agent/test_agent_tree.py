@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.agent.messages import Ask, key_of
+from slime.agent.messages import Ask, call, key_of
 from slime.agent.trajectory import Tree, Turn
 from slime.data.sample import Sample
 
@@ -87,6 +88,18 @@ def test_tools_are_part_of_a_conversation_and_ids_of_calls_are_not() -> None:
     assert tree.find(Ask([user("q"), renamed, result])) is None
     changed = {**call, "function": {"name": "f", "arguments": {"x": 2}}}
     assert tree.find(Ask([user("q"), {**renamed, "tool_calls": [changed]}, result], [tool])) is None
+
+
+def test_numbers_that_a_program_in_javascript_sends_back_are_the_same() -> None:
+    """``JSON.stringify(JSON.parse("1.0"))`` is ``"1"``."""
+    said: Any = {"x": [1.0, 1e21], "y": 0.5}
+    back = {"y": 0.5, "x": [1, 1e21]}
+    one, two, other = (
+        key_of({"role": "assistant", "content": "", "tool_calls": [call("f", arguments)]})
+        for arguments in (said, json.dumps(back), {**said, "y": True})
+    )
+    assert one == two != other
+    assert isinstance(said["x"][0], float), "the model's own call stays as it is"
 
 
 def test_of_equal_answers_the_newest_goes_on_and_an_undelivered_one_is_forgotten() -> None:
