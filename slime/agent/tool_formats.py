@@ -336,12 +336,25 @@ def _type_of(schema: JsonObject, key: str) -> str | None:
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, dict) else None
     others = (found.get("anyOf") or found.get("oneOf")) if isinstance(found, dict) else None
-    for option in [found, *(others if isinstance(others, list) else [])]:
+    for part in [found, *(others if isinstance(others, list) else [])]:
+        option = _referred(schema, part)
         kinds = option.get("type") if isinstance(option, dict) else None
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if isinstance(kind, str) and kind != "null":
                 return kind
     return "string" if isinstance(found, dict) and "enum" in found else None
+
+
+def _referred(schema: JsonObject, part: JsonValue) -> JsonValue:
+    """Return the definition that ``$ref`` of a part of ``schema`` names, as Pydantic writes the types of nested models;
+    the part itself if it has no such reference."""
+    path = part.get("$ref") if isinstance(part, dict) else None
+    if not isinstance(path, str) or not path.startswith("#/"):
+        return part
+    found: JsonValue = schema
+    for name in path.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _deep_brackets(text: str) -> bool:

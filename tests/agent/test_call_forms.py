@@ -45,6 +45,36 @@ def test_calls_of_each_family(parser: str, text: str, calls: Any) -> None:
     assert content.startswith("".join(map(shown.add, text))), "a stream shows nothing of a call"
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3_coder", "<tool_call><function=f>%s</function></tool_call>"),
+        ("glm45", "<tool_call>f%s</tool_call>"),
+    ],
+)
+def test_arguments_whose_types_are_defined_elsewhere_in_the_schema(parser: str, text: str) -> None:
+    """Pydantic writes the schema of nested models and of enumerations so."""
+    definitions = {"Spot": {"type": "object", "properties": {"x": {"type": "integer"}}},
+                   "Size": {"enum": ["1", "2"], "type": "string"}}  # fmt: skip
+    parameters = {
+        "$defs": definitions,
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/Spot"},
+            "to": {"anyOf": [{"$ref": "#/$defs/Spot"}, {"type": "null"}]},
+            "size": {"$ref": "#/$defs/Size"},
+            "lost": {"$ref": "#/$defs/None/of/these"},
+        },
+    }
+    one = (
+        "<parameter=%s>%s</parameter>" if parser == "qwen3_coder" else "<arg_key>%s</arg_key><arg_value>%s</arg_value>"
+    )
+    values = {"at": '{"x": 1}', "to": '{"x": 2}', "size": "1", "lost": "?"}
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    _, found = FORMATS[parser](tools).parse(text % "".join(one % item for item in values.items()))
+    assert named(found) == [("f", {"at": {"x": 1}, "to": {"x": 2}, "size": "1", "lost": "?"})]
+
+
 @pytest.mark.parametrize(("parser", "text"), NO_CALLS)
 def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
     assert FORMATS[parser](TOOLS).parse(text) == (text, [])
