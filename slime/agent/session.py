@@ -30,9 +30,9 @@ from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.rollout.abort import retry_delay
-from slime.rollout.generate import ask_engine, build_generate_body, remaining
+from slime.rollout.generate import ask_engine, build_generate_body, remaining, with_retries
 from slime.rollout.rm_hub.outcome import says_too_long
-from slime.rollout.sglang_streaming_rollout import StreamedAnswer, stream_answer
+from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
 from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
@@ -336,7 +336,8 @@ class Session:
             if on_text is None:
                 return await ask_engine(self.state, probe, body)
             answer = StreamedAnswer(on_text)
-            await stream_answer(self.state, probe, {**body, "stream": True}, answer)
+            stream = lambda: read_stream(self.state, probe, {**body, "stream": True}, answer)  # noqa: E731
+            await with_retries(self.state, probe, stream)
             return answer.output(aborted=not answer.ended) if answer.meta is not None else None
         except HttpError as error:
             if error.status not in (400, 413, 422):

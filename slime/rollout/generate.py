@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from slime.config.rollout import restricts_vocabulary
 from slime.data.sample import Sample
-from slime.engines.http import HttpError
+from slime.engines.http import HttpError, retrying
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
@@ -23,6 +24,7 @@ from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+T = TypeVar("T")
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 _CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 
@@ -237,18 +239,31 @@ async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -
     from slime.engines import http
 
     limit, headers = state.requests.timeout, routing_headers(state, sample)
+    # Each attempt reads the address from args again: a restarted router may have another address.
+    call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
+    output: GenerateOutput | None = await with_retries(state, sample, call)
+    return output
+
+
+async def with_retries(state: GenerateState, sample: Sample, call: Callable[[], Awaitable[T]]) -> T | None:
+    """Await ``call``, which sends a request for ``sample``, with retries while no engine can be reached.
+
+    Returns:
+        Its result, or None if no engine could be reached before the rollout was aborted.
+
+    Raises:
+        HttpError: The engine refused the request.
+        TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``, retries included.
+    """
     try:
-        async with asyncio.timeout(limit):
-            # Each attempt reads the address from args again: a restarted router may have another address.
-            call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
-            output: GenerateOutput = await http.retrying(call, give_up=lambda: state.aborted)
-            return output
-    except http.HttpError as error:
+        async with asyncio.timeout(state.requests.timeout):
+            return await retrying(call, give_up=lambda: state.aborted)
+    except HttpError as error:
         if state.aborted and error.retryable:
             return None
         raise
     except TimeoutError as error:
         raise TimeoutError(
             f"sample {sample.index} (group {sample.group_index}): {get_model_url(state.args)} did not reply within "
-            f"{limit:g} s (--sglang-router-request-timeout-secs)"
+            f"{state.requests.timeout:g} s (--sglang-router-request-timeout-secs)"
         ) from error

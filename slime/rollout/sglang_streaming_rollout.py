@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from slime.data.sample import Sample
-from slime.engines.http import HttpError, retrying, session
+from slime.engines.http import HttpError, session
 from slime.engines.keys import auth_headers
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import (
@@ -25,6 +25,7 @@ from slime.rollout.generate import (
     get_model_url,
     remaining,
     routing_headers,
+    with_retries,
     without_room,
 )
 from slime.rollout.prompts import prompt_ids
@@ -61,7 +62,7 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
     answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
         try:
-            await stream_answer(state, sample, body, answer)
+            await with_retries(state, sample, lambda: read_stream(state, sample, body, answer))
         except HttpError as error:
             if error.status != 400 or not says_too_long(error):
                 raise
@@ -153,22 +154,6 @@ class Lines:
         done = [b"".join(self._open), *rest[:-1]]
         self._open = [rest[-1]]
         return done
-
-
-async def stream_answer(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:
-    """Call :func:`read_stream`, with retries while no engine can be reached. If the rollout is aborted meanwhile,
-    ``answer`` stays empty.
-
-    Raises:
-        HttpError: The engine refused the request.
-        TimeoutError: The answer was not complete within ``--sglang-router-request-timeout-secs``.
-    """
-    try:
-        async with asyncio.timeout(state.requests.timeout):
-            await retrying(lambda: read_stream(state, sample, body, answer), give_up=lambda: state.aborted)
-    except HttpError as error:
-        if not (state.aborted and error.retryable):
-            raise
 
 
 async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:

@@ -128,3 +128,24 @@ async def test_a_rollout_that_ends_while_no_engine_can_be_reached(tokenizer_dir:
     finally:
         await runner.cleanup()
     assert sample.status is Sample.Status.ABORTED and sample.response_length == 0
+
+
+@pytest.mark.parametrize("function", [generate, generate_streaming])
+async def test_an_engine_that_does_not_reply_in_time_is_named(tokenizer_dir: Path, function: Any) -> None:
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", hang)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        port = runner.addresses[0][1]
+        args = arguments(tokenizer_dir, sglang_router_port=port, sglang_router_request_timeout_secs=0.5)
+        sample = Sample(prompt="abc", index=7, group_index=0)
+        with pytest.raises(TimeoutError, match=rf"sample 7 .*:{port}/generate .*--sglang-router-request-timeout-secs"):
+            await function(args, sample, GenerateState(args).sampling_params)
+    finally:
+        await runner.cleanup()
