@@ -23,6 +23,7 @@ from slime.config.process_environment import reduced_environment
 from slime.engines.background import background_loop
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
+_MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)
 _POLL_SECONDS = 0.5
 _REST_SECONDS = 1.0  # time to read the rest of the pipes after a command has ended
 _STOP_SECONDS = 3.0  # time for the guard to end a command
@@ -30,7 +31,7 @@ Reward = float | dict[str, Any] | None
 
 
 class ProgramError(RuntimeError):
-    """Raised if a command ends with a status other than 0."""
+    """Raised if a command cannot be started, or ends with a status other than 0."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,22 @@ class Task:
     evaluation: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that both client libraries read, and the task as JSON in ``SLIME_TASK``."""
+        """Return the environment variables that both client libraries read, and the task as JSON in ``SLIME_TASK``.
+
+        Raises:
+            ProgramError: The JSON is longer than Linux allows for a variable.
+        """
         row = {name: asdict(self)[name] for name in ("prompt", "label", "metadata", "evaluation")}
+        text = json.dumps(row, default=str)
+        if len(text) > _MOST_TASK_BYTES:
+            raise ProgramError(f"SLIME_TASK has {len(text)} bytes, above {_MOST_TASK_BYTES}: use --agent-function-path")
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "SLIME_MODEL": self.model,
-            "SLIME_TASK": json.dumps(row, default=str),
+            "SLIME_TASK": text,
         }
 
 

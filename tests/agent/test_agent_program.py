@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_args import make_args
 
-from slime.agent.program import Task, reward_of, run_program
+from slime.agent.program import ProgramError, Task, reward_of, run_program
 from slime.agent.settings import AgentSettings
 
 TASK = Task(prompt="p", label="l", metadata={}, openai_base_url="http://x", anthropic_base_url="http://x", api_key="k")
@@ -58,6 +59,18 @@ async def test_a_program_that_cancels_itself_fails_and_one_that_the_rollout_canc
 def test_what_is_no_reward(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="agent program f"):
         reward_of(value, "f")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("length", "fits"), [(130_900, True), (131_000, False)])
+async def test_a_row_that_is_too_long_for_a_variable(length: int, fits: bool) -> None:
+    args = make_args(agent_command="true")
+    run = run_program(AgentSettings.from_args(args), replace(TASK, prompt="p" * length))
+    if fits:
+        assert await run is None
+    else:
+        with pytest.raises(ProgramError, match=r"SLIME_TASK has 131\d{3} bytes, .*--agent-function-path"):
+            await run
 
 
 @pytest.mark.real
