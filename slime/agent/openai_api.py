@@ -382,7 +382,7 @@ def _from_items(items: list[JsonObject]) -> list[Message]:
     """Convert input items to messages. Consecutive text and calls of the assistant become one message."""
     messages: list[Message] = []
     for item in items:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "reasoning":
             continue
         if kind == "function_call_output":

@@ -166,6 +166,7 @@ SERVED: list[tuple[str, dict[str, Any], str]] = [
         {"id": "1", "function": {"name": "a", "arguments": '{"x": "\\ud83d"}'}}]}, {"role": "user", "content": "b"}]},
      "<|user|> b"),
     ("responses", {"tools": [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]}, "<|user|> hi"),
+    ("responses", {"input": [{"type": None, "role": "user", "content": "hi"}]}, "<|user|> hi"),
     ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}, *TOOLS["messages"]]}, "[a ]"),
     ("messages", {"messages": [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "system", "content": "note"},
