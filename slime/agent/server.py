@@ -292,6 +292,8 @@ async def _body(request: web.Request) -> JsonObject:
             note(name, "is ignored: the flags of the run determine the sampling parameters")
     if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") == "enabled":
         note("thinking", "is not enforced: the model decides how much it reasons")
+    if body.get("chat_template_kwargs") is not None:
+        note("chat_template_kwargs", "is ignored: --apply-chat-template-kwargs determines it")
     if body.get("parallel_tool_calls") is False:
         note("parallel_tool_calls", "is not enforced: an answer can contain several calls")
     return body

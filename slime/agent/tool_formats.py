@@ -336,8 +336,7 @@ def _type_of(schema: JsonObject, key: str) -> str | None:
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, dict) else None
     others = (found.get("anyOf") or found.get("oneOf")) if isinstance(found, dict) else None
-    for part in [found, *(others if isinstance(others, list) else [])]:
-        option = _referred(schema, part)
+    for option in (_referred(schema, part) for part in [found, *(others if isinstance(others, list) else [])]):
         kinds = option.get("type") if isinstance(option, dict) else None
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if isinstance(kind, str) and kind != "null":

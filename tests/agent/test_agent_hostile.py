@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
+from slime.agent import fields
 from slime.agent.anthropic_api import Messages
 from slime.agent.chat import ChatTemplate
 from slime.agent.fields import ApiError, guarded, to_json
@@ -190,6 +192,19 @@ async def test_what_real_clients_send_is_served(
     if "max_tokens" in more:
         sent = engine.bodies[0]["sampling_params"]
         assert sent["max_new_tokens"] == 10 and sent["stop"] == ["END"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_template_arguments_of_a_client_are_ignored_and_the_log_says_so(
+    endpoint: AgentServer, checkpoint: Path, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    fields._noted.clear()
+    async with ScriptedEngine(make_tokenizer(), ["ok"]) as engine:
+        talk = Talk(endpoint, checkpoint, engine)
+        with caplog.at_level(logging.WARNING):
+            status, raw = await talk.post(path, body_of(path, chat_template_kwargs={"enable_thinking": False}))
+    assert status == 200, raw
+    assert "'chat_template_kwargs' is ignored: --apply-chat-template-kwargs determines it" in caplog.text
 
 
 async def test_an_error_of_our_own_takes_the_sample_and_not_the_run(
