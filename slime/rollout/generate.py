@@ -144,7 +144,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
             f"its meta_info has {', '.join(sorted(meta))}"
         )
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
-    if sample.response_length and text.startswith(UNFINISHED):
+    if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
     log_probs = np.array([item[0] for item in scored], np.float64)
     if np.isnan(log_probs).any():
@@ -155,8 +155,9 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
 def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, text: str) -> str:
     """Join a character whose bytes are split between the response so far and a reply that continues it.
 
-    Both parts were decoded separately, so each contains U+FFFD in place of the character. The complete character is
-    appended to ``sample.response``.
+    The first part contains U+FFFD in place of the character. So does the second one if it was decoded separately;
+    SGLang decodes it together with the ids before it, and leaves the character out. The complete character is appended
+    to ``sample.response``.
 
     Args:
         tokens: The token ids of the reply.

@@ -83,8 +83,11 @@ async def test_groups_that_are_dropped_are_kept_for_a_hook_that_asks_for_them_on
         assert loop.counts.dropped and len(loop.judged) == len(expected) and args.seen == expected
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_character_that_is_cut_between_two_answers_is_put_together(tokenizer_dir, cut):
+def test_a_character_that_is_cut_between_two_answers_is_put_together(tokenizer_dir, cut, together):
+    """SGLang decodes the ids of an answer together with the last five ids before it, and takes what this text has more
+    than theirs."""
     args, text = arguments(tokenizer_dir), "aé€😀b é"
     tokenizer = GenerateState(args).tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -93,7 +96,9 @@ def test_a_character_that_is_cut_between_two_answers_is_put_together(tokenizer_d
     for part, ending in zip(parts, ("abort", "abort", "stop"), strict=True):
         scored = [[-1.0, token, None] for token in part]
         meta = {"output_token_logprobs": scored, "finish_reason": {"type": ending}}
-        append_output(args, sample, {"text": tokenizer.decode(part), "meta_info": meta})
+        before = sample.tokens[2:][-5:] if together else []
+        said = tokenizer.decode([*before, *part])[len(tokenizer.decode(before)) :]
+        append_output(args, sample, {"text": said, "meta_info": meta})
     assert sample.response == text and sample.tokens[2:] == ids
     garbage = {"output_token_logprobs": [[-1.0, ids[2], None]]}
     append_output(args, sample, {"text": tokenizer.decode([ids[2]]), "meta_info": garbage})
