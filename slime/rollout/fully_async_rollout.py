@@ -185,6 +185,15 @@ class StandingPool(RolloutLoop):
         if len(self.accepted) == before:
             self.admission.dropped()
 
+    def _lacks_groups(self) -> bool:
+        """Whether this rollout has dropped as many groups as the buffer holds (``--async-buffer-size`` rollouts).
+
+        The groups in flight say nothing: each dropped one is replaced, so there would always be enough of them, and
+        their number depends on how far training is.
+        """
+        dropped = self.counts.dropped.total() + self.counts.replaced
+        return dropped >= self.admission.capacity - self.target
+
 
 def _as_it_is(item: _InFlightGroup) -> Group:
     """Return the group if its generation succeeded, otherwise the group as it was before generation."""

@@ -117,7 +117,9 @@ class RolloutLoop:
         while len(self.accepted) < self.target:
             self._top_up()
             await self._wait()
-            while len(self.accepted) < self.target and (item := self._next_finished()) is not None:
+            # One group, then top up again: a filter's decision may depend on the number of groups in flight, which must
+            # not depend on how many groups have finished in the meantime.
+            if (item := self._next_finished()) is not None:
                 self._judge(item)
                 self._report()
 
@@ -294,10 +296,14 @@ class RolloutLoop:
         if self.filter is None:
             return None
         answer = call_dynamic_filter(self.filter, self.args, group)
-        # + 1: the group under judgment has left `in_flight` and is not in `accepted` yet.
-        if answer.keep or (answer.keep_when_insufficient and self._under_way + 1 <= self.target):
+        if answer.keep or (answer.keep_when_insufficient and self._lacks_groups()):
             return None
         return answer.reason or "no_reason"
+
+    def _lacks_groups(self) -> bool:
+        """Whether the rollout has no more groups in flight than it still needs."""
+        # + 1: the group under judgment has left `in_flight` and is not in `accepted` yet.
+        return self._under_way + 1 <= self.target
 
     # --- the rest ----------------------------------------------------------------------------
 

@@ -162,6 +162,7 @@ def third_fallback(args, samples):
 def nothing(args, samples): return None
 def never(args, samples): return False
 """
+WITH_FALLBACK = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
 
 
 async def test_a_bool_filter_drops_and_refills(tokenizer_dir, hooks):
@@ -477,6 +478,30 @@ async def test_deterministic_rollouts_are_the_same_whatever_arrives_first(tokeni
         histories.append(history)
     assert histories[0] == histories[1] == histories[2]
     assert path
+
+
+async def test_deterministic_rollouts_keep_the_same_groups_whatever_has_finished_when_one_is_judged(
+    tokenizer_dir, hooks
+):
+    """Group 1 has no rewards, so the rollout asks for more groups before it judges group 2, which it can spare then."""
+    path = hooks(TIMEOUTS + "async def second(args, sample, **kw):\n"
+                 "    return mark_unscored(sample, 'timeout', '') if sample.group_index == 1 else 0.0\n")  # fmt: skip
+    kept = []
+    for slow in (0, 2):
+        args = arguments(
+            tokenizer_dir, deterministic=True, rollout_batch_size=2, over_sampling_batch_size=3,
+            custom_rm_path=path("second"), dynamic_sampling_filter_path=WITH_FALLBACK,
+        )  # fmt: skip
+        async with SmallEngine(jitter=0.0) as engine:
+            engine.slow = lambda prompt, slow=slow: prompt.startswith(f"prompt {slow}:")
+            loop = RolloutLoop(engine.serve(args), 0, source_of(args))
+            running = asyncio.create_task(loop.run())
+            await until(lambda of=loop: sum(item.done for item in of.in_flight.values()) == 2 or of.counts.replaced)
+            engine.slow = lambda prompt: False
+            engine._abort.set()
+            output = await asyncio.wait_for(running, 30)
+        kept.append([group[0].group_index for group in output.samples])
+    assert kept == [[4, 5], [4, 5]]
 
 
 async def test_a_resumed_source_gives_the_same_rollouts(tokenizer_dir):

@@ -161,6 +161,34 @@ async def test_what_the_filter_drops_is_replaced_at_the_end_of_the_line(tokenize
         await pool.close()
 
 
+ONE_BY_ONE = """
+import asyncio
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+async def reward(args, sample, **kwargs):
+    while args.judged < sample.group_index:
+        await asyncio.sleep(0.001)
+    return 0.0
+async def at_once(args, sample, **kwargs): return 0.0
+def fallback(args, samples):
+    args.judged = samples[0].group_index + 1
+    assert args.judged <= 40, "the rollout never ends"
+    return DynamicFilterOutput(False, "dropped", keep_when_insufficient=True)
+"""
+
+
+@pytest.mark.parametrize("reward", ["reward", "at_once"])
+async def test_a_filter_with_a_fallback_drops_as_many_groups_as_the_buffer_holds(tokenizer_dir, hooks, reward):
+    """What is dropped is replaced, so a rollout whose groups are all dropped went on forever; it depended on time."""
+    path = hooks(ONE_BY_ONE)
+    more = {"dynamic_sampling_filter_path": path("fallback"), "custom_rm_path": path(reward)}
+    args = arguments(tokenizer_dir, {"judged": 0}, async_buffer_size=2, **more)
+    async with SmallEngine(jitter=0.0) as engine:
+        pool = StandingPool(engine.serve(args), source_of(args))
+        trained = [[group[0].group_index for group in await step(pool, rollout_id)] for rollout_id in range(2)]
+        await pool.close()
+    assert trained == [[8, 9, 10, 11], [20, 21, 22, 23]]
+
+
 async def test_the_observer_is_told_each_station_of_each_group(tokenizer_dir, hooks):
     path = hooks(FIRST_HALF_DROPPED)("keep")
     args = arguments(tokenizer_dir, async_buffer_size=1, dynamic_sampling_filter_path=path)

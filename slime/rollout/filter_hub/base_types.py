@@ -23,7 +23,8 @@ class DynamicFilterOutput:
         keep: Whether to keep the group.
         reason: Name of the reason for a drop, for the metric ``rollout/dynamic_filter/drop_<reason>``.
         keep_when_insufficient: Keep a dropped group nevertheless if the rollout has no more groups in flight than it
-            still needs.
+            still needs. The fully asynchronous rollout replaces each dropped group; it keeps such a group once the
+            rollout has dropped as many as its buffer holds.
     """
 
     keep: bool
