@@ -98,17 +98,25 @@ class Recording:
         if wrong:
             raise ScheduleError(f"--replay-schedule {path} was recorded with other settings: {'; '.join(wrong)}")
         self.requests: dict[tuple[int, int], Recorded] = {}
-        group_of: dict[int, list[int]] = {}
+        group_of: dict[int, list[tuple[int, int]]] = {}
+        started: dict[int, int] = {}  # by group: the step of the weights with which it started last
         self.rollout_step: dict[int, int] = {}  # by rollout: the step of the weights with which its first group began
         self.accepted: Counter[int] = Counter()  # by rollout: the number of accepted groups
         for line in lines:
             if "request" in line:
                 self._add(line)
-                group_of.setdefault(line["group"], []).append(line["request"])
+                group_of.setdefault(line["group"], []).append((line["request"], line["turn"]))
+            elif "started" in line:
+                started[line["started"]] = line["step"]
             elif line.get("judged") == "accepted":
-                firsts = [self.requests[index, 0].first for index in group_of.get(line["group"], [])]
-                self.rollout_step[line["rollout"]] = min([*firsts, self.rollout_step.get(line["rollout"], 2**62)])
-                self.accepted[line["rollout"]] += 1
+                group, rollout = line["group"], line["rollout"]
+                steps = [self.requests[key].first for key in group_of.get(group, []) if key in self.requests]
+                # A generate function that calls the engines itself records no requests.
+                if not steps and group in started:
+                    steps = [started[group]]
+                if steps:
+                    self.rollout_step[rollout] = min([*steps, self.rollout_step.get(rollout, steps[0])])
+                self.accepted[rollout] += 1
         self.over = Counter(request.last for request in self.requests.values())
 
     def check_covers(self, first: int, last: int, groups: int) -> str | None:

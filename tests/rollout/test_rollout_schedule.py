@@ -311,6 +311,32 @@ def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
         recording.check_covers(0, 5, 2)
 
 
+def test_a_replay_does_not_wait_for_requests_that_are_not_in_the_recording(tmp_path: Path) -> None:
+    """A generate function that calls the engines itself records none, and a file that begins with a resume lacks the
+    first requests of the groups that the snapshot held."""
+    path = tmp_path / "schedule.jsonl"
+    file = ScheduleFile(path, None)
+    file.append({"settings": settings_to_compare(arguments())})
+    for line in (
+        {"started": 0, "step": 0}, {"judged": "accepted", "group": 0, "rollout": 0},
+        {"started": 1, "step": 2}, {"judged": "accepted", "group": 1, "rollout": 1},
+        {"judged": "accepted", "group": 2, "rollout": 2},
+        {"request": 6, "group": 3, "turn": 1, "spans": [[0, 3]], "tokens": 2, "end": "stop"},
+        {"judged": "accepted", "group": 3, "rollout": 3},
+    ):  # fmt: skip
+        file.append(line)
+    recording = Recording(path, settings_to_compare(arguments()))
+    assert recording.rollout_step == {0: 0, 1: 2, 3: 3}
+
+    async def replay() -> None:
+        schedule = WeightTimeline(tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 0, None)
+        await schedule.reached(2)
+        for rollout in (0, 1, 2):
+            await asyncio.wait_for(schedule.may_begin(rollout), 30)
+
+    asyncio.run(replay())
+
+
 IN_TMPFS = """
 import json, os, sys
 from pathlib import Path
