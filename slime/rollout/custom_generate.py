@@ -200,6 +200,8 @@ def _share_rollout_id(fn: Callable[..., object], asked: Sample, siblings: Sequen
     # The samples of a fan-out count as one rollout in the loss, so they must share a rollout_id.
     given = {sibling.rollout_id for sibling in siblings}
     if given == {None}:
+        if asked.index is None:  # the data source numbers only groups; the conversion gives them a new id
+            return
         given = {asked.index}
     if len(given) != 1 or None in given:
         raise ValueError(

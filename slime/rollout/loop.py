@@ -399,5 +399,7 @@ def _tokens(group: Group) -> int:
 
 
 def _index(group: Group) -> float:
-    index = flatten(group)[0].index
+    """The index of the group's first sample; that of the group if the data source numbers only groups."""
+    first = flatten(group)[0]
+    index = first.group_index if first.index is None else first.index
     return float("inf") if index is None else index

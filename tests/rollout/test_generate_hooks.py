@@ -215,6 +215,23 @@ async def test_fan_out_shares_a_rollout_and_is_scored_in_one_call(tokenizer_dir,
         await roll(args)
 
 
+async def test_samples_without_an_index_may_fan_out(tokenizer_dir, hook):
+    """As those of the data source in the guide, which numbers only the groups."""
+
+    class Unnumbered(type(source_of(arguments(tokenizer_dir)))):
+        def get_samples(self, num_samples):
+            groups = super().get_samples(num_samples)
+            for sample in flatten(groups):
+                sample.index = None
+            return groups
+
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "fan_out"))
+    groups = await roll(args, Unnumbered(args, Prompts()))
+    assert {sample.rollout_id for sample in flatten(groups)} == {None}
+    ids = samples_to_train_data(args, groups)["rollout_ids"]
+    assert ids == [number for number in range(8) for _ in range(3)]
+
+
 async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
     code = MULTI_TURN + (
         "\nimport asyncio\nasync def slow_fan(args, sample, sampling_params):\n"

@@ -116,6 +116,25 @@ async def test_the_result_does_not_depend_on_the_order_of_arrival(tokenizer_dir)
     assert [index for index, *_ in results[0]] == list(range(16))
 
 
+async def test_groups_are_in_the_order_of_their_numbers_if_samples_have_none(tokenizer_dir):
+    class Unnumbered(RolloutDataSource):
+        def get_samples(self, num_samples):
+            groups = super().get_samples(num_samples)
+            for sample in flatten(groups):
+                sample.index = None
+            return groups
+
+    args = arguments(tokenizer_dir)
+    async with SmallEngine(jitter=0.0, slow=lambda prompt: prompt.startswith("prompt 0:")) as engine:
+        loop = RolloutLoop(engine.serve(args), 0, Unnumbered(args, Prompts()))
+        running = asyncio.create_task(loop.run())
+        await until(lambda: len(loop.accepted) == 3)
+        engine.slow = lambda prompt: False
+        engine._abort.set()
+        output = await asyncio.wait_for(running, 30)
+    assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3]
+
+
 def test_the_documented_entry_point_blocks_and_works_on_the_shared_loop(tokenizer_dir):
     from slime.engines.http import close_session
     from slime.utils.async_utils import run
