@@ -284,11 +284,34 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return [*self.under_way(), *self.buffer]
 
     def state_dict(self) -> SourceState:
-        return {**super().state_dict(), "buffer": groups_to_dicts(self.open_groups())}
+        buffer = groups_to_dicts(self.open_groups())
+        return {**super().state_dict(), "buffer": buffer, "n_samples_per_prompt": self.args.n_samples_per_prompt}
 
     def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
         self.buffer = groups_from_dicts(state.get("buffer") or [])
+        then, now = state.get("n_samples_per_prompt"), self.args.n_samples_per_prompt
+        if then is not None and then != now and self.buffer:
+            logger.warning(
+                "%d groups in the buffer of the saved run have %d samples, but --n-samples-per-prompt is %d now: "
+                "they are generated again from their prompts",
+                *(len(self.buffer), then, now),
+            )
+            self.buffer = [self._begun_again(group, now) for group in self.buffer]
+
+    def _begun_again(self, group: Group, size: int) -> Group:
+        """The group with ``size`` samples, none of which has a response."""
+        members = [flatten(member)[0] for member in group]
+        made: Group = []
+        for position in range(size):
+            sample = deep_copy(members[min(position, len(members) - 1)])
+            sample.reset_response()
+            sample.rollout_id = None  # of a fan-out
+            sample.metadata.pop("start_rollout_id", None)  # the rollout loop sets it with the first tokens
+            if position >= len(members):
+                sample.index, self.sample_index = self.sample_index, self.sample_index + 1
+            made.append(sample)
+        return made
 
 
 def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

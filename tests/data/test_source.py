@@ -294,6 +294,27 @@ def test_the_state_is_a_value() -> None:
     assert list(state["buffer"][0][0]["tokens"]) == []
 
 
+@pytest.mark.parametrize(("size", "indices"), [(1, [[0], [2]]), (3, [[0, 1, 4], [2, 3, 5]])])
+def test_groups_of_a_run_with_another_number_of_samples_begin_again(
+    size: int, indices: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They could neither come back to the buffer nor fill a step."""
+    source = buffered()
+    finished, fresh = source.get_samples(2)
+    finished[0].tokens, finished[0].response_length, finished[0].status = [1, 2], 1, Sample.Status.COMPLETED
+    source.add_samples([[finished[0], [finished[1], Sample(index=1)]], fresh])
+    resumed = buffered(n_samples_per_prompt=size)
+    resumed.load_state_dict(source.state_dict())
+    assert "2 groups in the buffer" in caplog.text
+    groups = resumed.get_samples(3)
+    assert [[sample.index for sample in group] for group in groups[:2]] == indices
+    assert [sample.group_index for sample in flatten(groups)] == [number for number in range(3) for _ in range(size)]
+    assert len({sample.index for sample in flatten(groups)}) == 3 * size
+    assert all(sample.status is Sample.Status.PENDING and not sample.tokens for sample in flatten(groups))
+    assert [group[0].prompt for group in groups[:2]] == [finished[0].prompt, fresh[0].prompt]
+    resumed.add_samples(groups)
+
+
 def test_save_and_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = {"save": str(tmp_path), "load": str(tmp_path)}
     source = buffered(**args)
