@@ -37,6 +37,13 @@ def is_finished(group: Group) -> bool:
     return bool(leaves) and all(sample.status in _FINISHED for sample in leaves)
 
 
+def index_of(group: Group) -> float:
+    """The index of the group's first sample; that of the group if the data source numbers only groups."""
+    first = flatten(group)[0]
+    index = first.group_index if first.index is None else first.index
+    return float("inf") if index is None else index
+
+
 async def generate_and_rm(
     args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Generated:

@@ -21,7 +21,7 @@ from slime.rollout.abort import abort_and_drain, retry_delay
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generator import generator_of
-from slime.rollout.group import continuable, is_finished, snapshot
+from slime.rollout.group import continuable, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
 from slime.rollout.settings import LoopSettings
@@ -106,7 +106,7 @@ class RolloutLoop:
             await self._cancel_all()
             self.state.reset()
         # Groups are accepted in the order of completion, which depends on time. The trained batch must not.
-        self.accepted.sort(key=_index)
+        self.accepted.sort(key=index_of)
         self._call_hooks()
         return RolloutFnTrainOutput(samples=self.accepted, metrics=self.counts.metrics())
 
@@ -209,7 +209,7 @@ class RolloutLoop:
             group = continuable(group, snapshot(original), partial=True)
             # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
             retries = 0 if _tokens(group) > before else retries + 1
-            await asyncio.sleep(retry_delay(f"group {_index(group)}", retries))
+            await asyncio.sleep(retry_delay(f"group {index_of(group)}", retries))
 
     def _ready(self) -> bool:
         """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""
@@ -233,7 +233,7 @@ class RolloutLoop:
     def _raise(self, item: _InFlightGroup) -> None:
         error = _error(item)
         if error is not None:
-            error.add_note(f"rollout {self.rollout_id}, group of sample {_index(item.original)}")
+            error.add_note(f"rollout {self.rollout_id}, group of sample {index_of(item.original)}")
             raise error
 
     def _next_finished(self) -> _InFlightGroup | None:
@@ -364,7 +364,7 @@ class RolloutLoop:
         if path:
             load_function(path)(self.args, self.accepted)
         if self.settings.all_samples_path:
-            self.judged.sort(key=_index)
+            self.judged.sort(key=index_of)
             load_function(self.settings.all_samples_path)(self.args, self.judged, self.source)
 
     # --- reports -----------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class RolloutLoop:
         progress.report("generate", len(self.accepted), self.target, **self.counts.numbers())
 
     def _deadline_report(self) -> str:
-        waiting = [_index(item.original) for item in self.in_flight.values() if not item.done]
+        waiting = [index_of(item.original) for item in self.in_flight.values() if not item.done]
         return (
             f"rollout {self.rollout_id} did not finish within {self.settings.timeout:g} s (--phase-timeout): "
             f"{len(self.accepted)} of {self.target} groups are accepted{self.counts.drop_report()}; "
@@ -396,10 +396,3 @@ def packed(group: Group) -> Group:
 
 def _tokens(group: Group) -> int:
     return sum(sample.response_length for sample in flatten(group))
-
-
-def _index(group: Group) -> float:
-    """The index of the group's first sample; that of the group if the data source numbers only groups."""
-    first = flatten(group)[0]
-    index = first.group_index if first.index is None else first.index
-    return float("inf") if index is None else index
