@@ -22,7 +22,7 @@ from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
-from slime.rollout.prompts import encode, render
+from slime.rollout.prompts import encode, prompt_ids, render
 from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
@@ -58,7 +58,7 @@ async def call_single(
     """
     if fn is generate:  # the default appends tokens itself and needs neither a copy of the prompt nor checks
         return await generate(args, sample, params)
-    prompt = _prepare(sample)
+    prompt, media = _prepare(sample), sample.multimodal_inputs
     state = GenerateState(args)
     try:
         result = await call(
@@ -67,10 +67,7 @@ async def call_single(
     except HttpError as error:
         if error.status != 400 or not says_too_long(error):
             raise
-        sample.prompt = prompt
-        sample.reset_response()
-        mark_too_long(sample, state.context)  # the function let the engine's refusal through: only this sample fails
-        return sample
+        return _refused(state, sample, prompt, media)
     return _finish_all(fn, state, sample, prompt, result)
 
 
@@ -81,9 +78,15 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
         TypeError: The function returned something else than one Sample, or list of them, for each sample.
         ValueError: The fields of a returned sample do not fit together.
     """
-    prompts = [_prepare(sample) for sample in samples]
+    prompts, media = [_prepare(sample) for sample in samples], [sample.multimodal_inputs for sample in samples]
     state = GenerateState(args)
-    result = await call(fn, args, list(samples), threads=state.threads, **supported_kwargs(fn, evaluation=evaluation))
+    keywords = supported_kwargs(fn, evaluation=evaluation)
+    try:
+        result = await call(fn, args, list(samples), threads=state.threads, **keywords)
+    except HttpError as error:
+        if error.status != 400 or not says_too_long(error):
+            raise
+        return [_refused(state, *of_sample) for of_sample in zip(samples, prompts, media, strict=True)]
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
@@ -94,6 +97,18 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
         _finish_all(fn, state, sample, prompt, part)
         for sample, prompt, part in zip(samples, prompts, result, strict=True)
     ]
+
+
+def _refused(state: GenerateState, sample: Sample, prompt: str | list[Message], media: dict[str, Any] | None) -> Sample:
+    """Exclude a sample whose function let through that an engine refused it as too long; the run goes on.
+
+    It keeps the tokens of its prompt: the other samples of its group may be trained, and a batch holds it with them.
+    """
+    sample.prompt, sample.multimodal_inputs = prompt, media
+    sample.reset_response()
+    sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]  # the function may make the prompt
+    mark_too_long(sample, state.context)
+    return sample
 
 
 def _prepare(sample: Sample) -> str | list[Message]:

@@ -405,6 +405,35 @@ async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(token
         await roll(args)
 
 
+REFUSED = """
+from slime.utils.http_utils import HttpError
+TOO_LONG = "The input is longer than the model's context length"
+async def one(args, sample, sampling_params):
+    sample.response = "x"
+    if sample.index % 3 == 0: raise HttpError(f"POST answered 400: {TOO_LONG}", 400)
+    return sample
+async def listed(args, samples):
+    for sample in samples: sample.response = "x"
+    if samples[0].group_index == 0: raise HttpError(f"POST answered 400: {args.why or TOO_LONG}", 400)
+"""
+
+
+async def test_a_sample_that_became_too_long_is_trained_on_no_token(tokenizer_dir, hook):
+    """It had no tokens at all, so its whole group could not be converted."""
+    args = arguments(tokenizer_dir, n_samples_per_prompt=3, custom_generate_function_path=hook(REFUSED, "one"))
+    groups = await roll(args)
+    data = samples_to_train_data(args, groups)
+    assert [int(mask.sum()) for mask in data["loss_masks"]] == [0, 1, 1] * 4
+    assert [sample.response_length for sample in flatten(groups)] == [0, 1, 1] * 4
+
+
+async def test_a_group_of_the_list_form_that_became_too_long_is_dropped(tokenizer_dir, hook):
+    more = {"custom_generate_function_path": hook(REFUSED, "listed")}
+    assert [group[0].group_index for group in await roll(arguments(tokenizer_dir, {"why": ""}, **more))] == [1, 2, 3, 4]
+    with pytest.raises(custom_generate.HttpError, match="top_p"):
+        await roll(arguments(tokenizer_dir, {"why": "top_p must be in (0, 1]"}, **more))
+
+
 async def test_a_template_that_rewrites_history_trains_the_last_answer_only(tokenizer_dir):
     from slime.rollout.custom_generate import split_conversation_ids
 
