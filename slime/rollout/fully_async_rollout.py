@@ -165,7 +165,7 @@ class StandingPool(RolloutLoop):
                 # Unlike the default loop, finished groups from the buffer do not overtake others: in a resumed run they
                 # wait for their turn, as they did before the run was stopped, so that the same batches are trained.
                 self.unstarted.extend(self._get(room))
-            self._start_all()
+            self._start(room)  # a user's source may have returned more groups
 
     def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:
         self.admission.admit()

@@ -140,7 +140,7 @@ class RolloutLoop:
             # Finished groups from the buffer may have filled the rollout already. Groups that have not started then
             # stay in `unstarted`, and _hand_back returns them without wasted generation.
             if self._under_way < self.target:
-                self._start_all()
+                self._start(len(self.unstarted))
 
     def _enqueue(self, groups: list[Group]) -> None:
         for group in groups:
@@ -164,8 +164,8 @@ class RolloutLoop:
         if self.state.observer is not None:
             self.state.observer(event, group, facts)
 
-    def _start_all(self) -> None:
-        while self.unstarted:
+    def _start(self, most: int) -> None:
+        for _ in range(min(most, len(self.unstarted))):
             group = self.unstarted.popleft()
             if is_finished(group):
                 self._add(group)

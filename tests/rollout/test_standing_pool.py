@@ -81,6 +81,20 @@ async def test_a_source_that_would_skip_the_groups_in_progress_is_named(tokenize
     assert len(told) == bool(saves) and all("in progress: Mine does not keep them" in one for one in told)
 
 
+async def test_groups_that_a_source_gave_without_being_asked_wait_for_their_turn(tokenizer_dir):
+    class Generous(type(source_of(arguments(tokenizer_dir)))):
+        def get_samples(self, num_samples):
+            return super().get_samples(num_samples + 3)
+
+    args = arguments(tokenizer_dir)
+    async with SmallEngine(jitter=0.0) as engine:
+        pool = StandingPool(engine.serve(args), source := Generous(args, source_of(args).dataset))
+        taken = [group[0].group_index for rollout_id in range(3) for group in await step(pool, rollout_id)]
+        assert taken == list(range(12)) and len(pool.in_flight) == 8
+        assert len(pool.under_way()) == source.sample_group_index - 12
+        await pool.close()
+
+
 async def test_nothing_is_asked_for_beyond_the_last_step(tokenizer_dir):
     args = arguments(tokenizer_dir, async_buffer_size=3)
     source = source_of(args)
