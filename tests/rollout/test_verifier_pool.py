@@ -65,6 +65,18 @@ def test_a_stuck_verifier_is_killed_and_replaced(pool, name):
     assert call(pool, "double", 21).value == 42
 
 
+def test_a_process_that_the_kernel_cannot_end_does_not_take_its_thread_along(pool, monkeypatch):
+    """As while a network file system hangs. The calls after it never got a verdict."""
+
+    def wait(self, timeout=None):
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    assert call(pool, "double", 21).value == 42
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    assert pool.submit(f"{HOSTILE}:forever", timeout=0.5).result(timeout=30).status == "timeout"
+    assert pool.submit(f"{HOSTILE}:double", 21, timeout=20.0).result(timeout=60).value == 42
+
+
 def test_the_children_of_a_stuck_verifier_go_with_it(pool):
     group = call(pool, "pid").value  # its own session, so pid == process group
     assert call(pool, "stubborn_child", timeout=0.5).status == "timeout"

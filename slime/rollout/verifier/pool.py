@@ -139,7 +139,8 @@ class _Worker:
 
     def reusable(self, verdict: Verdict) -> bool:
         """Whether the process can run another call. After a MemoryError its state cannot be trusted."""
-        return self.alive and "MemoryError" not in verdict.detail
+        killed = self.sock.fileno() < 0  # but perhaps not ended yet
+        return self.alive and not killed and "MemoryError" not in verdict.detail
 
     def kill(self) -> str:
         """Kill the whole process group, and describe how the process ended.
@@ -150,7 +151,10 @@ class _Worker:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.sock.close()
-        code = self.process.wait(timeout=30)
+        try:
+            code = self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # the kernel ends it later, for example when a network file system answers
+            return "no exit within 30 s of SIGKILL"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
