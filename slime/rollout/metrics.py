@@ -190,10 +190,10 @@ def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
     tokens = [sample.response_length for sample in samples]
     trained = [sample.effective_response_length for sample in samples]
     waits = [sample.non_generation_time for sample in samples]
-    metrics = {
-        "perf/tokens_per_gpu_per_sec": sum(tokens) / seconds / gpus,
-        "perf/effective_tokens_per_gpu_per_sec": sum(trained) / seconds / gpus,
-    }
+    metrics: Metrics = {}
+    if gpus:  # 0 if the engines are external, or if there are none
+        metrics["perf/tokens_per_gpu_per_sec"] = sum(tokens) / seconds / gpus
+        metrics["perf/effective_tokens_per_gpu_per_sec"] = sum(trained) / seconds / gpus
     if samples:
         metrics["perf/longest_sample_tokens_per_sec"] = max(tokens) / seconds
         metrics["perf/longest_effective_sample_tokens_per_sec"] = max(trained) / seconds

@@ -250,6 +250,13 @@ def test_rollout_metrics_by_hand():
     assert not any(name.startswith(("passrate", "multi_turn", "perf")) for name in metrics)
 
 
+def test_the_speed_of_a_run_without_gpus_of_its_own_for_generation():
+    """``--rollout-num-gpus 0``: with external engines, or for SFT without engines."""
+    args = make_args().with_values(rollout_num_gpus=0)
+    found = rollout_metrics(args, [Sample(tokens=[1, 2, 3], response_length=2, reward=1.0, group_index=0)], 4.0)
+    assert found["perf/longest_sample_tokens_per_sec"] == 0.5 and "perf/tokens_per_gpu_per_sec" not in found
+
+
 def test_metrics_that_are_asked_for():
     args = make_args().with_values(
         log_multi_turn=True, log_passrate=True, log_reward_category="kind", reward_key="score", rollout_num_gpus=2
