@@ -125,14 +125,18 @@ class RolloutDataSource:
         self.metadata.update(metadata)
 
     def _next_group(self) -> Group:
-        prompt = self._next_prompt()
+        group = self._copies(self._next_prompt(), self.sample_group_index)
+        self.sample_group_index += 1
+        return group
+
+    def _copies(self, prompt: Sample, number: int | None) -> Group:
+        """The samples of a prompt, with new indices, as the group ``number``."""
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = deep_copy(prompt)
-            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            sample.group_index, sample.index = number, self.sample_index
             self.sample_index += 1
             group.append(sample)
-        self.sample_group_index += 1
         return group
 
     def _next_prompt(self) -> Sample:
@@ -292,26 +296,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = groups_from_dicts(state.get("buffer") or [])
         then, now = state.get("n_samples_per_prompt"), self.args.n_samples_per_prompt
         if then is not None and then != now and self.buffer:
-            logger.warning(
-                "%d groups in the buffer of the saved run have %d samples, but --n-samples-per-prompt is %d now: "
-                "they are generated again from their prompts",
-                *(len(self.buffer), then, now),
-            )
-            self.buffer = [self._begun_again(group, now) for group in self.buffer]
+            what = "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from their prompts"
+            logger.warning(what, then, now, len(self.buffer))
+            self.buffer = [self._begun_again(group) for group in self.buffer]
 
-    def _begun_again(self, group: Group, size: int) -> Group:
-        """The group with ``size`` samples, none of which has a response."""
-        members = [flatten(member)[0] for member in group]
-        made: Group = []
-        for position in range(size):
-            sample = deep_copy(members[min(position, len(members) - 1)])
-            sample.reset_response()
-            sample.rollout_id = None  # of a fan-out
-            sample.metadata.pop("start_rollout_id", None)  # the rollout loop sets it with the first tokens
-            if position >= len(members):
-                sample.index, self.sample_index = self.sample_index, self.sample_index + 1
-            made.append(sample)
-        return made
+    def _begun_again(self, group: Group) -> Group:
+        prompt = flatten(group)[0]
+        prompt.reset_response()
+        prompt.rollout_id = None  # of a fan-out
+        prompt.metadata.pop("start_rollout_id", None)  # the rollout loop sets it with the first tokens
+        return self._copies(prompt, prompt.group_index)
 
 
 def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

@@ -65,9 +65,7 @@ async def call_single(
             fn, args, sample, params, threads=state.threads, **supported_kwargs(fn, evaluation=evaluation)
         )
     except HttpError as error:
-        if error.status != 400 or not says_too_long(error):
-            raise
-        return _refused(state, sample, prompt, media)
+        return _refused(state, error, sample, prompt, media)
     return _finish_all(fn, state, sample, prompt, result)
 
 
@@ -84,9 +82,7 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
     try:
         result = await call(fn, args, list(samples), threads=state.threads, **keywords)
     except HttpError as error:
-        if error.status != 400 or not says_too_long(error):
-            raise
-        return [_refused(state, *of_sample) for of_sample in zip(samples, prompts, media, strict=True)]
+        return [_refused(state, error, *of_sample) for of_sample in zip(samples, prompts, media, strict=True)]
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
@@ -99,11 +95,15 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
     ]
 
 
-def _refused(state: GenerateState, sample: Sample, prompt: str | list[Message], media: dict[str, Any] | None) -> Sample:
-    """Exclude a sample whose function let through that an engine refused it as too long; the run goes on.
+def _refused(
+    state: GenerateState, error: HttpError, sample: Sample, prompt: str | list[Message], media: dict[str, Any] | None
+) -> Sample:
+    """Exclude a sample whose function let through that an engine refused it as too long; raise any other error.
 
     It keeps the tokens of its prompt: the other samples of its group may be trained, and a batch holds it with them.
     """
+    if error.status != 400 or not says_too_long(error):
+        raise error
     sample.prompt, sample.multimodal_inputs = prompt, media
     sample.reset_response()
     sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]  # the function may make the prompt

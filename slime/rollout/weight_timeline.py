@@ -112,10 +112,8 @@ class Recording:
                 group, rollout = line["group"], line["rollout"]
                 steps = [self.requests[key].first for key in group_of.get(group, []) if key in self.requests]
                 # A generate function that calls the engines itself records no requests.
-                if not steps and group in started:
-                    steps = [started[group]]
-                if steps:
-                    self.rollout_step[rollout] = min([*steps, self.rollout_step.get(rollout, steps[0])])
+                steps = steps or [started.get(group, -1)]
+                self.rollout_step[rollout] = min([*steps, self.rollout_step.get(rollout, steps[0])])
                 self.accepted[rollout] += 1
         self.over = Counter(request.last for request in self.requests.values())
 

@@ -294,7 +294,7 @@ def test_the_state_is_a_value() -> None:
     assert list(state["buffer"][0][0]["tokens"]) == []
 
 
-@pytest.mark.parametrize(("size", "indices"), [(1, [[0], [2]]), (3, [[0, 1, 4], [2, 3, 5]])])
+@pytest.mark.parametrize(("size", "indices"), [(1, [[4], [5]]), (3, [[4, 5, 6], [7, 8, 9]])])
 def test_groups_of_a_run_with_another_number_of_samples_begin_again(
     size: int, indices: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

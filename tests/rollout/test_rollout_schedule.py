@@ -326,7 +326,7 @@ def test_a_replay_does_not_wait_for_requests_that_are_not_in_the_recording(tmp_p
     ):  # fmt: skip
         file.append(line)
     recording = Recording(path, settings_to_compare(arguments()))
-    assert recording.rollout_step == {0: 0, 1: 2, 3: 3}
+    assert recording.rollout_step == {0: 0, 1: 2, 2: -1, 3: 3}
 
     async def replay() -> None:
         schedule = WeightTimeline(tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 0, None)

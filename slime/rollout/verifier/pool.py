@@ -138,9 +138,11 @@ class _Worker:
         return False
 
     def reusable(self, verdict: Verdict) -> bool:
-        """Whether the process can run another call. After a MemoryError its state cannot be trusted."""
-        killed = self.sock.fileno() < 0  # but perhaps not ended yet
-        return self.alive and not killed and "MemoryError" not in verdict.detail
+        """Whether the process can run another call. After a MemoryError its state cannot be trusted.
+
+        The socket of a killed process is closed, also if the process has not ended yet.
+        """
+        return self.alive and self.sock.fileno() >= 0 and "MemoryError" not in verdict.detail
 
     def kill(self) -> str:
         """Kill the whole process group, and describe how the process ended.
