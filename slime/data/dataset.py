@@ -161,7 +161,9 @@ class Dataset:
         if left_out:
             logger.warning("%s: left out %d of %d prompts longer than %d tokens", path, left_out, len(kept), max_length)
         if left_out == len(kept):
-            raise DataError([f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len {max_length}"])
+            own = "of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config"
+            limit = f"--rollout-max-prompt-len {max_length} ({own})"
+            raise DataError([f"{path}: all {len(kept)} prompts are longer than {limit}"])
         self.shuffle(None)
 
     def _check(self, keys: RowKeys, reports: list[Report]) -> None:

@@ -48,7 +48,7 @@ class ScheduleFile:
         self._file: AppendedFile | None = None
         size = path.stat().st_size if path.is_file() else None
         if position is not None and size is None:  # the run is resumed in another folder
-            warn(f"{path} begins with this resume: to replay it, use --load with the same snapshot")
+            warn(f"{path} begins with this resume, so --replay-schedule, which repeats whole runs, cannot use it")
             position = None
         if position is not None and size is not None and size < position:
             self._lose(f"it has {size} bytes, but it had {position} bytes when the snapshot was made")

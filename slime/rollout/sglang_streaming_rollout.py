@@ -192,7 +192,8 @@ def _status(error: object) -> int:
     An engine that refuses a request sends an object, sometimes with a code. A router that lost its engine sends text,
     which counts as a server error and is retried.
     """
-    return int(error.get("code") or 400) if isinstance(error, dict) else 500
+    code = str(error.get("code") or 400) if isinstance(error, dict) else "500"
+    return int(code) if code.isdigit() else 500  # some routers send a name
 
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[Any]:

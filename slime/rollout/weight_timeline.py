@@ -132,7 +132,7 @@ class Recording:
         if begin > first:
             raise ScheduleError(
                 f"--replay-schedule {self.path} begins with rollout {begin}, but this run begins with rollout {first}: "
-                "resume from the same snapshot as the recorded run (--load)"
+                "it records a run that was resumed in another folder, and only whole runs can be repeated"
             )
         end = next(rollout for rollout in itertools.count(first) if self.accepted[rollout] < groups)
         if end >= last:

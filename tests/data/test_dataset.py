@@ -311,7 +311,8 @@ def test_long_prompts_are_left_out_in_order(file: Path) -> None:
     chat = [{"role": "user", "content": "x x x x x x"}]
     path = write(file, [{"prompt": p} for p in [*prompts, chat]])
     assert [s.prompt for s in Dataset(path, ChatTokenizer(), None, 2).samples] == ["a", "b", "a b", "c", chat]
-    with pytest.raises(DataError, match="all 6 prompts are longer than --rollout-max-prompt-len 0"):
+    told = r"all 6 prompts are longer than --rollout-max-prompt-len 0 \(of an evaluation set: --eval-max-prompt-len"
+    with pytest.raises(DataError, match=told):
         Dataset(write(file, [{"prompt": p} for p in prompts]), ChatTokenizer(), None, 0)
 
 

@@ -282,7 +282,7 @@ def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> Non
     assert any("are lost" in line for line in take_warnings())
     assert ScheduleFile(tmp_path / "elsewhere.jsonl", 5000).position() == 0
     (told,) = take_warnings()
-    assert "begins with this resume" in told and "use --load with the same snapshot" in told
+    assert "begins with this resume" in told and "which repeats whole runs" in told
 
 
 def test_the_schedule_of_another_run_is_not_cut(tmp_path: Path) -> None:
