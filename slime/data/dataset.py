@@ -161,9 +161,9 @@ class Dataset:
         if left_out:
             logger.warning("%s: left out %d of %d prompts longer than %d tokens", path, left_out, len(kept), max_length)
         if left_out == len(kept):
-            own = "of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config"
-            limit = f"--rollout-max-prompt-len {max_length} ({own})"
-            raise DataError([f"{path}: all {len(kept)} prompts are longer than {limit}"])
+            own = "(of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config)"
+            said = f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len {max_length}"
+            raise DataError([f"{said} {own}"])
         self.shuffle(None)
 
     def _check(self, keys: RowKeys, reports: list[Report]) -> None:
