@@ -2,8 +2,11 @@
 
     python benchmarks/h200.py --parts mfu,rollout,colocate --output results
     python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
+    python benchmarks/h200.py --parts mfu,start,adapter,mfu_experts_gpus --at-once 4 --output results
 
-A part that fails or hangs costs its own figures only. The table goes to the terminal, all figures to
+With ``--at-once`` parts for one GPU run on as many GPUs at the same time, and parts for several GPUs after them, so the
+seconds of a start, which need many CPU cores, are those of a busy machine. A part that fails or hangs costs its own
+figures only. The table goes to the terminal, all figures to
 ``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is JSON.
 """
 
@@ -18,10 +21,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -217,6 +223,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for what the parts leave; default: a temporary one")
     parser.add_argument("--seconds", type=float, default=580.0, help="for all parts together")
     parser.add_argument("--gpus", type=int, default=4, help="of the parts with several")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="parts for one GPU at a time, each on its own"
+    )
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve`")
     parser.add_argument("--gsm8k", type=Path, help="rows of GSM8K, for `step`")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the scripts")
@@ -233,8 +242,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: float) -> Figures:
-    """Its figures, how it ended and how long it took; never raises for what the part does."""
+def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: float, gpu: str | None = None) -> Figures:
+    """Its figures, how it ended and how long it took; never raises for what the part does. It sees ``gpu`` only, or all
+    if that is None."""
     part = PARTS[name]
     log = folder / "output.log"
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,6 +253,8 @@ def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: floa
     mark = f"{os.getpid()}-{name}"
     env = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(CHECKOUT)]).strip(os.pathsep)
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
     if name.endswith("_gpus"):
         env.setdefault("OMP_NUM_THREADS", "8")  # torchrun's own default of 1 makes loading slow
     with open(log, "wb") as file:
@@ -254,12 +266,12 @@ def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: floa
             status = f"exit {child.wait(limit)}"
         except subprocess.TimeoutExpired:
             status = f"not done in {limit:.0f} s"
-        end_all(child, mark)
+        end_all(child, mark, gpu)
     figures = last_json(log)
     return {"status": status, "seconds": round(time.monotonic() - started, 1), "figures": figures}
 
 
-def end_all(child: subprocess.Popen[bytes], mark: str) -> None:
+def end_all(child: subprocess.Popen[bytes], mark: str, gpu: str | None) -> None:
     """The part and whatever it left behind: first asked, then killed. They carry the part's mark."""
     import psutil
 
@@ -271,7 +283,7 @@ def end_all(child: subprocess.Popen[bytes], mark: str) -> None:
         _, left = psutil.wait_procs(left, timeout=15)
         left = [process for process in psutil.process_iter() if _carries(process, mark)]
     child.wait()
-    wait_for_memory()
+    wait_for_memory(gpu)
 
 
 def _carries(process: Any, mark: str) -> bool:
@@ -283,11 +295,11 @@ def _carries(process: Any, mark: str) -> bool:
         return False
 
 
-def wait_for_memory() -> None:
-    """The next part measures memory: wait until the last one's is back."""
+def wait_for_memory(gpu: str | None) -> None:
+    """The next part on this GPU (None: on all of them) measures memory: wait until the last one's is back."""
     if shutil.which("nvidia-smi") is None:
         return
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", gpu] if gpu else [])]
     until = time.monotonic() + MEMORY_SECONDS
     while time.monotonic() < until:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
@@ -328,18 +340,37 @@ def main() -> None:
     work = options.work or Path(tempfile.mkdtemp(prefix="h200-"))
     started = time.monotonic()
     results: dict[str, Figures] = {}
-    for name in options.parts:
+    kept = threading.Lock()
+
+    def measure(name: str, gpu: str | None = None) -> None:
         left = options.seconds - (time.monotonic() - started)
         if left < 30:
             results[name] = {"status": "no time left", "seconds": 0.0, "figures": None}
-            continue
+            return
         print(f"--- {name}", flush=True)
-        results[name] = run_part(name, options, work / name, left)
-        keep(options, work, results)
-        outcome = results[name]
+        outcome = run_part(name, options, work / name, left, gpu)
+        with kept:
+            results[name] = outcome
+            keep(options, work, results)
         if outcome["figures"] is None or outcome["status"] != "exit 0":
             tail = (work / name / "output.log").read_text(encoding="utf-8", errors="replace")
             print("\n".join(tail.splitlines()[-25:]), flush=True)
+
+    free: Queue[str | None] = Queue()
+    for gpu in range(options.at_once):
+        free.put(str(gpu) if options.at_once > 1 else None)
+
+    def measure_on_a_free_gpu(name: str) -> None:
+        gpu = free.get()
+        measure(name, gpu)
+        free.put(gpu)
+
+    several = [name for name in options.parts if name.endswith("_gpus")]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(measure_on_a_free_gpu, [name for name in options.parts if name not in several]))
+    for name in several:
+        measure(name)
+    results = {name: results[name] for name in options.parts}
     print("=" * 100)
     for name, outcome in results.items():
         shown = PARTS[name].show(outcome["figures"]) if outcome["figures"] else "no figures"

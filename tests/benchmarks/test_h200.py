@@ -65,6 +65,29 @@ def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.
     assert "it broke" in next((tmp_path / "out").glob("*.log")).read_text()
 
 
+def test_parts_of_one_gpu_run_side_by_side(
+    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meets = f"""
+import os, pathlib, time
+gpu, here = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path({str(tmp_path)!r})
+(here / f"gpu{{gpu}}").touch()
+while not (here / f"gpu{{1 - int(gpu)}}").exists():  # the other part runs meanwhile
+    time.sleep(0.05)
+print('{{"gpu": ' + gpu + "}}")
+"""
+    sees = 'import os; print(\'{"seen": "\' + os.environ.get("CUDA_VISIBLE_DEVICES", "all") + \'"}\')'
+    parts = {"one": part(h200, meets), "all_gpus": part(h200, sees), "two": part(h200, meets)}
+    monkeypatch.setattr(h200, "PARTS", parts)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = ["--parts", "one,all_gpus,two", "--at-once", "2", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["h200.py", *words])
+    h200.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {results[name]["figures"]["gpu"] for name in ("one", "two")} == {0, 1}
+    assert results["all_gpus"]["figures"] == {"seen": "all"} and list(results) == ["one", "all_gpus", "two"]
+
+
 NAMES = [
     *("mfu", "mfu_gpus", "mfu_experts_gpus", "mfu_delta_nets", "mfu_megatron_gpus", "rollout", "colocate", "step"),
     *("curve", "start", "adapter", "adapter_32b", "step_delta_nets"),
