@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fsdp_helpers import make_args, make_backend, make_samples, whole_batch
+from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_qwen3, whole_batch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engines"))
@@ -86,6 +87,27 @@ def test_the_value_head_of_a_critic_is_trained_although_no_checkpoint_has_it(tmp
             {"value_head.weight", "value_head.bias"} if role == "critic" else set()
         )
         assert all("layers.1." in name or "value_head" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("flag", "pattern", "trained"),
+    [
+        ("only_train_params_name_list", r"^model\.layers\.1\.mlp", 3),
+        ("freeze_params_name_list", r"^model\.(layers|embed)", 1),
+        ("freeze_params_name_list", "lm_head", None),  # which a critic does not have
+    ],
+)
+def test_a_critics_parameters_have_the_names_of_the_checkpoint(
+    flag: str, pattern: str, trained: int | None, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {flag: [pattern], "advantage_estimator": "ppo"}
+    folder = save_tiny_qwen3(tmp_path)
+    actor, critic = (make_backend(make_args(folder, **flags), role) for role in ("actor", "critic"))
+    mine = [name for name, _ in critic.optimizer.named if "value_head" not in name]
+    assert mine == [
+        name.replace("model.", "backbone.", 1) for name, _ in actor.optimizer.named if not name.startswith("lm_head")
+    ]
+    assert len(mine) == trained or trained is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

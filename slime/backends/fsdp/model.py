@@ -78,10 +78,10 @@ def build_scorer(
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
     scorer: Scorer = ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
-    named = checkpoint_names(scorer)
-    held = [(parameter, [name]) for name, parameter in named]
+    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
+    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
     patterns = args.only_train_params_name_list, args.freeze_params_name_list
-    select_trainable(held, [[name] for name, _ in named], *patterns, "value_head." if role == "critic" else None)
+    select_trainable(held, list(names.values()), *patterns, "value_head." if role == "critic" else None)
     freeze_untrained(model)
     if args.lora_base_quantization:
         quantize_base(decoder_layers(model), args.lora_base_quantization, device)
