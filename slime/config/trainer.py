@@ -143,7 +143,7 @@ def derive_model(args: Args, machine: Machine) -> None:
         args.lr_warmup_fraction = args.warmup_ratio
     if args.critic_lr is None:
         args.critic_lr = args.lr
-    if args.critic_lr_warmup_iters is None:
+    if args.critic_lr_warmup_iters is None and not args.lr_warmup_fraction:  # which is that of both roles
         args.critic_lr_warmup_iters = args.lr_warmup_iters
 
 
@@ -319,7 +319,7 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
     critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
     critic_lr_warmup_iters: int = flag(
-        DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters"
+        DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"
     )
     reset_optimizer_states: bool = flag(False, help="Reset Adam's moments at the start of each rollout's steps")
     use_stateless_adam: bool = flag(

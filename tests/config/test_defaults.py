@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
+from slime.backends.lr_schedule import LrSchedule
 from slime.config import machine as machine_module
 from slime.config.args import Args
 from slime.config.machine import Machine, count_gpus
@@ -126,6 +127,16 @@ def test_ppo_brings_the_critic(workplace) -> None:
     args = workplace.load("--advantage-estimator ppo --lr 1e-5")
     assert args.use_critic and args.critic_lr == 1e-5
     assert not workplace.load().use_critic
+
+
+def test_the_critic_warms_up_like_the_actor_unless_told_otherwise(workplace) -> None:
+    def steps(flags: str) -> list[int]:
+        args = workplace.load(f"--advantage-estimator ppo --num-rollout 100 {flags}")
+        return [LrSchedule.from_args(args, role).warmup_steps for role in ("actor", "critic")]
+
+    assert steps("--lr-warmup-fraction 0.1") == steps("--warmup-ratio 0.1") == steps("--lr-warmup-iters 10") == [10, 10]
+    assert steps("--lr-warmup-fraction 0.1 --critic-lr-warmup-iters 0") == [10, 0]
+    assert steps("--lr-warmup-iters 10 --critic-lr-warmup-iters 3") == [10, 3]
 
 
 def test_save_interval_alone_saves_in_the_runs_folder(workplace) -> None:
