@@ -174,7 +174,7 @@ class TrainedAdapter(ABC):
         """Return what a snapshot says about the adapter. This is a collective operation."""
         computed = {name: asdict(self.settings)[name] for name in ("rank", "alpha", "rslora")}
         base = {"base": self.base_path, "base_quantization": self.quantization}
-        return {**computed, **base, "base_identity": self.identity()}
+        return {**computed, "targets": sorted(self.targets()), **base, "base_identity": self.identity()}
 
     def require_fit(self, path: Path, stored: Mapping[str, Any] | None) -> None:
         """Compare the description in a snapshot with this adapter. This is a collective operation.
@@ -192,13 +192,18 @@ class TrainedAdapter(ABC):
             if stored[name] != mine[name]:
                 flag = "--use-rslora" if name == "rslora" else f"--lora-{name}"
                 raise ValueError(f"{path} has an adapter with {name} {stored[name]}, but {flag} is {mine[name]}")
+        if (theirs := stored.get("targets", mine["targets"])) != mine["targets"]:
+            raise ValueError(
+                f"{path} has an adapter on {shorten(theirs)}, but --lora-target-modules and --lora-exclude-modules "
+                f"select {shorten(mine['targets'])}: what it learned on other layers would be lost"
+            )
         if (other := stored.get("base_quantization")) != self.quantization:
             raise ValueError(
                 f"{path} has an adapter of a base that is {_bits(other)}, but here it is {_bits(self.quantization)}: "
                 "change --lora-base-quantization, because an adapter makes up for the rounding of its base"
             )
-        theirs = stored["base_identity"]
-        if any(theirs[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in theirs):
+        known = stored["base_identity"]
+        if any(known[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in known):
             raise ValueError(
                 f"{path} has an adapter of the base {stored['base']}, whose weights differ from those of "
                 f"--hf-checkpoint {self.base_path}: an adapter is of no use without its base"
