@@ -153,6 +153,11 @@ def check_off_policy(args: Args) -> list[str]:
         )
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         problems.append("--get-mismatch-metrics needs --custom-tis-function-path, which computes these metrics")
+    if vars(args).get("use_rs") and not args.custom_tis_function_path:
+        problems.append(
+            "use_rs of --custom-config-path needs --custom-tis-function-path slime.algorithms.mis.compute_mis_weights: "
+            "the default function rejects nothing"
+        )
     if args.tis_clip <= args.tis_clip_low:
         problems.append(f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}")
     return problems

@@ -31,6 +31,13 @@ def test_custom_config_is_checked_with_everything_else(workplace) -> None:
     assert any("--use-tis has nothing to correct" in problem for problem in problems)
 
 
+def test_rejection_needs_the_function_that_rejects(workplace) -> None:
+    flags = f"--custom-config-path {workplace.write('custom.yaml', 'use_rs: true')}"
+    (problem,) = workplace.problems(flags)
+    assert "needs --custom-tis-function-path slime.algorithms.mis.compute_mis_weights" in problem
+    workplace.load(f"{flags} --custom-tis-function-path slime.algorithms.mis.compute_mis_weights")
+
+
 def test_override_rejects_names_that_are_no_flags(workplace) -> None:
     override = workplace.write("o.yaml", "rolout_batch_size: 4\nsglang_mem_fraction: 0.5\n")
     problems = workplace.problems(f"--override {override}")
