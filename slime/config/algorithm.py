@@ -225,6 +225,12 @@ def check_losses(args: Args) -> list[str]:
             f"--overlong-buffer-len {args.overlong_buffer_len}: must be between 0 and --rollout-max-response-len "
             f"{args.rollout_max_response_len}"
         )
+    lists = "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules", "lora_exclude_modules"
+    for name, pattern in [(one, pattern) for one in lists for pattern in getattr(args, one) or ()]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: remove one")
     return problems

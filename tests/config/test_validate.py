@@ -54,6 +54,8 @@ ONE_PROBLEM = [
     ("--use-rollout-logprobs --use-tis", "remove one"),
     ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
     ("--tis-clip 1 --tis-clip-low 2", "must be above"),
+    ("--freeze-params-name-list *mlp", "'*mlp' is no regular expression: nothing to repeat"),
+    ("--lora-rank 4 --lora-target-modules q_proj (k", "'(k' is no regular expression"),
     ("--use-opd", "needs --opd-type"),
     ("--opd-type sglang", "needs --use-opd"),
     ("--min-lr 1 --lr 0.1", "must not be above --lr"),
