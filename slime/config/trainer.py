@@ -331,8 +331,9 @@ def check_schedule(args: Args) -> list[str]:
     problems = []
     if args.lr_warmup_fraction and args.lr_warmup_iters:
         problems.append("--lr-warmup-fraction and --lr-warmup-iters both set the warm-up: remove one")
-    if args.min_lr > args.lr:
-        problems.append(f"--min-lr {args.min_lr} must not be above --lr {args.lr}")
+    for option, peak in (("--lr", args.lr), ("--critic-lr", args.critic_lr if args.use_critic else args.min_lr)):
+        if args.min_lr > peak:
+            problems.append(f"--min-lr {args.min_lr} must not be above {option} {peak}")
     if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
         problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its final decay")
     for name in ("lr_decay_samples", "lr_warmup_samples"):

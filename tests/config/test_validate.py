@@ -59,6 +59,7 @@ ONE_PROBLEM = [
     ("--use-opd", "needs --opd-type"),
     ("--opd-type sglang", "needs --use-opd"),
     ("--min-lr 1 --lr 0.1", "must not be above --lr"),
+    ("--min-lr 1e-6 --lr 1e-5 --advantage-estimator ppo --critic-lr 1e-7", "must not be above --critic-lr"),
     ("--save-hf out/{step} --save-interval 1", "only {rollout_id} is replaced"),
     ("--save-hf out/{} --save-interval 1", "only {rollout_id} is replaced"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
