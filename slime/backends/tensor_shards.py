@@ -299,6 +299,8 @@ class StoredTensors:
                 problems.append(f"{shard.name} has shape {stored}, but {shard.full_shape} in the model")
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            if all(problem.startswith("optimizer/") for problem in problems):
+                more += " (--no-load-optim leaves the optimizer out)"
             raise ValueError(f"{self.folder} does not fit the model: {'; '.join(problems[:5])}{more}")
         with torch.no_grad(), _causes_named(self.folder):
             dcp.load(

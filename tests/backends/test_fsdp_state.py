@@ -111,6 +111,13 @@ def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path
         other.load(tmp_path / "nowhere")
 
 
+def test_a_snapshot_with_another_optimizer_tells_how_to_leave_it_out(llama: Path, tmp_path: Path) -> None:
+    make_backend(make_args(llama, use_stateless_adam=True)).save(tmp_path)
+    with pytest.raises(ValueError, match=r"optimizer/step/.* is missing.*\(--no-load-optim leaves the optimizer out\)"):
+        make_backend(make_args(llama)).load(tmp_path)
+    make_backend(make_args(llama, no_load_optim=True)).load(tmp_path)
+
+
 def test_parts_of_a_snapshot_may_be_left_aside(llama: Path, tmp_path: Path) -> None:
     flags = dict(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
     first = make_backend(make_args(llama, **flags))
