@@ -78,10 +78,12 @@ class AuditMemory:
     Attributes:
         sent: The fingerprint of the newest version of every tensor.
         held: For each engine URL, the state after its last complete update.
+        updated: The URLs of the engines that got an update from this sender.
     """
 
     sent: dict[str, Fingerprint] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
+    updated: set[str] = field(default_factory=set)
 
 
 def fingerprints(tensors: Sequence[NamedTensor], ranks: int) -> dict[str, Fingerprint]:

@@ -234,16 +234,18 @@ class _Sender:
                 yield name, tensor
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
-        """Return whether every engine still holds a version that this run has sent, with the frozen tensors.
+        """Return whether every engine still holds a version that this sender has sent, with the frozen tensors.
 
-        Then frozen tensors need not be sent, except with transports that write complete versions to files.
+        Then frozen tensors need not be sent, except with transports that write complete versions to files. The version
+        alone does not tell, because an external engine may have one of the same attempt from another run.
         """
         files = self.transport.name in ("disk", "delta") and self.settings.adapter_name is None
         if files or self.check_equal or self.settings.engines_lose_weights:
             return False
         attempt = parse_version(self.version).attempt
         held = [info.weight_version for info in plan.infos.values()]
-        return all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
+        ours = all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
+        return ours and self.memory.updated.issuperset(plan.infos)
 
     def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
         """Compute the digests with which the checksums of engines are compared later."""
@@ -308,6 +310,7 @@ class _Sender:
             raise ValueError(f"weights {self.version} were not sent, because they have no tensors")
         self.report.nbytes, self.report.tensors, self.report.density = result.nbytes, result.tensors, result.density
         whole, torn = await self.window.close(result)
+        self.memory.updated |= {engine.url for engine in whole}
         failed = {**plan.failed, **self.window.failed}
         if failed or torn:
             raise WeightSyncError(self.version, failed, [e.url for e in torn], [e.url for e in whole])

@@ -22,6 +22,7 @@ from slime.models.peft_files import named_factors
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import create_transport
@@ -32,6 +33,7 @@ from fsdp_helpers import make_args as backend_args
 
 pytestmark = pytest.mark.real
 LAYERS, FACTORS = 14, 28
+_memory = AuditMemory()  # of one run, to which all tests here belong
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def sync(backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, 
     settings = WeightSyncSettings.from_args(args).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=name == "ipc")
     assert transport.name == name
-    report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True)
+    report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, memory=_memory)
     assert report is not None
     tokens = audit.probe_tokens(VOCAB)
     gap = run(audit.probe_engines(settings, [engine], Probe(tokens, score_probe(backend, tokens))))

@@ -20,6 +20,7 @@ from slime.engines.handle import EngineHandle
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
@@ -157,13 +158,26 @@ def test_a_norm_that_one_engine_did_not_get_ends_the_run(pair: list[EngineHandle
 def test_frozen_tensors_travel_once(pair: list[EngineHandle], model: Path, tmp_path: Path) -> None:
     args = sync_args(freeze_params_name_list=["embed_tokens"])
     transport = make_transport("ipc", tmp_path, model, args)
-    trained = new_model(61)
+    trained, memory = new_model(61), AuditMemory()
     total = len(named_weights(trained))
-    assert sync(args, trained, pair, transport, "7.0").tensors == total  # nothing from this attempt is there yet
-    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained)).tensors == total - 1
+    assert sync(args, trained, pair, transport, "7.0", memory=memory).tensors == total  # nothing of ours is there yet
+    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained), memory=memory).tensors == total - 1
     # SGLang's memory saver frees the weights of colocated engines, also those that are not trained.
     args = sync_args(freeze_params_name_list=["embed_tokens"], rollout_backend="sglang", offload_rollout=True)
-    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained)).tensors == total
+    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained), memory=memory).tensors == total
+
+
+def test_external_engines_of_an_earlier_run_get_the_frozen_tensors_too(
+    pair: list[EngineHandle], model: Path, tmp_path: Path
+) -> None:
+    """Both runs have attempt 0, so the versions that the engines hold do not tell the runs apart."""
+    args = sync_args(freeze_params_name_list=["embed_tokens"])
+    transport = make_transport("ipc", tmp_path, model, args)
+    earlier, memory = new_model(65), AuditMemory()
+    for step in range(2):
+        sync(args, earlier, pair, transport, f"0.{step}", memory=memory)
+    trained, memory = new_model(66), AuditMemory()
+    sync(args, trained, pair, transport, "0.0", probe=probe_of(trained), memory=memory)
 
 
 def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(
