@@ -35,6 +35,11 @@ tokens, bfloat16 differs from float32 by up to 0.4, and a zeroed matrix changes 
 change the log-probs of the probe by up to 2.4. Smaller errors in the weights are found with checksums."""
 GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1, FP8: 0.3}
 """The mean difference of the log-probs of a step above which there is a warning, by the coarser dtype."""
+_LAYOUT = (
+    "pp_size", "dp_size", "ep_size", "ep_num_redundant_experts", "enable_dp_attention", "enable_dp_lm_head",
+    "moe_dense_tp_size", "moe_runner_backend", "moe_a2a_backend", "quantization",
+)  # fmt: skip
+"""Options of SGLang, which server groups may override, on which the parts and layout of its tensors depend."""
 _SHOWN = 5
 
 
@@ -316,11 +321,12 @@ def check_changes(url: str, checksums: Mapping[str, str], sent: Mapping[str, Fin
 
 
 def _layouts(engines: Sequence[EngineHandle], infos: Mapping[str, EngineInfo]) -> list[list[EngineHandle]]:
-    """Group engines whose checksums must be equal, because server, dtype and tensor-parallel size are the same."""
-    groups: dict[tuple[str, str, str, int], list[EngineHandle]] = {}
+    """Group engines whose checksums must be equal, because server, dtype and parallel layout are the same."""
+    groups: dict[tuple[object, ...], list[EngineHandle]] = {}
     for engine in engines:
         info = infos[engine.url]
-        groups.setdefault((info.kind, info.version, info.dtype, info.tensor_parallel_size), []).append(engine)
+        key = info.kind, info.version, info.dtype, info.tensor_parallel_size, *map(info.extra.get, _LAYOUT)
+        groups.setdefault(key, []).append(engine)
     return list(groups.values())
 
 

@@ -78,6 +78,17 @@ async def test_a_missing_tensor_counts_as_a_difference_between_engines() -> None
         await run([Engine("x", {"a": "1", "b": "2"}), Engine("y", {"a": "1"})], {})
 
 
+async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared() -> None:
+    """Such as a group of prefill servers with data-parallel attention, and a group of decode servers without."""
+    engines = [Engine(url, {"rank0.qkv": value}, named=False) for url, value in (("x", "1"), ("y", "9"), ("z", "9"))]
+    infos = {e.url: EngineInfo("sglang", "0.5.15", "m", "0.1", "bfloat16", 8, {"ep_size": 1}) for e in engines}
+    infos["x"].extra.update(enable_dp_attention=True, dp_size=8)
+    await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
+    engines[1].sums = {"rank0.qkv": "8"}
+    with pytest.raises(WeightAuditError, match=r"engine z differ from those of the other engines: rank0\.qkv"):
+        await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
+
+
 async def test_no_common_name_is_an_error() -> None:
     with pytest.raises(WeightAuditError, match=r"engine .* has none of the 1 tensors .*'model.a'"):
         await run([Engine("x", {"a": "1"})], {"model.a": "1"})
