@@ -302,7 +302,8 @@ class EngineHandle:
 
     async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
         """Release accelerator memory: that of ``tags``, or all memory if there are no tags."""
-        await self._post("/release_memory_occupation", {"tags": list(tags) or None})
+        # The first one pins host memory for all weights if SGLang keeps a copy of them (enable_weights_cpu_backup).
+        await self._post("/release_memory_occupation", {"tags": list(tags) or None}, self.update_seconds)
 
     async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:
-        await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
+        await self._post("/resume_memory_occupation", {"tags": list(tags) or None}, self.update_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.cluster.engine_manager import EngineManager
+from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager
 from slime.engines.keys import RunKeys
 from slime.engines.sglang_api import EngineError
 
@@ -82,6 +82,24 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytes
     assert held.lost == [{URLS[0]: "out of memory"}] and held.checks == []
     held.manager.onload(("kv_cache",))
     assert held.checks == ["resume offloaded"]
+
+
+def test_engines_may_take_the_whole_deadline_to_release_and_resume_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first release of SGLang with a copy of its weights pins the host memory for all of them."""
+    limits: dict[str, float] = {}
+
+    async def request(method: str, url: str, body: object, seconds: float) -> Any:
+        limits[url.rpartition("/")[2]] = seconds
+        return {"loads": []}
+
+    monkeypatch.setattr("slime.engines.handle.request", request)
+    held = Held(monkeypatch)
+    held.manager.offload()
+    held.manager.onload(("weights",))
+    asked = limits["release_memory_occupation"], limits["resume_memory_occupation"]
+    assert min(asked) >= CONTROL_DEADLINE_SECONDS and held.lost == [{}, {}]
 
 
 def test_nothing_is_asked_of_engines_that_were_not_started() -> None:
