@@ -68,7 +68,8 @@ class EngineFleet:
         count = len(specs)
         self.engines = [Engine(spec, None) for spec in specs]
         self.engines += [
-            Engine(EngineSpec(count + i, ""), None, url, state="serving") for i, url in enumerate(external)
+            Engine(EngineSpec(count + i, "", slot=i), None, url.rstrip("/"), state="serving")
+            for i, url in enumerate(external)
         ]
         for engine in self.engines[count:]:
             send_key(engine.url, self.keys.engine)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.cluster.engine import EngineStatus
 from slime.cluster.engine_fleet import MOST_LOSSES, EngineFleet
@@ -25,6 +26,8 @@ from slime.engines.process import EngineProcess, ServerFailed, start_embedded_en
 from slime.engines.router import Worker
 from slime.engines.settings import EngineSettings
 from slime.utils.async_utils import run
+from slime.weights.settings import WeightSyncSettings
+from slime.weights.transports import ranks_of_engines
 
 
 class FakeHost:
@@ -198,6 +201,15 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
     fleet.lose({url: "cannot be reached"})
     fleet.lose({started.hosts[0].url: "struck"})
     assert fleet.fatal is None  # ours comes back
+
+
+def test_external_engines_are_divided_among_senders(tmp_path: Path) -> None:
+    """By their slots, as the engines of the run are; and a slash at the end of an address belongs to no path."""
+    started = Started(tmp_path, count=0, external=("http://10.0.0.1:1/", "http://10.0.0.2:1"))
+    status, settings = started.fleet.status(), WeightSyncSettings.from_args(make_args(update_weight_senders=2))
+    assert status.serving == ["http://10.0.0.1:1", "http://10.0.0.2:1"]
+    ranks = ranks_of_engines(settings, status.serving, status.slots, 2, same_host=False)
+    assert [list(ranks[url]) for url in status.serving] == [[0], [1]]
 
 
 def test_engines_with_weights_of_their_own_serve_as_soon_as_they_are_up(tmp_path: Path) -> None:
