@@ -110,6 +110,8 @@ def test_a_gpu_node_without_placement_is_shared(workplace) -> None:
     assert not args.colocate and (args.actor_num_gpus_per_node, args.rollout_num_gpus) == (4, 4)
     args = workplace.load("--rollout-num-gpus 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096")
     assert not args.colocate and args.actor_num_gpus_per_node == 6
+    args = workplace.load("--rollout-external-engine-addrs 10.0.0.1:30000")
+    assert not args.colocate and not args.offload_rollout and args.actor_num_gpus_per_node == 8
 
 
 def test_colocation_sets_both_offloads_unless_told_otherwise(workplace) -> None:
