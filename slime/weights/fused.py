@@ -120,6 +120,13 @@ class FusedDigests:
             self.digests[f"rank{rank}.{name}" if self.ranks > 1 else name] = digest(tensor)
 
 
+def parts_beside(name: str) -> list[str]:
+    """Return the names of all tensors that SGLang keeps in one tensor with this one, which is among them."""
+    module = name.split(".")[-2] if "." in name else ""
+    parts = _FUSED[_PLACES[module][0]] if module in _PLACES else (module,)
+    return [name.replace(f".{module}.", f".{part}.") for part in parts]
+
+
 def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Return the part of a tensor that one rank holds if it is not fused: some columns, some rows, or everything."""
     if ranks == 1:

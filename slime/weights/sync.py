@@ -348,7 +348,8 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)
     if frozen is not None and leave_out_frozen:
-        transforms.append(leave_out(frozen))
+        # The digest of a fused tensor needs all its parts.
+        transforms.append(leave_out(lambda name: all(map(frozen, fused.parts_beside(name)))))
     if dtype is not None:
         transforms.append(cast_floating(dtype))
     if settings.untied_engines:

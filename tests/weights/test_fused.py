@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_engines import sync_settings
 
 from slime.engines.sglang_api import EngineInfo
 from slime.weights import fused
 from slime.weights.fused import FusedDigests
+from slime.weights.sync import _transforms
+from slime.weights.update import transformed
 
 
 def sha(*tensors: torch.Tensor) -> str:
@@ -36,6 +39,21 @@ def test_parts_are_joined_in_sglangs_order_whenever_they_come() -> None:
     assert digests.digests[f"{layer}.self_attn.qkv_proj.weight"] == sha(q, k, v)
     assert digests.digests[f"{layer}.input_layernorm.weight"] == sha(norm)
     assert digests.digests["lm_head.weight"] == sha(torch.zeros(64, 2)) and len(digests.digests) == 4
+
+
+def test_frozen_parts_beside_a_trained_one_are_sent_for_the_digest_of_the_whole() -> None:
+    """As with a merged adapter on q_proj and v_proj: without k_proj, nothing of the attention would be compared."""
+    settings = sync_settings(only_train_params_name_list=[r"(q|v)_proj\."])
+    layer, digests = "model.layers.3", FusedDigests()
+    held = {
+        f"{layer}.{name}.weight": torch.full((2, 2), float(i))
+        for i, name in enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"))
+    }
+    for name, tensor in transformed(held.items(), _transforms(settings, None, leave_out_frozen=True)):
+        digests.add(name, tensor)
+    q, k, v, _ = held.values()
+    assert digests.digests == {f"{layer}.self_attn.qkv_proj.weight": sha(q, k, v)}
+    assert not digests._parts, "the other parts of an incomplete tensor would stay in memory"
 
 
 def test_each_rank_holds_its_rows_or_columns_and_its_groups_of_heads() -> None:
