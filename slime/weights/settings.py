@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -130,7 +131,7 @@ class WeightSyncSettings:
             buffer_bytes=args.update_weight_buffer_size,
             senders=args.update_weight_senders,
             pause_mode=args.update_weight_pause_mode,
-            disk_dir=args.update_weight_disk_dir,
+            disk_dir=os.path.abspath(args.update_weight_disk_dir) if args.update_weight_disk_dir else None,
             keep_files=args.update_weight_disk_keep_files,
             delta_encoding=cast("Encoding", args.update_weight_delta_encoding),
             delta_checksum=args.update_weight_delta_checksum,

@@ -35,3 +35,12 @@ def test_whether_engines_hold_a_tied_output_layer_of_their_own(
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = make_args(hf_checkpoint=str(tmp_path), rollout_backend=backend)
     assert WeightSyncSettings.from_args(args).untied_engines is expected
+
+
+def test_engines_that_were_started_in_another_folder_get_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would take a relative path that it does not find for the name of a model on the hub."""
+    monkeypatch.chdir(tmp_path)
+    settings = WeightSyncSettings.from_args(make_args(update_weight_disk_dir="shared/weights"))
+    assert settings.disk_dir == str(tmp_path / "shared/weights")
