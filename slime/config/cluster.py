@@ -116,8 +116,7 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
     if not machine.cuda:
         args.actor_num_gpus_per_node = 1
         return
-    external = bool(args.rollout_external_engine_addrs)
-    if args.colocate or args.debug_train_only or args.debug_rollout_only or external:
+    if args.colocate or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
         args.actor_num_gpus_per_node = machine.gpus
         return
     if args.rollout_num_gpus is not None:
