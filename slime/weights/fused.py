@@ -120,11 +120,16 @@ class FusedDigests:
             self.digests[f"rank{rank}.{name}" if self.ranks > 1 else name] = digest(tensor)
 
 
-def parts_beside(name: str) -> list[str]:
-    """Return the names of all tensors that SGLang keeps in one tensor with this one, which is among them."""
-    module = name.split(".")[-2] if "." in name else ""
-    parts = _FUSED[_PLACES[module][0]] if module in _PLACES else (module,)
-    return [name.replace(f".{module}.", f".{part}.") for part in parts]
+def whole_frozen(frozen: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return whether a tensor is frozen together with all those that SGLang keeps in one tensor with it. Only then may
+    an update leave it out, because the digest of a fused tensor needs all its parts."""
+
+    def test(name: str) -> bool:
+        module = name.split(".")[-2] if "." in name else ""
+        parts = _FUSED[_PLACES[module][0]] if module in _PLACES else (module,)
+        return all(frozen(name.replace(f".{module}.", f".{part}.")) for part in parts)
+
+    return test
 
 
 def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -348,8 +348,7 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)
     if frozen is not None and leave_out_frozen:
-        # The digest of a fused tensor needs all its parts.
-        transforms.append(leave_out(lambda name: all(map(frozen, fused.parts_beside(name)))))
+        transforms.append(leave_out(fused.whole_frozen(frozen)))
     if dtype is not None:
         transforms.append(cast_floating(dtype))
     if settings.untied_engines:
