@@ -1,7 +1,7 @@
 """RMSNorm with a gate, of the gated delta nets of Qwen3-Next and Qwen3.5, in one kernel on a GPU.
 
-transformers computes it in ten passes from release 5.15 on, a tenth of a step of Qwen3.5-4B's shape on an H200
-(benchmarks/README.md); older releases take a kernel of flash-linear-attention.
+transformers computes it in some ten passes from release 5.15 on, by estimate a tenth of a log-prob pass of Qwen3.5-4B's
+shape on an H200 (benchmarks/README.md); older releases take a kernel of flash-linear-attention.
 """
 
 from __future__ import annotations
