@@ -30,7 +30,7 @@ from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.rollout.abort import retry_delay
-from slime.rollout.generate import ask_engine, build_generate_body, remaining, with_retries
+from slime.rollout.generate import CHARACTER_TOKENS, ask_engine, build_generate_body, remaining, with_retries
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-_CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 OnText = Callable[[str], None]
 OnPart = Callable[[str, str], None]
 """Called with new text of the reasoning and new text of the answer, one of which may be empty."""
@@ -324,7 +323,7 @@ class Session:
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":
                 return outputs
             probe.tokens, most, tries = probe.tokens + new, most - len(new), 0 if new else tries + 1
-            if str(self.state.tokenizer.decode(probe.tokens[-_CHARACTER_TOKENS:])).endswith(UNFINISHED):
+            if str(self.state.tokenizer.decode(probe.tokens[-CHARACTER_TOKENS:])).endswith(UNFINISHED):
                 on_text = None  # the next part begins within a character, so the client gets the rest at the end
             if most < 1:
                 outputs[-1]["meta_info"]["finish_reason"] = {"type": "length", "length": len(new)}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-_CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
+CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 
 
 async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
@@ -168,7 +168,7 @@ def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, 
     """
     ids = sample.array("tokens")
     assert ids is not None
-    before = ids[len(ids) - min(sample.response_length, _CHARACTER_TOKENS) :].tolist()
+    before = ids[len(ids) - min(sample.response_length, CHARACTER_TOKENS) :].tolist()
     skip = bool(state.sampling_params["skip_special_tokens"])
     kept = state.tokenizer.decode(before, skip_special_tokens=skip).rstrip(UNFINISHED)
     rest = state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip).lstrip(UNFINISHED)

@@ -299,6 +299,17 @@ async def test_calls_in_another_form_are_told_of(
     )
 
 
+async def streamed_message(url: str, pinged: asyncio.Event | None = None) -> bytes:
+    """Return the bytes of a stream; ``pinged`` is set when they contain a ping."""
+    body, raw = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stream": True}, b""
+    async with aiohttp.ClientSession() as client, client.post(url, json=body) as response, asyncio.timeout(60):
+        async for part in response.content.iter_any():
+            raw += part
+            if pinged is not None and b"event: ping" in raw:
+                pinged.set()
+    return raw
+
+
 async def test_a_silent_stream_is_kept_alive(
     endpoint: AgentServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,10 +323,7 @@ async def test_a_silent_stream_is_kept_alive(
             return await ask(*args)
 
         talk.session._ask = slowly  # type: ignore[method-assign]
-        body = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stream": True}
-        url = f"{endpoint.url(talk.session)}/v1/messages"
-        async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
-            raw = await response.read()
+        raw = await streamed_message(f"{endpoint.url(talk.session)}/v1/messages")
     assert b"event: ping" in raw and raw.index(b"message_start") < raw.index(b"ping") and b"message_stop" in raw
 
 
@@ -334,12 +342,5 @@ async def test_a_stream_is_kept_alive_while_the_model_reasons_for_a_client_that_
             return await answer(ask, prepared, on_part)
 
         talk.session.answer = after_reasoning  # type: ignore[method-assign]
-        body = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stream": True}
-        url, raw = f"{endpoint.url(talk.session)}/v1/messages", b""
-        async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
-            async with asyncio.timeout(60):
-                async for part in response.content.iter_any():
-                    raw += part
-                    if b"event: ping" in raw:
-                        pinged.set()
+        raw = await streamed_message(f"{endpoint.url(talk.session)}/v1/messages", pinged)
     assert b"hm" not in raw and b"message_stop" in raw

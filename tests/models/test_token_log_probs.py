@@ -152,5 +152,5 @@ def test_nuclei_restrict_log_probs_but_not_the_entropy(
     for a, b in zip(mine, torch.autograd.grad((want * seeds).sum(), exact), strict=True):
         if dtype == torch.float32:
             torch.testing.assert_close(a.double(), b, **close)
-        else:  # as a whole: a single element is a sum, whose rounding can be larger than 5% of it
-            assert (a.double() - b).norm() <= 0.05 * b.norm() + 1e-6
+        else:  # as a whole: a single element is a sum, whose rounding can be larger than 5% of it, also in plain torch
+            assert (a.double() - b).norm() <= 0.03 * b.norm() + 1e-6

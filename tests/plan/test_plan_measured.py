@@ -9,15 +9,17 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_page", ROOT / "tools" / "plan_page.py")
+def tool(name: str = "plan_page") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["plan_page"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -61,6 +63,7 @@ def test_every_measurement_on_h200s_is_in_the_table_or_has_a_reason() -> None:
     assert known <= files
 
 
-def test_the_table_of_the_docs_is_todays() -> None:
-    text = tool().PAGE.read_text(encoding="utf-8")
-    assert tool().page(text) == text, "run python tools/plan_page.py"
+@pytest.mark.parametrize("name", ["plan_page", "fits_page"])
+def test_the_table_of_the_docs_is_todays(name: str) -> None:
+    text = tool(name).PAGE.read_text(encoding="utf-8")
+    assert tool(name).page(text) == text, f"run python tools/{name}.py"
