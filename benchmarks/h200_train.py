@@ -168,6 +168,9 @@ def run_starts(options: argparse.Namespace, flags: list[Any]) -> dict[str, Any]:
         row = (read_steps(options.output / options.what) or [{}])[0]
         phases = {phase: row.get(f"perf/{phase}_time") for phase in ("update_weights", "rollout", "train")}
         result[name] = {"exit_code": code, "first_step_at_seconds": seconds, "phases": phases}
+        kept = options.output / f"start_{name}"  # with the logs of its processes, which say where the seconds went
+        shutil.rmtree(kept, ignore_errors=True)
+        (options.output / options.what).rename(kept)
     return result
 
 
