@@ -35,10 +35,11 @@ def ui(
     Raises:
         CommandError: There is no run, the address cannot be used, or the file cannot be written.
     """
-    from slime.ui.runs import NoRuns, Runs, cache_folder
+    from slime.config.machine import cache_folder
+    from slime.ui.runs import NoRuns, Runs
 
     try:
-        runs = Runs(places, cache_folder())
+        runs = Runs(places, cache_folder("ui"))
     except NoRuns as error:
         raise CommandError(str(error)) from error
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
@@ -113,6 +114,8 @@ class TrainActor:
 
         progress.report("import the training backend")
         backend = backend_class(self.args.train_backend)
+        if self.args.compile_layers:
+            importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
         if backend.read_ahead is not None and self.rank == 0 and ray.get_gpu_ids():
             progress.report("read the checkpoint")
             self.read = backend.read_ahead(self.args)

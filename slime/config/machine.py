@@ -101,6 +101,11 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def cache_folder(what: str) -> Path:
+    """Return the folder for what slime can make again, which may be removed at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / what
+
+
 def installed(module: str) -> bool:
     """Whether ``module`` could be imported, without importing it."""
     try:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.machine import cache_folder
+
 if TYPE_CHECKING:
     from slime.config.args import Args
 
@@ -112,15 +114,11 @@ def file_of_name(name: DataName) -> Path:
     columns = known_sets().get(name.path, {})
     key = json.dumps([name.path, name.config, name.split, columns, _folder_state(name.path)], sort_keys=True)
     plain = re.sub(r"[^\w.-]+", "--", f"{Path(name.path).name}-{name.config or ''}-{name.split or ''}").strip("-")
-    file = _cache() / f"{plain}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.jsonl"
+    file = cache_folder("datasets") / f"{plain}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.jsonl"
     if not file.is_file():
         with tempfile.TemporaryDirectory(prefix="slime-datasets-") as aside:
             _write(file, _load(name, aside), columns, name)
     return file
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "datasets"
 
 
 def _folder_state(path: str) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import threading
@@ -228,8 +227,3 @@ def read_settings(path: Path) -> Mapping[str, object]:
         return run_dir.read_settings(path)
     except run_dir.UnreadableRun:
         return {}
-
-
-def cache_folder() -> Path:
-    """Return the folder of the indexes, which may be removed at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "ui"

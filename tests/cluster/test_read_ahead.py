@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ def test_the_rank_that_reads_hands_the_model_over(
     monkeypatch: pytest.MonkeyPatch, rank: int, gpus: list[int], reads: bool, backend: str
 ) -> None:
     made: list[Any] = []
+    imported: list[str] = []
+    monkeypatch.setattr(importlib, "import_module", imported.append)
     can = SimpleNamespace(read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpus)
     monkeypatch.setattr("slime.backends.create.backend_class", lambda name: can)
@@ -27,9 +30,15 @@ def test_the_rank_that_reads_hands_the_model_over(
 
     monkeypatch.setattr("slime.backends.create.create_backend", create)
     actor: Any = TrainActor.__new__(TrainActor)
-    actor.args, actor.role, actor.rank, actor.world_size = SimpleNamespace(train_backend=backend), "actor", rank, 2
+    actor.args, actor.role, actor.rank, actor.world_size = (
+        SimpleNamespace(train_backend=backend, compile_layers=False),
+        "actor",
+        rank,
+        2,
+    )
     actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
     actor.import_backend()
+    assert bool(imported) == reads, "the compiler is imported where layers are compiled"
     actor.init("127.0.0.1", 1, None)
     assert made[0][-1] == ("model of fsdp" if reads and backend == "fsdp" else None)
     assert actor.read is None, "it is held once"

@@ -144,6 +144,30 @@ def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
     assert wrong.startswith("--sglang-attention-backend: invalid choice: 'x'") and wrong.endswith("(says SGLang 9)")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question takes an import of SGLang, 8 to 20 s on a machine with a GPU."""
+    asked = []
+    ask = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *words, **more: asked.append(words) or ask(*words, **more))
+
+    def problems(**router: str) -> list[str]:
+        return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])
+
+    assert problems(policy="manual") == [] and len(asked) == 1
+    assert problems(policy="manual") == [] and len(asked) == 1
+    assert problems(policy="random") == [] and len(asked) == 2, "other options are another question"
+    assert problems(policy="mannual") == problems(policy="mannual") != [] and len(asked) == 4, "errors are not kept"
+    monkeypatch.setattr("slime.engines.sglang.check._version", lambda package: "99")
+    assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
+    assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7
+
+
 def test_the_router_is_asked_before_anything_starts() -> None:
     def problems(**router: str) -> list[str]:
         return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])

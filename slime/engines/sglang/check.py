@@ -8,15 +8,19 @@ a server group. All errors are reported at once, before any engine is started.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime.config.machine import installed
+from slime.config.machine import cache_folder, installed
 
 if TYPE_CHECKING:
     from slime.engines.plan import EngineSpec
@@ -29,7 +33,8 @@ _MARK = "@@slime "
 def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequence[EngineSpec]) -> list[str]:
     """Return the options that the SGLang and the router installed here do not accept, one message for each.
 
-    Nothing is checked if the user gave no options, or for software that is not installed on this host.
+    Nothing is checked if the user gave no options, or for software that is not installed on this host. Options that
+    these versions have accepted before are not checked again, since importing SGLang takes seconds.
     """
     from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
 
@@ -46,6 +51,9 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"} if cpu else dict(os.environ)
     command = [sys.executable, "-m", "slime.engines.sglang.check"]
     asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
+    accepted = _mark_of_acceptance(asked, cpu)
+    if accepted.is_file():
+        return []
     try:
         answer = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=CHECK_SECONDS, env=env, check=False
@@ -56,7 +64,26 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     if said is None:
         tail = answer.stderr.strip()[-2000:]
         return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
-    return list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
+    problems: list[str] = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
+    if not problems:
+        with contextlib.suppress(OSError):  # without a home that can be written to, every run asks
+            accepted.parent.mkdir(parents=True, exist_ok=True)
+            accepted.touch()
+    return problems
+
+
+def _mark_of_acceptance(asked: str, cpu: bool) -> Path:
+    """Return the file that exists if the programs installed here have accepted the options ``asked`` before."""
+    versions = {name: _version(name) for name in ("sglang", "sglang-router")}
+    key = json.dumps([asked, cpu, sys.prefix, os.environ.get("PYTHONPATH", ""), versions], sort_keys=True)
+    return cache_folder("accepted-options") / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class _Refused(Exception):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.engines.keys import ServerKeys
+from slime.engines.sglang.kernels import compile_meanwhile
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from slime.engines.sglang.cpu_kernels import install, pin_nothing
@@ -51,4 +52,5 @@ def hide_in_logs(secrets: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     add_keys(sys.argv)
+    compile_meanwhile()
     runpy.run_module("sglang.launch_server", run_name="__main__")

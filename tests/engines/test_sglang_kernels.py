@@ -1,0 +1,93 @@
+"""The kernel that is compiled while SGLang is imported, with a stand-in for FlashInfer that notes its compilation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slime.engines.sglang import kernels
+
+FLASHINFER = """
+import os, sys
+from pathlib import Path
+class Kernel:
+    is_aot = False
+    def build(self, verbose):
+        with open(os.environ["BUILT"], "a") as file:
+            file.write(os.environ["FLASHINFER_CUDA_ARCH_LIST"] + "\\n")
+        if os.environ.get("FAILS"):
+            raise RuntimeError("Ninja build failed.")
+def gen_norm_module():
+    return Kernel()
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a GPU, a compiler and FlashInfer; returns the file with one line per compilation."""
+    package = tmp_path / "site"
+    (package / "flashinfer" / "jit").mkdir(parents=True)
+    for folder in (package / "flashinfer", package / "flashinfer" / "jit"):
+        (folder / "__init__.py").touch()
+    (package / "flashinfer" / "jit" / "norm.py").write_text(FLASHINFER)
+    (package / "flashinfer_python-9.dist-info").mkdir()
+    (package / "flashinfer_python-9.dist-info" / "METADATA").write_text("Name: flashinfer-python\nVersion: 9\n")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    write_tool(tools / "nvcc", "")
+    write_tool(tools / "nvidia-smi", "9.0\n9.0")
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("BUILT", str(tmp_path / "built"))
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(kernels, "count_gpus", lambda: 1)
+    return tmp_path / "built"
+
+
+def write_tool(path: Path, says: str) -> None:
+    path.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+    path.chmod(0o755)
+
+
+def compile_and_wait() -> bool:
+    """Returns whether a compilation was started."""
+    thread = kernels.compile_meanwhile()
+    if thread is not None:
+        thread.join(60)
+    return thread is not None
+
+
+def test_a_kernel_is_compiled_once_for_each_kind_of_gpu(built: Path) -> None:
+    assert compile_and_wait()
+    assert built.read_text().split() == ["9.0"], "FlashInfer is told the kind, so that it does not open the GPU"
+    assert not compile_and_wait()
+    write_tool(built.parent / "bin" / "nvidia-smi", "10.0")
+    assert compile_and_wait() and built.read_text().split() == ["9.0", "10.0"]
+
+
+def test_a_compilation_that_failed_is_tried_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    assert compile_and_wait()
+    monkeypatch.delenv("FAILS")
+    assert compile_and_wait() and not compile_and_wait()
+
+
+def test_nothing_is_compiled_without_gpu_compiler_or_need(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tool(built.parent / "bin" / "nvidia-smi", "9.0\\n8.0")
+    assert not compile_and_wait(), "two kinds of GPUs"
+    write_tool(built.parent / "bin" / "nvidia-smi", "9.0")
+    (built.parent / "bin" / "nvcc").unlink()
+    assert not compile_and_wait()
+    write_tool(built.parent / "bin" / "nvcc", "")
+    monkeypatch.setattr(kernels, "count_gpus", lambda: 0)
+    assert not compile_and_wait()
+    monkeypatch.setattr(kernels, "count_gpus", lambda: 1)
+    ready = built.parent / "site" / "flashinfer_jit_cache"
+    ready.mkdir()
+    (ready / "__init__.py").touch()
+    assert not compile_and_wait(), "an installed package has it compiled"
+    assert not built.exists()
