@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from slime.cluster import train_actor
 from slime.cluster.train_actor import TrainActor
 
 
@@ -19,7 +19,6 @@ def test_the_rank_that_reads_hands_the_model_over(
 ) -> None:
     made: list[Any] = []
     imported: list[str] = []
-    monkeypatch.setattr(importlib, "import_module", imported.append)
     can = SimpleNamespace(read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpus)
     monkeypatch.setattr("slime.backends.create.backend_class", lambda name: can)
@@ -37,6 +36,7 @@ def test_the_rank_that_reads_hands_the_model_over(
         2,
     )
     actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
+    monkeypatch.setattr(train_actor, "importlib", SimpleNamespace(import_module=imported.append))
     actor.import_backend()
     assert bool(imported) == reads, "the compiler is imported where layers are compiled"
     actor.init("127.0.0.1", 1, None)
