@@ -29,12 +29,8 @@ def test_the_rank_that_reads_hands_the_model_over(
 
     monkeypatch.setattr("slime.backends.create.create_backend", create)
     actor: Any = TrainActor.__new__(TrainActor)
-    actor.args, actor.role, actor.rank, actor.world_size = (
-        SimpleNamespace(train_backend=backend, compile_layers=False),
-        "actor",
-        rank,
-        2,
-    )
+    actor.args = SimpleNamespace(train_backend=backend, compile_layers=reads)
+    actor.role, actor.rank, actor.world_size = "actor", rank, 2
     actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
     monkeypatch.setattr(train_actor, "importlib", SimpleNamespace(import_module=imported.append))
     actor.import_backend()
