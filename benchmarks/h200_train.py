@@ -60,7 +60,8 @@ def parse_options() -> argparse.Namespace:
         options.response_tokens, options.max_tokens_per_gpu = 12, 512
     if options.what == "curve" and options.model is None:
         parser.error("curve needs --model: a folder of SmolLM2-135M-Instruct")
-    options.model = options.model or Path("/tmp") / f"random-{options.shape}"
+    options.given = options.model is not None and (options.model / "config.json").is_file()
+    options.model = options.model.resolve() if options.model else Path("/tmp") / f"random-{options.shape}"
     options.steps = options.steps or {"curve": 30, "step": 4, "start": 1}[options.what]
     options.output = options.output.resolve()
     return options
@@ -249,7 +250,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if options.what != "curve":
+    if options.what != "curve" and not options.given:  # a model that is there is never written over
         from random_model import write_model
 
         write_model(options.shape, options.model)

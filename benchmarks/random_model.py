@@ -54,6 +54,7 @@ SHAPES["small-experts-10-layers"] = {  # as many experts and as wide heads as qw
 }  # fmt: skip
 SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}  # float32 masters fit in 80 GB
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as 141 GB train
+SHAPE_FAMILIES = ("qwen3", "qwen3_moe")  # the model types of SHAPES
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
         "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32, swiglu_limit=7.0),
@@ -193,9 +194,14 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
         weight_map.update(dict.fromkeys(pending, file))
         pending.clear()
 
+    torch.manual_seed(seed)
+    vectors = {} if config.model_type in SHAPE_FAMILIES else initial_vectors(config)
     for name, shape in checkpoint_shapes(config).items():
-        if len(shape) == 1:
-            tensor = torch.ones(shape, dtype=torch.bfloat16)
+        if name in vectors:
+            tensor = vectors[name].to(torch.bfloat16)
+        elif len(shape) == 1:
+            tensor = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            tensor = tensor.to(torch.bfloat16)
         else:
             tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
             tensor = tensor.normal_(0.0, config.get_text_config().initializer_range, generator=generator).cpu()
@@ -213,7 +219,7 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
 
 def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor on disk: one per expert, tied ones once."""
-    if config.model_type not in ("qwen3", "qwen3_moe"):
+    if config.model_type not in SHAPE_FAMILIES:
         return _shapes_of_transformers(config)
     c = config
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -244,14 +250,34 @@ def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of the families whose tensors in memory are those on disk."""
+def _without_memory(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config)
+        return auto.from_config(config)
+
+
+def initial_vectors(config: Any) -> dict[str, Any]:
+    """The vectors of norms and of recurrent layers as transformers initializes them.
+
+    A norm that multiplies by 1 + weight begins with zeros. With ones, each norm doubles what it returns, and rounding
+    to bfloat16 changes the log-probs of a model of 32 layers four times as much.
+    """
+    model, found = _without_memory(config), {}
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own and all(tensor.dim() == 1 for tensor in own.values()):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)
+            found |= {f"{prefix}.{name}": tensor.detach() for name, tensor in module.named_parameters(recurse=False)}
+    return found
+
+
+def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
+    """Of the families whose tensors in memory are those on disk."""
+    model = _without_memory(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 

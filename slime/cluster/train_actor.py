@@ -111,11 +111,13 @@ class TrainActor:
         import ray
 
         from slime.backends.create import backend_class
+        from slime.models.cpu_memory import large_imports
 
         progress.report("import the training backend")
         backend = backend_class(self.args.train_backend)
         if self.args.compile_layers:
-            importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
+            with large_imports():
+                importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
         if backend.read_ahead is not None and self.rank == 0 and ray.get_gpu_ids():
             progress.report("read the checkpoint")
             self.read = backend.read_ahead(self.args)

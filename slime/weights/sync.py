@@ -36,6 +36,7 @@ from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket, NamedTensor
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineInfo
+from slime.models.cpu_memory import no_collections
 from slime.models.fp8_format import layout_of
 from slime.weights import audit, fused
 from slime.weights.changes import AuditMemory, Held, fingerprints
@@ -118,7 +119,8 @@ def sync_weights(
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
     sender = _Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
-    return sender.run(named_weights)
+    with no_collections():
+        return sender.run(named_weights)
 
 
 def _contribute(

@@ -44,3 +44,34 @@ def test_the_served_shape_has_the_text_model_of_the_shape_without_images() -> No
     served = random_model.make_config("qwen3.5-4b-served").text_config
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "layer_types", "vocab_size", "head_dim")
     assert [getattr(text, name) for name in same] == [getattr(served, name) for name in same]
+
+
+def test_vectors_begin_as_in_transformers(tmp_path: Path) -> None:
+    """A norm of Qwen3.5 multiplies by 1 + weight, except that with a gate: with ones it would double its result."""
+    from safetensors.torch import load_file
+
+    folder = random_model.write_model("tiny-qwen3.5-served", tmp_path / "model")
+    tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    layer = "model.language_model.layers.0"
+    for norm in (f"{layer}.input_layernorm", "model.language_model.norm"):
+        assert not tensors[f"{norm}.weight"].any()
+    assert (tensors[f"{layer}.linear_attn.norm.weight"] == 1).all()
+    assert tensors[f"{layer}.linear_attn.A_log"].unique().numel() > 1
+    biases = [t for name, t in tensors.items() if name.endswith(".bias")]
+    assert biases and not any(bias.any() for bias in biases)
+
+
+def test_a_model_that_was_given_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import h200_train
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(h200_train, "run_train", lambda options, *rest: asked.append(str(options.model)) or (1, None))
+    monkeypatch.setattr(sys, "argv", ["h200_train.py", "step", "--model", "model", "--output", "out"])
+    with pytest.raises(SystemExit, match="before its first step"):
+        h200_train.main()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert asked == [str(folder)], "train.py runs in another folder"

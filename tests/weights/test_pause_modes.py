@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from slime.engines.sglang_api import Capabilities, EngineError
+from slime.weights.sync import sync_weights
 from slime.weights.window import UpdateWindow
 
 
@@ -63,3 +65,18 @@ async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weight
     with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):
         await UpdateWindow("0.1", True, False, "in_place", 60.0).pause_and_flush(engine)
     assert engine.asked == []
+
+
+def test_no_garbage_is_collected_while_engines_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection in a trainer with compiled layers takes longer than engines pause for an adapter."""
+    enabled: list[bool] = []
+
+    def run(sender: object, named_weights: object) -> None:
+        enabled.append(gc.isenabled())
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr("slime.weights.sync._Sender.run", run)
+    monkeypatch.setattr("slime.weights.sync._Sender.__init__", lambda *_: None)
+    with pytest.raises(RuntimeError):
+        sync_weights(None, [], [], object(), "1.0", is_sender=True)  # type: ignore[arg-type]
+    assert enabled == [False] and gc.isenabled()
