@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def test_a_compilation_that_failed_is_tried_again(built: Path, monkeypatch: pyte
     assert compile_and_wait()
     monkeypatch.delenv("FAILS")
     assert compile_and_wait() and not compile_and_wait()
+
+
+def test_without_a_version_or_a_home_nothing_is_remembered(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
+    assert compile_and_wait() and compile_and_wait()
+    shutil.rmtree(built.parent / "site" / "flashinfer_python-9.dist-info")
+    assert not compile_and_wait(), "a copy of FlashInfer without its package"
 
 
 def test_nothing_is_compiled_without_gpu_compiler_or_need(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ CUDA graphs, at the end of its start. On a machine with an H200, this compilatio
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -29,7 +30,7 @@ def compile_meanwhile() -> threading.Thread | None:
     if shutil.which("nvcc") is None or (capability := _compute_capability()) is None:
         return None
     done = _mark(capability)
-    if done.is_file():
+    if done is None or done.is_file():
         return None
     # With the list, FlashInfer does not ask the GPU, which would take memory of it while SGLang measures what is free.
     environment = {"FLASHINFER_CUDA_ARCH_LIST": capability, **os.environ}
@@ -39,9 +40,15 @@ def compile_meanwhile() -> threading.Thread | None:
     return thread
 
 
-def _mark(capability: str) -> Path:
-    """Return the file that exists after a complete compilation for GPUs of this compute capability."""
-    version = importlib.metadata.version("flashinfer-python")
+def _mark(capability: str) -> Path | None:
+    """Return the file that exists after a complete compilation for GPUs of this compute capability.
+
+    None if FlashInfer was not installed as a package, so that its version is unknown.
+    """
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
     return cache_folder("kernels") / f"flashinfer-{version}-{capability}"
 
 
@@ -65,8 +72,9 @@ def main() -> None:
     if not kernel.is_aot:
         kernel.build(verbose=False)
     done = Path(sys.argv[1])
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.touch()
+    with contextlib.suppress(OSError):  # without a home that can be written to, every start looks whether it is there
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 if __name__ == "__main__":
