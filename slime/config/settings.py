@@ -79,7 +79,7 @@ def redacted_words(words: Sequence[str]) -> list[str]:
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(redacted_text(word))
-        hide = is_secret(word) if option and not equals else False
+        hide = is_secret(word) and not equals if option else hide  # all values of a list are hidden
     return shown
 
 

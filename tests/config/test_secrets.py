@@ -55,6 +55,7 @@ def test_texts(text: str, shown: str) -> None:
 def test_the_words_of_a_command_line() -> None:
     words = ["train.py", "--wandb-key", "s3cret", "--router-api-key=s3cret", "--lr", "1e-6", "--sglang-api-key", "--x"]
     words += ["--rm-url", "http://me:s3cret@host", "--input-key", "prompt", "--agent-command", "agent --token s3cret"]
+    words += ["--router-control-plane-api-keys", "a:b:admin:s3cret", "c:d:user:s3cret", "--seed", "1"]
     shown = redacted_words(words)
     assert len(shown) == len(words) and "s3cret" not in " ".join(shown)
     kept = [word for word in words if "s3cret" not in word]
