@@ -183,24 +183,19 @@ def read_command_line(
     prog = prog or os.path.basename(sys.argv[0])  # Not left to argparse: a cached parser would keep the first name.
     parser = build_parser(add_custom_arguments, prog) if add_custom_arguments else _own_parser(prog)
     theirs: list[str] = []
-    try:
-        namespace, rest = parser.parse_known_args(list(argv))
-        problems = _unknown(parser, rest)
-        # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only
-        # for flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
-        if problems and megatron_lm.is_there():
-            known = set(parser._option_string_actions)
-            parser = build_parser(add_custom_arguments, prog)
-            problem = megatron_lm.add_options(parser)
-            namespace, rest = parser.parse_known_args(list(argv))
-            problems = [*_unknown(parser, rest), *([problem] if problem else [])]
-            words = {word.partition("=")[0] for word in argv}
-            theirs = sorted(words & (set(parser._option_string_actions) - known))
-    except _Misuse as error:
-        # argparse stops at its first error. Unknown flags are reported with it; the values of all flags are lost, so
-        # stray words cannot be told from values here (strict=False).
-        namespace = argparse.Namespace()
-        problems = [str(error), *_unknown(parser, [word for word in argv if word.startswith("--")], strict=False)]
+    namespace, rest, misused = _parse(parser, argv)
+    problems = _unknown(parser, rest)
+    # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only for
+    # flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
+    if problems and megatron_lm.is_there():
+        known = set(parser._option_string_actions)
+        parser = build_parser(add_custom_arguments, prog)
+        problem = megatron_lm.add_options(parser)
+        namespace, rest, misused = _parse(parser, argv)
+        problems = [*_unknown(parser, rest), *([problem] if problem else [])]
+        words = {word.partition("=")[0] for word in argv}
+        theirs = sorted(words & (set(parser._option_string_actions) - known))
+    problems = misused + problems
     args = Args()
     if theirs:
         args.notices.append(
@@ -213,6 +208,36 @@ def read_command_line(
             problems.append(problem)
     args.explicit = frozenset(given)
     return args, problems
+
+
+def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the values, the words that are left, and the problems with the number of words after a flag.
+
+    argparse stops at its first error. The flag that it names is left out then, and the other words are parsed again:
+    without their values, flags that were given would be reported as missing."""
+    words = list(argv)
+    problems: list[str] = []
+    while True:
+        try:
+            return *parser.parse_known_args(words), problems
+        except _Misuse as error:
+            problems.append(str(error).replace("ignored explicit argument", "it takes no value, but has"))
+            named = re.match(r"argument (\S+):", str(error))
+            fewer = _without(words, named[1].split("/") if named else [])
+            if len(fewer) == len(words):
+                return argparse.Namespace(), [word for word in words if word.startswith("--")], problems
+            words = fewer
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words without these options and the values after them."""
+    kept, inside = [], False
+    for word in words:
+        if word.startswith("--"):
+            inside = word.partition("=")[0] in options
+        if not inside:
+            kept.append(word)
+    return kept
 
 
 def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
@@ -242,7 +267,7 @@ def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
     return None
 
 
-def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str], strict: bool = True) -> list[str]:
+def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
     """Describe each unknown flag in one line, with the most similar flag that exists."""
     known = [option for option in parser._option_string_actions if option.startswith("--")]
     problems = []
@@ -250,7 +275,7 @@ def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str], strict: bool 
         option = word.partition("=")[0]
         if not option.startswith("--"):
             # Words after an unknown flag are probably its values and are not reported as well.
-            if strict and not any(earlier.startswith("--") for earlier in rest[:position]):
+            if not any(earlier.startswith("--") for earlier in rest[:position]):
                 problems.append(f"{word!r} does not belong to any flag")
         elif option not in known:
             reason = why_missing(option)

@@ -11,13 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_parts import Workplace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, convert, out_of_range, range_text
 from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
-from slime.config.parser import ConfigError, build_parser, load_args, parse_args, read_command_line, read_settings
+from slime.config.parser import (
+    ConfigError,
+    build_parser,
+    check_args,
+    load_args,
+    parse_args,
+    read_command_line,
+    read_settings,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -235,6 +244,21 @@ def test_no_abbreviations_and_no_stray_words() -> None:
 def test_bad_values_name_the_flag(line: str, problem: str) -> None:
     problems = read_command_line(line.split())[1]
     assert len(problems) == 1 and problems[0].startswith(problem), problems
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--lr", ["argument --lr: expected one argument"]),
+        ("--colocate=true", ["argument --colocate: it takes no value, but has 'true'"]),
+        ("--lr --num-roll 3", ["argument --lr: expected one argument", "--num-roll: no such flag"]),
+        ("--lr --eps-clip", ["argument --lr: expected one argument", "argument --eps-clip: expected one argument"]),
+        ("--use-tensorboard=1 --lr fast", ["argument --use-tensorboard/--no-use-tensorboard: it", "--lr: 'fast'"]),
+    ],
+)
+def test_a_flag_without_its_value_hides_no_other_flag(workplace: Workplace, line: str, said: list[str]) -> None:
+    found = check_args([*workplace.required, *line.split()])[1]
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
 
 
 def test_numbers_may_be_written_as_people_write_them() -> None:
