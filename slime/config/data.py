@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import file_of, first_row, read_yaml
+from slime.config.files import file_of, first_row, lookup, read_yaml
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag, shown
 from slime.config.named_data import data_name
 from slime.config.rollout import (
@@ -84,12 +84,9 @@ class DataConfig:
 
 def derive_data(args: Args) -> None:
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
-    if row is not None:
-        if "input_key" not in args.explicit and args.input_key not in row and "input" in row:
-            args.input_key = "input"
-            args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
-        if "label_key" not in args.explicit and args.label_key not in row:
-            args.label_key = None
+    if row is not None and "input_key" not in args.explicit and args.input_key not in row and "input" in row:
+        args.input_key = "input"
+        args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if not args.debug_train_only and (notice := context_notice(args)) is not None:
@@ -291,7 +288,7 @@ def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
     if args.math_answer is None:
         args.math_answer = "boxed" if args.rm_type else "any"
-    if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
+    if row is None or not needs_reward(args) or args.label_key is None or lookup(row, args.label_key) is None:
         return
     args.rm_type = "math"
     if args.custom_generate_function_path is None:
@@ -326,7 +323,7 @@ def check_scored(args: Args) -> list[str]:
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is None or not needs_reward(args) or args.custom_generate_function_path:
         return []
-    if "rm_type" in str(row.get(args.metadata_key)):
+    if "rm_type" in str(lookup(row, args.metadata_key)):
         return []
     return [
         f"no flag provides rewards: pass --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,22 @@ def first_row(prompt_data: str) -> dict[str, Any] | None:
         return None
 
 
+def lookup(row: object, key: str, default: object = None) -> Any:
+    """Return the value of a column; a dotted key (``reward_model.ground_truth``) reaches into an object."""
+    if isinstance(row, Mapping) and key in row:
+        return row[key]
+    head, dot, rest = key.partition(".")
+    if dot and isinstance(row, Mapping) and head in row:
+        return lookup(row[head], rest, default)
+    return default
+
+
 def _first_row(file: Path) -> dict[str, Any] | None:
     if file.suffix == ".parquet":
         return _first_parquet_row(file)
     if file.suffix == ".json":
         return _first_listed_row(file)
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
         line = next((line for line in lines if line.strip()), "")
     try:
         row = json.loads(line)

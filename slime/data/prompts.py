@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import lookup
 from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
 from slime.data.rows import SHOWN, Problems, RawRow, Row
@@ -76,7 +77,7 @@ class Report:
     def saw(self, row: Row) -> None:
         self.names = self.names or _names(row.data)
         if self.absent:
-            self.absent = {column for column in self.absent if _lookup(row.data, column[1]) is _MISSING}
+            self.absent = {column for column in self.absent if lookup(row.data, column[1], _MISSING) is _MISSING}
 
     def merge(self, later: Report) -> None:
         """Add the report on the following rows to this one."""
@@ -154,18 +155,8 @@ def _asked(keys: RowKeys) -> set[tuple[str, str]]:
     return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
 
 
-def _lookup(data: object, key: str) -> Any:
-    if isinstance(data, Mapping) and key in data:
-        return data[key]
-    head, dot, rest = key.partition(".")
-    if dot and isinstance(data, Mapping) and head in data:
-        return _lookup(data[head], rest)
-    return _MISSING
-
-
 def _optional(data: Mapping[str, object], key: str | None) -> Any:
-    value = _MISSING if key is None else _lookup(data, key)
-    return None if value is _MISSING else value
+    return None if key is None else lookup(data, key)
 
 
 def _names(data: Mapping[str, object]) -> str:
@@ -173,7 +164,7 @@ def _names(data: Mapping[str, object]) -> str:
 
 
 def _prompt(data: Mapping[str, object], keys: RowKeys, as_messages: bool) -> str | list[Message]:
-    value = _lookup(data, keys.prompt)
+    value = lookup(data, keys.prompt, _MISSING)
     if value is _MISSING:
         raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
     if isinstance(value, str):
@@ -272,7 +263,7 @@ def _media_items(data: Mapping[str, object], column: str) -> list[Any]:
 def _label_value(data: Mapping[str, object], key: str | None) -> Any:
     if key is None:
         return None
-    value = _lookup(data, key)
+    value = lookup(data, key, _MISSING)
     if value is _MISSING and key != _OPTIONAL_DEFAULTS["label"]:
         raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
     return None if value is _MISSING else value

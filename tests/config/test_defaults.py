@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from config_parts import Workplace
 from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
@@ -207,9 +208,27 @@ def test_rows_choose_keys_and_reward(workplace) -> None:
     line = f"--prompt-data {data}"
     assert any(problem.startswith("no flag provides rewards") for problem in workplace.problems(line))
     args = workplace.load(f"{line} --rm-type random")
-    assert (args.input_key, args.label_key) == ("input", None)
+    assert (args.input_key, args.label_key) == ("input", "label")
     args = workplace.load(f"{line} --label-key answer")
     assert (args.label_key, args.rm_type) == ("answer", "math")
+
+
+def test_the_first_row_alone_decides_nothing_about_the_labels_of_others(workplace: Workplace) -> None:
+    data = workplace.write("some.jsonl", '{"prompt": "hi"}\n{"prompt": "2+2", "label": "4"}\n')
+    args = workplace.load(f"--prompt-data {data} --rm-type random")
+    assert (args.label_key, args.eval_label_key) == ("label", "label"), "evaluation data may have labels as well"
+
+
+def test_a_label_may_be_inside_of_an_object(workplace: Workplace) -> None:
+    data = workplace.write("nested.jsonl", '{"prompt": "2+2", "reward_model": {"ground_truth": "4"}}\n')
+    assert workplace.load(f"--prompt-data {data} --label-key reward_model.ground_truth").rm_type == "math"
+
+
+def test_the_first_row_may_begin_with_a_byte_order_mark(workplace: Workplace) -> None:
+    data = workplace.root / "mark.jsonl"
+    data.write_text('{"input": "2+2", "label": "4"}\n', encoding="utf-8-sig")
+    args = workplace.load(f"--prompt-data {data}")
+    assert (args.input_key, args.rm_type) == ("input", "math")
 
 
 def test_parquet_rows_are_seen_too(workplace) -> None:

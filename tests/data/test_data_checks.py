@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_args import make_args as resolved
 
 import slime.data
 from slime.config.args import Args
@@ -90,6 +91,17 @@ def test_rewards_without_labels(tmp_path: Path) -> None:
     assert "neither --rm-type nor --custom-rm-path, and no row has a label (column 'label', --label-key)" in problem
     (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
     assert problem == f"{path}: no row has a label (column 'label', --label-key); deepscaler cannot read None"
+
+
+def test_labels_of_some_rows_and_of_evaluation_data_are_read(tmp_path: Path) -> None:
+    some = write(tmp_path / "some.jsonl", [{"prompt": "p"}, {"prompt": "p", "label": "1"}])
+    none = write(tmp_path / "none.jsonl", [{"prompt": "p"}])
+    held_out = write(tmp_path / "held_out.jsonl", [{"prompt": "p", "label": "1"}])
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"eval: {{datasets: [{{name: a, path: {held_out}, rm_type: math}}]}}")
+    assert check_data(resolved(prompt_data=some, rm_type="math"), numbers_only) == [f"{some}:1: math cannot read None"]
+    args = resolved(prompt_data=none, custom_rm_path="mine.reward", eval_config=str(config))
+    assert check_data(args, numbers_only) == []
 
 
 @pytest.mark.parametrize(
