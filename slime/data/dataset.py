@@ -14,6 +14,7 @@ from slime.data.order import shuffled
 from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
+from slime.data.tokenizers import render_chat
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,10 +62,11 @@ class PromptMaker:
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
         prompt = row.prompt
         if self.apply_chat_template:
+            assert isinstance(prompt, list), "rows were parsed as messages"
             renderer: Any = (self._processor() if media else None) or self.tokenizer
             try:
-                prompt = renderer.apply_chat_template(
-                    row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                prompt = render_chat(
+                    renderer, prompt, tools=row.tools, add_generation_prompt=True, **self.template_kwargs
                 )
             except (TemplateError, TypeError, ValueError, KeyError) as error:
                 # Templates refuse messages for which their model was not trained, and fail on unexpected parts.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+from slime.data.tokenizers import render_chat
 from slime.types import Tokenizer
 
 _MARK = "\ue000slime\ue001"  # private-use characters, which appear in no text and no template
@@ -104,8 +105,8 @@ class MultiTurnLossMaskGenerator:
 
     def _render(self, messages: Messages, tools: Tools | None, ask: bool = False) -> str:
         clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
-        return self.tokenizer.apply_chat_template(
-            copy.deepcopy(clean), tools=tools, tokenize=False, add_generation_prompt=ask, **self.template_kwargs
+        return render_chat(
+            self.tokenizer, copy.deepcopy(clean), tools=tools, add_generation_prompt=ask, **self.template_kwargs
         )
 
     def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int]:

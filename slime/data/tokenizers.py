@@ -1,4 +1,4 @@
-"""Tokenizer and processor of a checkpoint, loaded once per process."""
+"""Tokenizer and processor of a checkpoint, loaded once per process, and what their chat templates make of messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import functools
 import importlib
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.json_text import parse_json
 from slime.types import Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -57,6 +59,52 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
         FileNotFoundError: The folder does not exist.
     """
     return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+
+
+def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+    """Render messages as text with the chat template of a tokenizer or processor.
+
+    Most templates write the arguments of tool calls as JSON or go through their names, so they need objects. In many
+    data sets arguments are JSON text, as in OpenAI's API, which such templates quote once more or refuse. Templates
+    that add arguments to a text need text.
+
+    Args:
+        options: Arguments of ``apply_chat_template``.
+    """
+    try:
+        return str(renderer.apply_chat_template(_with_arguments(messages, _as_object), tokenize=False, **options))
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return str(renderer.apply_chat_template(_with_arguments(messages, _as_text), tokenize=False, **options))
+
+
+def _with_arguments(messages: Sequence[Mapping[str, Any]], convert: Callable[[object], object]) -> list[dict[str, Any]]:
+    """Copy messages; the arguments of their tool calls are converted."""
+
+    def converted(call: Any) -> Any:
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+            return {**call, "function": converted(call["function"])}
+        return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+
+    return [
+        {**message, "tool_calls": list(map(converted, message["tool_calls"]))}
+        if message.get("tool_calls")
+        else {**message}
+        for message in messages
+    ]
+
+
+def _as_object(arguments: object) -> object:
+    try:
+        parsed = parse_json(arguments or "{}") if isinstance(arguments, str) else None
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_text(arguments: object) -> object:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import numpy as np
 
 from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
 from slime.data.sample import Message, Sample
+from slime.data.tokenizers import render_chat
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
 
@@ -24,14 +25,13 @@ def render(
 
     The tools and the template arguments of the sample are passed to the template.
     """
-    text = renderer.apply_chat_template(
-        list(messages),
+    return render_chat(
+        renderer,
+        messages,
         tools=sample.metadata.get("tools") or None,
-        tokenize=False,
         add_generation_prompt=generation_prompt,
         **sample.apply_chat_template_kwargs,
     )
-    return str(text)
 
 
 def prompt_text(state: GenerateState, sample: Sample) -> str:

@@ -6,13 +6,17 @@ What is trained on stands in ⟦ ⟧; everything around it is the template's and
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.data.dataset import Dataset
 from slime.data.masks import MultiTurnLossMaskGenerator
+from slime.data.sample import Sample
 from slime.data.tokenizers import load_tokenizer
+from slime.rollout.prompts import render
 
 TEMPLATES = Path(__file__).parent / "templates"
 R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
@@ -113,3 +117,24 @@ def test_every_token_of_a_models_own_template(base: Any, template: str, kind: st
         ids = tokenizer(marked.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
     assert marked == expected
     assert ids == tokenizer(expected.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_5", "deepseek_r1_distill"])
+def test_arguments_of_calls_may_be_json_text_or_objects(base: Any, tmp_path: Path, template: str) -> None:
+    tokenizer = copy.deepcopy(base)
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    file, made = tmp_path / "rows.jsonl", set()
+    for arguments in ({"x": 1}, '{"x": 1}', '{"x":1}'):
+        call = answer("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
+        if template == "deepseek_r1_distill":  # it writes calls of messages without a content, and needs text
+            call["content"] = None
+        messages = [user("q"), call, user("r")]
+        file.write_text(json.dumps({"prompt": messages}))
+        sample = Dataset(str(file), tokenizer, apply_chat_template=True)[0]
+        assert sample is not None
+        made.add(str(sample.prompt).replace('{"x":1}', '{"x": 1}'))
+        made.add(render(tokenizer, Sample(), messages).replace('{"x":1}', '{"x": 1}'))
+        if template != "deepseek_r1_distill":
+            ids, _ = MultiTurnLossMaskGenerator(tokenizer).get_loss_mask(messages)
+            assert tokenizer.decode(ids) == render(tokenizer, Sample(), messages, generation_prompt=False)
+    assert len(made) == 1 and "add" in made.pop()
