@@ -138,7 +138,9 @@ def _server_options(family: Family, package: str, versions: tuple[str, ...]) -> 
             if known is not None:
                 found[option] = PassOption(family, known.flag, known.sets, (*known.versions, version))
                 continue
-            sets = _SETS.get(entry["kind"])
+            # The table lists both spellings of a toggle as one.
+            off = entry["kind"] == "toggle" and spelling.startswith("--no-")
+            sets = False if off else _SETS.get(entry["kind"])
             found[option] = PassOption(family, _flag(option, entry["dest"], entry, family), sets, (version,))
     return found
 
@@ -283,8 +285,9 @@ def command_line(family: Family, given: Mapping[str, object], version: str | Non
         option = spelling.get(name) or "--" + name.replace("_", "-")  # not in the table: the owner rejects or takes it
         if isinstance(value, bool):
             entry = table.get(option, {"kind": "switch"})
-            is_default = value == bool(entry.get("default", entry["kind"] == "negative"))
-            words += [] if is_default else [option]
+            toggle = entry["kind"] == "toggle"  # without a default, it is None: the package decides
+            default = entry.get("default") if toggle else bool(entry.get("default", entry["kind"] == "negative"))
+            words += [] if value == default else [f"--no-{option[2:]}" if toggle and not value else option]
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         else:

@@ -119,6 +119,16 @@ def test_command_lines_for_the_servers() -> None:
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_a_toggle_of_sglang_is_passed_as_it_was_typed(version: str) -> None:
+    toggles = [name for name, entry in load_table("sglang", version).items() if entry["kind"] == "toggle"]
+    for name in toggles:
+        given = read_command_line([f"--sglang-{name[2:]}"])[0].sglang
+        assert list(given.values()) == [not name.startswith("--no-")]
+        default = load_table("sglang", version)[name].get("default")
+        assert command_line("sglang", given, version) == ([] if default in given.values() else [name])
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
 def test_tables_hold_what_slime_relies_on(version: str) -> None:
     table = load_table("sglang", version)
     assert len(table) > 400
