@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
-from slime.config.passthrough import FAMILIES, Family, by_name, prefix_of
+from slime.config.passthrough import FAMILIES, PassOption, by_name, options, prefix_of
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -141,10 +142,8 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
             setattr(args, flag.name, not value if spelled_by_option and flag.kind == "negative" else value)
             args.explicit |= {flag.name}
             return None
-        found = _pass_option(name)
-        if found is not None:
-            family, short = found
-            _set_pass(args, family, short, value)
+        if (found := _pass_options().get(name)) is not None:
+            _set_pass(args, *found, value)
             return None
     except OutOfRange as error:
         return f"{key} {value}: {error}"
@@ -157,8 +156,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     reason = why_missing(f"--{name}")
     if reason:
         return f"{key} {reason}"
-    passed = ((prefix_of(family) + short) for family in FAMILIES for short in by_name(family))
-    near = difflib.get_close_matches(name, [*_own_flags(), *passed], n=1)
+    near = difflib.get_close_matches(name, [*_own_flags(), *_pass_options()], n=1)
     return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
 
 
@@ -166,20 +164,21 @@ def _own_flags() -> dict[str, tuple[Flag, bool]]:
     return {name: (flag, name != flag.name) for flag in FLAGS.values() for name in names_of_flag(flag)}
 
 
-def _pass_option(name: str) -> tuple[Family, str] | None:
-    for family in FAMILIES:
-        short = name.removeprefix(prefix_of(family))
-        if name.startswith(prefix_of(family)) and short in by_name(family):
-            return family, short
-    return None
+@functools.cache
+def _pass_options() -> dict[str, tuple[PassOption, bool]]:
+    """Every name of a pass-through option in a file, and whether it is that of the command line (``disable_x``)."""
+    spelled = {option[2:].replace("-", "_"): (entry, True) for option, entry in options().items()}
+    named = {prefix_of(family) + name: (entry, False) for family in FAMILIES for name, entry in by_name(family).items()}
+    return spelled | named
 
 
-def _set_pass(args: Args, family: Family, name: str, value: object) -> None:
-    given: dict[str, Any] = getattr(args, family)
+def _set_pass(args: Args, entry: PassOption, spelled: bool, value: object) -> None:
+    given: dict[str, Any] = getattr(args, entry.family)
     if value is None:
-        given.pop(name, None)
-    else:
-        given[name] = convert(by_name(family)[name].flag, value)
+        given.pop(entry.flag.name, None)
+        return
+    converted = convert(entry.flag, value)
+    given[entry.flag.name] = not converted if spelled and entry.sets is False else converted
 
 
 ROLES = ("actor", "critic")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import yaml
+from config_parts import Workplace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
-from slime.config.parser import load_args, read_command_line
+from slime.config.parser import load_args, read_command_line, read_settings
 from slime.config.settings import set_value, to_dict
 
 
@@ -77,6 +78,21 @@ def test_negative_flags_by_either_name() -> None:
     assert args.grpo_std_normalization is False
     assert set_value(args, "grpo_std_normalization", True) is None
     assert args.grpo_std_normalization is True
+
+
+def test_a_file_takes_the_options_of_packages_as_the_command_line_does(workplace: Workplace) -> None:
+    lines = ["no_rope_fusion: true", "disable_bias_linear: false", "sglang_ep: 2", "sglang_cuda_graph_bs: [1, 2]"]
+    lines += ["sglang_no_lora_strict_loading: true", "sglang-data-parallel-size: 4", "sglang_enable_hicache: null"]
+    for option in ("--override", "--custom-config-path"):
+        file = workplace.write("options.yaml", "\n".join(lines))
+        args, problems = read_settings(["--sglang-enable-hicache", option, file])
+        assert problems == []
+        assert args.megatron == {"apply_rope_fusion": False, "add_bias_linear": True}
+        wanted = {"ep_size": 2, "cuda_graph_bs_decode": [1, 2], "lora_strict_loading": False, "dp_size": 4}
+        assert args.sglang == wanted
+    assert set_value(args, "sglang_expert_paralel_size", 2) == (
+        "sglang_expert_paralel_size: no such flag; did you mean sglang_expert_parallel_size?"
+    )
 
 
 def test_dump_holds_everything_and_no_secret(workplace) -> None:
