@@ -16,7 +16,7 @@ from slime.config.engine import (
     read_server_groups,
     total_gpus,
 )
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
 from slime.config.precision import check_precision_packages, check_quantization_device
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -160,7 +160,17 @@ def check_placement(args: Args) -> list[str]:
         )
     if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
         problems.append(f"--embedded-device {args.embedded_device}: must be cpu or cuda")
+    problems += [
+        f"--train-env-vars: {name} needs a text or a number, not {shown(value)}"
+        for name, value in args.train_env_vars.items()
+        if isinstance(value, bool) or not isinstance(value, str | int | float)
+    ]
     return problems
+
+
+def train_environment(args: Args) -> dict[str, str]:
+    """Return the variables of ``--train-env-vars`` as texts; JSON and YAML also have numbers."""
+    return {name: str(value) for name, value in args.train_env_vars.items()}
 
 
 def check_routing_replay(args: Args, machine: Machine) -> list[str]:
