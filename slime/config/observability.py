@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.flag import flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.machine import installed
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -175,7 +175,7 @@ def check_debug_files(args: Args) -> list[str]:
     if args.debug_train_only and not args.load_debug_rollout_data and not makes_own:
         problems.append(
             "--debug-train-only needs rollouts to train on: pass --load-debug-rollout-data TEMPLATE, or a "
-            "--rollout-function-path that uses no engine, such as slime.rollout.sft_rollout.generate_rollout"
+            f"--rollout-function-path that uses no engine, such as {SFT_FUNCTION}"
         )
     flags = flags_of(type(args))
     for name in (

@@ -24,6 +24,21 @@ Messages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 
 
+def untrained(prompt: object) -> str | None:
+    """Explain why nothing of a prompt would be trained as a conversation; None if something is."""
+    if not isinstance(prompt, list):
+        return (
+            f"SFT needs a list of messages, but its prompt is a {type(prompt).__name__}. "
+            "Set --input-key messages, and do not set --apply-chat-template"
+        )
+    answers = [message for message in prompt if message["role"] == "assistant"]
+    if not answers:
+        return "a conversation without an assistant message has nothing to train on"
+    if not any(message.get("step_loss_mask", 1) for message in answers):
+        return "no assistant turn of its conversation is to be trained on"
+    return None
+
+
 class MultiTurnLossMaskGenerator:
     """Token ids and loss mask of conversations, for supervised training.
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from slime.config.data import DEFAULT_DATA_SOURCE, check_multimodal_keys
 from slime.config.named_data import data_name
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, is_fully_async
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
+from slime.data.masks import untrained
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RowFile
 from slime.data.source import RolloutDataSource
@@ -39,7 +40,10 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
         if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
             rm_type = _reward_type(EvalDatasetConfig.from_args(args), args.loss_type, own_rollout)
-            found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit)
+            sft = args.rollout_function_path == SFT_FUNCTION
+            found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit, sft=sft)
+            if sft and args.apply_chat_template:
+                found.append(f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: leave it out")
         elif not args.prompt_data:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
     try:
@@ -80,6 +84,7 @@ def _check_file(
     strict: bool = False,
     limit: int | None = None,
     more: Mapping[str, object] | None = None,
+    sft: bool = False,
 ) -> list[str]:
     """The problems of a file, which is read part by part.
 
@@ -87,6 +92,7 @@ def _check_file(
         strict: Whether a column that was named but that no row has is always a problem, even if it is optional.
         limit: Maximum number of rows to check.
         more: Entries that every row's metadata get (``metadata_overrides``).
+        sft: Whether the rows are conversations, of which a turn of the assistant must be trained.
     """
     problems, labels, report = Problems(), Problems(), Report(keys)
     labelled, first = False, None
@@ -96,6 +102,9 @@ def _check_file(
         for begin in range(0, count, _ROWS_AT_ONCE):
             prompts, part = parse_rows(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))), keys)
             report.merge(part)
+            for row in prompts if sft else ():
+                if wrong := untrained(row.prompt):
+                    problems.add(f"{row.where}: {wrong}")
             for row in prompts if rm_type is not None else ():
                 row.metadata.update(more or {})
                 first, labelled = first or row, labelled or row.label is not None

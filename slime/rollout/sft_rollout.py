@@ -43,11 +43,11 @@ def generate_rollout(
 
 
 def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
-    if not isinstance(sample.prompt, list):
-        raise ValueError(
-            f"sample {sample.index}: SFT needs a list of messages, but its prompt is a {type(sample.prompt).__name__}. "
-            "Set --input-key messages, and do not set --apply-chat-template"
-        )
+    from slime.data.masks import untrained
+
+    if problem := untrained(sample.prompt):
+        raise ValueError(f"sample {sample.index}: {problem}")
+    assert isinstance(sample.prompt, list)
     tools = sample.metadata.get("tools")
     try:
         if sample.multimodal_inputs:

@@ -16,6 +16,7 @@ from make_args import make_args as resolved
 
 import slime.data
 from slime.config.args import Args
+from slime.config.rollout import SFT_FUNCTION
 from slime.data.validate import check_data
 from slime.rollout.rm_hub import check_label
 
@@ -116,6 +117,19 @@ def test_labels_of_some_rows_and_of_evaluation_data_are_read(tmp_path: Path) -> 
 def test_labels_are_the_users_business(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p"}])
     assert check_data(make_args(prompt_data=path, **settings), numbers_only) == []
+
+
+def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> None:
+    user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = [{"messages": made} for made in ([user, good], [user], "text", [user, good | {"step_loss_mask": 0}])]
+    path = write(tmp_path / "sft.jsonl", rows)
+    settings = {"loss_type": "sft_loss", "rollout_function_path": SFT_FUNCTION, "input_key": "messages"}
+    assert check_data(make_args(prompt_data=f"{path}@[:1]", **settings), check_label) == []
+    found = check_data(make_args(prompt_data=path, **settings), check_label)
+    words = ("2: a conversation without an assistant", "3: SFT needs a list of messages", "4: no assistant turn of its")
+    assert len(found) == 3 and all(p.startswith(f"{path}:{w}") for p, w in zip(found, words, strict=True)), found
+    (problem,) = check_data(make_args(prompt_data=f"{path}@[:1]", apply_chat_template=True, **settings), check_label)
+    assert problem.startswith("--apply-chat-template makes texts of messages")
 
 
 def test_when_prompts_are_needed() -> None:

@@ -175,7 +175,7 @@ STRINGS: dict[tuple[str, str], str] = {
         "slime.config.observability",
         "slime.rollout.forge_load",
     ): "--rollout-function-path, with --load-forge-rollout-data",
-    ("slime.config.observability", "slime.rollout.sft_rollout"): "advice in an error message; nothing imports it",
+    ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
     (
         "slime.engines.sglang_api",
         "slime.weights.delta_loader",
