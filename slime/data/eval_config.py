@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from slime.config.args import FLAGS
 from slime.config.data import eval_pairs
 from slime.config.files import load_yaml
+from slime.config.flag import out_of_range
 from slime.config.named_data import NamedDataError, data_name, named_path
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
@@ -101,8 +104,8 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     name "aime").
 
     Raises:
-        ValueError: A key of ``eval.defaults`` is unknown, the file or list is malformed, or a data set cannot be loaded
-            by its name.
+        ValueError: A key of ``eval.defaults`` is unknown, the file or list is malformed, a number is out of range, or a
+            data set cannot be loaded by its name.
         TypeError: A key of a data set is unknown, or a value has the wrong type.
         FileNotFoundError: The file of ``--eval-config`` does not exist.
     """
@@ -142,7 +145,7 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
         raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
     given: dict[str, Any] = {**defaults, **entry}
     for key, value in given.items():
-        _check_type(entry["name"], key, value)
+        _check_value(entry["name"], key, value)
     config = EvalDatasetConfig(**given)
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
     # A reward type in the file is more specific than the reward function that the flags set for the whole run.
@@ -157,14 +160,16 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
 _HINTS = get_type_hints(EvalDatasetConfig)
 
 
-def _check_type(dataset: object, key: str, value: object) -> None:
-    """Check the type of a value, since YAML reads some words as numbers, dates or mappings.
+def _check_value(dataset: object, key: str, value: object) -> None:
+    """Check the type of a value, since YAML reads some words as numbers, dates or mappings, and its range.
 
     Raises:
         TypeError: The value has another type than the setting.
+        ValueError: It is outside the range of the flag for all data sets.
     """
-    kinds = [get_origin(kind) or kind for kind in get_args(_HINTS[key]) or (_HINTS[key],)]
-    if value is None or object in kinds or key == "metadata_overrides":
+    hint = _HINTS[key]
+    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+    if value is None or object in kinds:
         return
     wanted = [kind for kind in kinds if kind is not type(None)]
     right = type(value) in wanted or (float in wanted and type(value) is int)
@@ -173,6 +178,9 @@ def _check_type(dataset: object, key: str, value: object) -> None:
     if not (right and finite and plain):
         words = " or ".join(kind.__name__ for kind in wanted)
         raise TypeError(f"evaluation data set {dataset!r}: {key} needs {words}, not {value!r}")
+    flag = FLAGS.get(key) or FLAGS.get(f"eval_{key}")
+    if flag and (problem := out_of_range(flag, value)):
+        raise ValueError(f"evaluation data set {dataset!r}: {key} {value} {problem}")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

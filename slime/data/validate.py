@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from slime.config.data import DEFAULT_DATA_SOURCE, check_multimodal_keys
+from slime.config.data import DEFAULT_DATA_SOURCE, check_multimodal_keys, reward_type_problem
+from slime.config.hooks import hook_problem
 from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
@@ -34,6 +35,12 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     """
     if check_multimodal_keys(args):  # which is told already, and without columns no row can be read
         return []
+
+    def check_row(rm_type: str, label: object, metadata: Mapping[str, object]) -> str | None:
+        own = str(metadata.get("rm_type") or "").strip()
+        problem = reward_type_problem(args, own) if own else None
+        return f"reward type {own}: {problem}" if problem else check_label(rm_type, label, metadata)
+
     found: list[str] = []
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     if _reads_prompts(args):
@@ -41,7 +48,7 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
             rm_type = _reward_type(EvalDatasetConfig.from_args(args), args.loss_type, own_rollout)
             sft = args.rollout_function_path == SFT_FUNCTION
-            found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit, sft=sft)
+            found += _check_file(args.prompt_data, keys, rm_type, check_row, strict=True, limit=limit, sft=sft)
             if sft and args.apply_chat_template:
                 found.append(f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: leave it out")
         elif not args.prompt_data:
@@ -51,10 +58,24 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return [*found, str(error)]
     for config in datasets:
+        found += _unusable(args, config)
         rm_type = _reward_type(config, args.loss_type, own_rollout)
-        problems = _check_file(config.path, config.row_keys(), rm_type, check_label, more=config.metadata_overrides)
+        problems = _check_file(config.path, config.row_keys(), rm_type, check_row, more=config.metadata_overrides)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
+
+
+def _unusable(args: Args, config: EvalDatasetConfig) -> list[str]:
+    """The problems of the reward type and the functions of an evaluation set, if they are not those of the flags."""
+    label, problems = f"evaluation set {config.name}:", []
+    if config.rm_type and config.rm_type != args.rm_type and not config.custom_rm_path:
+        problem = reward_type_problem(args, config.rm_type)
+        problems += [f"{label} rm_type {config.rm_type}: {problem}"] if problem else []
+    for name in ("custom_rm_path", "custom_generate_function_path"):
+        path = getattr(config, name)
+        if path and path != getattr(args, name) and (problem := hook_problem(f"{label} {name}", name, path)):
+            problems.append(problem)
+    return problems
 
 
 def _reads_prompts(args: Args) -> bool:

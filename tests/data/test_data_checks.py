@@ -152,6 +152,21 @@ def test_labels_are_checked_with_the_metadata_that_the_evaluation_gives(tmp_path
     assert check_data(args, check_label) == []
 
 
+def test_reward_types_and_functions_of_evaluation_sets_and_rows_exist(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "label": "1", "metadata": {"rm_type": name}} for name in ("math", "maths", "boxed_math")]
+    path, plain = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", [{"prompt": "p", "label": "1"}])
+    config = tmp_path / "eval.yaml"
+    settings = ("rm_type: maths", "rm_type: remote_rm", "rm_type: boxed_math", "custom_rm_path: no_such_module.f",
+                "custom_generate_function_path: no_such_file.py")  # fmt: skip
+    sets = "".join(f"  - {{name: s{place}, path: {plain}, {entry}}}\n" for place, entry in enumerate(settings))
+    config.write_text(f"eval:\n  datasets:\n{sets}")
+    found = check_data(make_args(prompt_data=path, eval_config=str(config), rm_type="math"), check_label)
+    starts = (f"{path}:2: reward type maths: not one of", "evaluation set s0: rm_type maths: not one of",
+              "evaluation set s1: rm_type remote_rm: needs --rm-url", "evaluation set s3: custom_rm_path: 'no_such",
+              "evaluation set s4: custom_generate_function_path: the hook file 'no_such_file.py'")  # fmt: skip
+    assert len(found) == len(starts) and all(map(str.startswith, found, starts)), found
+
+
 def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
     args = make_args(rollout_global_dataset=False, eval_prompt_data=["a", "b.jsonl", "c"])
     assert check_data(args, numbers_only) == [
