@@ -303,6 +303,7 @@ def _failed_to_start(error: Exception) -> bool:
 def exit_for_restart() -> NoReturn:
     """End this driver after its shutdown, with the exit code that stands for a lost run."""
     # os._exit flushes nothing and runs no exit handlers.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+            stream.flush()
     os._exit(LOST_CODE)

@@ -197,7 +197,7 @@ class Driver:
             self._stopped[process.pid] = self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
             if most < self._stopped[process.pid]:
                 self._stopped[process.pid] = 0.0
-                print(f"{what} was stopped for {limit:.0f} s (--status-timeout)", file=sys.stderr, flush=True)
+                _say(f"{what} was stopped for {limit:.0f} s (--status-timeout)")
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
 
@@ -264,17 +264,14 @@ class Supervisor:
                     _sweep()
                 if cut_off and driver.said["complete"]:
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                    print(f"the run is complete; its driver was lost in the shutdown ({how})", file=sys.stderr)
+                    _say(f"the run is complete; its driver was lost in the shutdown ({how})")
                     return 0
                 return self._status(code)
             if "lost" not in driver.said:  # The driver could not print this itself.
                 left = driver.said["began"]["max_restarts"] - 1
                 where = "its last snapshot" if driver.said.get("saved") else "where it began"
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                print(
-                    f"lost the driver ({how}): going on from {where} ({left} more restarts, --max-restarts)",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                _say(f"lost the driver ({how}): going on from {where} ({left} more restarts, --max-restarts)")
             self.settings |= following
 
     def _start(self) -> Driver:
@@ -303,6 +300,12 @@ class Supervisor:
         return 128 - code
 
 
+def _say(text: str) -> None:
+    """Print a line to stderr, also if nobody reads it any more: if this process ended, the run would end with it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def _sweep() -> None:
     """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
     from slime.cluster.leftovers import sweep_leftovers
@@ -328,7 +331,7 @@ def end_descendants(seconds: float) -> None:
             return
         if time.monotonic() > until + KILLED_SECONDS:
             pids = ", ".join(str(process.pid) for process in left)
-            print(f"processes {pids} cannot be killed; they may keep memory or ports", file=sys.stderr, flush=True)
+            _say(f"processes {pids} cannot be killed; they may keep memory or ports")
             return
         # Killed again in every round: a process may start another one while it is being killed.
         if time.monotonic() > until:

@@ -6,11 +6,12 @@ when it ends.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, SupportsFloat
+from contextlib import contextmanager, suppress
+from typing import Any, SupportsFloat, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -245,12 +246,50 @@ class Display:
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
 
+class _LastingOutput:
+    """An output whose writes never fail; what cannot be written is lost, but ``logs/driver.log`` has the lines.
+
+    Ctrl-C also ends the ``tee`` of ``train.py | tee FILE``, and the run still has to save its snapshot. The disk of a
+    redirected output may be full. Characters that the encoding of the output lacks are shown as question marks.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        with self._tolerant():
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._tolerant():
+            self._stream.flush()
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # What is still buffered would be written again at the exit of this process, and change its exit code.
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+        except OSError:
+            pass
+
+
 def _stdout() -> Console:
     """Standard output. A notebook gets plain lines: rich would show each as an output of its own, and a notebook's
     standard output calls itself a terminal but cannot move the cursor up, as live lines do."""
     in_notebook = Console().is_jupyter
     terminal = False if in_notebook else None
-    return Console(file=sys.stdout, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=terminal)
+    file = cast(TextIO, _LastingOutput(sys.stdout)) if sys.stdout is not None else None  # None: it was closed
+    return Console(file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=terminal)
 
 
 def _process_start(default: float) -> float:

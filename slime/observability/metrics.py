@@ -115,7 +115,8 @@ class MetricsLogger:
             raise MetricsError(f"metric {name!r} is not a number: {value!r:.120}") from error
         if not math.isfinite(number) and name not in self._warned:
             self._warned.add(name)
-            print(f"metric {name} is {number} (null in metrics.jsonl; reported once)", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+                print(f"metric {name} is {number} (null in metrics.jsonl; reported once)", file=sys.stderr, flush=True)
         return number
 
     def close(self) -> None:

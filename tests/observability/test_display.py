@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -221,6 +224,43 @@ def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     display.step_line(0, 2, {"rollout/raw_reward": 0.5}, {})
     assert re.fullmatch(r"  train +\d+\.\d s\nstep 1/2  reward 0\.500 .\n", out.getvalue()), repr(out.getvalue())
+
+
+TALK = """
+import sys
+from slime.observability.display import Display
+
+sys.stdin.readline()
+display = Display()
+display.step_line(0, 2, {"rollout/raw_reward": 0.5}, {"perf/train_time": 1.0})
+display.samples(["\u7b54\u6848"])
+with display.phase("save_model"):
+    pass
+print("saved", file=sys.stderr)
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("how", ["a full disk", "a pipe without a reader", "no stdout", "ascii"])
+def test_output_that_cannot_be_written_does_not_end_the_run(how: str) -> None:
+    """Ctrl-C ends the ``tee`` of ``train.py | tee FILE`` as well, before the run has saved its snapshot."""
+    command = ["bash", "-c", 'exec "$@" >&-', "bash"] if how == "no stdout" else []
+    full = open("/dev/full", "w") if how == "a full disk" else None  # noqa: SIM115
+    process = subprocess.Popen(
+        [*command, sys.executable, "-c", TALK],
+        stdin=subprocess.PIPE, stdout=full or subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii" if how == "ascii" else "utf-8"},
+    )  # fmt: skip
+    if how == "a pipe without a reader":
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+    said, complained = process.communicate("go\n", timeout=60)
+    assert process.returncode == 130 and complained == "saved\n"
+    if how == "ascii":
+        assert "reward 0.500 ?" in said and "??" in said
+    if full is not None:
+        full.close()
 
 
 def written_run(folder: Path, *rows: dict[str, float]) -> RunDir:
