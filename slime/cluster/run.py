@@ -102,7 +102,11 @@ class RunEnd:
             # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
             (REPORTS.lost if restarts else REPORTS.over)()
             REPORTS.shuts_down(complete=error is None)
-            shut_down(self.parts, failed=error is not None and not stopped)
+            try:
+                shut_down(self.parts, failed=error is not None and not stopped)
+            finally:
+                for lock in self.parts.locks:
+                    lock.release()
             REPORTS.shut_down()
             self.parts.stop.__exit__(None, None, None)
         if restarts:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
+from slime.cluster.folder_lock import FolderLock, lock_run, lock_save
 from slime.cluster.manager_client import ManagerClient
 from slime.cluster.phases import Run
 from slime.cluster.ray_actors import actor_class
@@ -67,6 +68,7 @@ class Parts:
     :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends exactly what exists.
 
     Attributes:
+        locks: Of the folders to which only this run may write.
         engines_started: Whether all engines have answered, so that the manager can report on them.
         run: None until the start is complete, and while training ranks are replaced.
         fixed: None until the start is complete.
@@ -77,6 +79,7 @@ class Parts:
     begin: StartingPoint
     log: StepLog
     stop: StopSignals
+    locks: list[FolderLock] = field(default_factory=list)
     placement: Placement | None = None
     manager: ManagerClient | None = None
     engines_started: bool = False
@@ -94,15 +97,25 @@ class Parts:
 
 
 def prepare(args: Args, in_program: bool = False) -> Parts:
-    """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display."""
+    """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display.
+
+    Raises:
+        FolderInUse: Another run writes to the folder of this one, or to ``--save``.
+    """
     from slime.observability.display import Display
     from slime.observability.run_dir import RunDir
 
     begin = StartingPoint.from_args(args)
-    folder = RunDir.create(args, resume=begin.resumes)
+    locks = [lock_run(args)]
+    try:
+        folder = RunDir.create(args, resume=begin.resumes)
+        locks += [lock_save(args.save)] if args.save else []
+    except Exception:
+        locks[0].release()
+        raise
     # The time of a program before its run does not count as the run's.
     display = Display(folder, since=time.time() if in_program else None)
-    return Parts(folder, begin, StepLog(display), StopSignals(in_program))
+    return Parts(folder, begin, StepLog(display), StopSignals(in_program), locks)
 
 
 def start(args: Args, asynchronous: bool, parts: Parts) -> Run:

@@ -1,0 +1,82 @@
+"""Lets only one run at a time write to a folder.
+
+Two runs of one name would mix their metrics, and each would delete the snapshot that the other is writing as the
+remains of an interrupted save. A driver locks the folders of its run. A lock ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+RUN_LOCKS = ".locks"
+"""The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later run renames."""
+SAVE_LOCK = ".lock"
+
+
+class FolderInUse(RuntimeError):
+    """Another run writes to a folder. The message names both, and says what to do."""
+
+
+class FolderLock:
+    """A lock on a file. A file system without locks, or a folder that cannot be written, is not locked.
+
+    Raises:
+        FolderInUse: Another process, or another run of this one, holds the lock.
+    """
+
+    def __init__(self, file: Path, what: str, advice: str) -> None:
+        self._descriptor: int | None = None
+        # Whoever writes to the folder next reports better what is wrong with it.
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        if self._descriptor is None:
+            return
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._descriptor, 1000).decode(errors="replace").strip()
+            self.release()
+            raise FolderInUse(
+                f"{what} is in use by a run that has not ended ({holder or 'unknown process'}): end that run first, "
+                f"or {advice}"
+            ) from None
+        except OSError:
+            return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def release(self) -> None:
+        """Give the lock back; safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def lock_run(args: Args) -> FolderLock:
+    """Lock the folder of the run, before it is created: that of an earlier run of the name is renamed then.
+
+    Raises:
+        FolderInUse: That run has not ended.
+    """
+    root = Path(args.output_dir or "outputs").expanduser()
+    file = root / RUN_LOCKS / str(args.run_name).replace("/", "-")
+    return FolderLock(file, f"the folder {root / args.run_name}", "give this one another --run-name")
+
+
+def lock_save(folder: str) -> FolderLock:
+    """Lock a folder of snapshots.
+
+    Raises:
+        FolderInUse: A run that has not ended writes snapshots there.
+    """
+    return FolderLock(Path(folder) / SAVE_LOCK, f"--save {folder}", "name another folder")
