@@ -217,7 +217,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
             group.close()
     if failed:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
-    parts.log.close()
+    parts.log.close(failed)
     if parts.placement is not None:
         # After a failure, Ray itself may be gone; its error must not hide the one that ended the run.
         with contextlib.suppress(*((ray.exceptions.RayError, RuntimeError, OSError) if failed else ())):

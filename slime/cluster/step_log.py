@@ -123,14 +123,18 @@ class StepLog:
         self._rank_spans = [*self._rank_spans, *of_ranks][-MOST_RANK_SPANS:]
         return [*self._spans, *self._rank_spans]
 
-    def close_metrics(self) -> None:
-        """Close the metrics, if they are open; :meth:`begin_steps` may follow."""
-        if self._metrics is not None:
-            self._metrics.close()
+    def close_metrics(self, failed: bool = False) -> None:
+        """Close the metrics, if they are open; :meth:`begin_steps` may follow.
 
-    def close(self) -> None:
+        Args:
+            failed: Whether an error ended the run.
+        """
+        if self._metrics is not None:
+            self._metrics.close(failed)
+
+    def close(self, failed: bool = False) -> None:
         """Close the metrics and the display; safe to call twice."""
-        self.close_metrics()
+        self.close_metrics(failed)
         self.display.close()
 
     @property

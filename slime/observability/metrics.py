@@ -101,7 +101,8 @@ class MetricsLogger:
         if self._wandb is not None:
             if self._global_batch_size:
                 step_key, step = "train/step", step * self._samples_per_rollout // self._global_batch_size
-            self._wandb.log({step_key: step, **numbers, **_wandb_table(shown)})
+            with self._trackers.tolerant("wandb"):
+                self._wandb.log({step_key: step, **numbers, **_wandb_table(shown)})
 
     def _shown(self, step: int) -> list[dict[str, Any]]:
         """Some samples of a rollout, from the file that the rollout manager has written."""
@@ -119,15 +120,20 @@ class MetricsLogger:
                 print(f"metric {name} is {number} (null in metrics.jsonl; reported once)", file=sys.stderr, flush=True)
         return number
 
-    def close(self) -> None:
-        """Flush and close all sinks. It is safe to call this twice."""
+    def close(self, failed: bool = False) -> None:
+        """Flush and close all sinks. It is safe to call this twice.
+
+        Args:
+            failed: Whether an error ended the run, which trackers show.
+        """
         self._rows.close()
         if self._tensorboard is not None:
             with best_effort("TensorBoard events"):
                 self._tensorboard.close()
-        self._trackers.close()
+        self._trackers.close(failed)
         if self._wandb is not None:
-            self._wandb.finish()
+            with self._trackers.tolerant("wandb"):
+                self._wandb.finish(exit_code=int(failed))
             self._wandb = None
 
 

@@ -6,12 +6,13 @@ run continues: ``metrics.jsonl`` has all numbers in any case.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,13 @@ class Tracked:
 
 
 class Tracker(ABC):
-    """A destination of a run's metrics. A class of the user is created with a :class:`Tracked`."""
+    """A destination of a run's metrics. A class of the user is created with a :class:`Tracked`.
+
+    Attributes:
+        failed: Whether an error ended the run; set before :meth:`close`.
+    """
+
+    failed = False
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
@@ -88,6 +95,7 @@ class Mlflow(Tracker):
         self._id = (
             self._earlier(experiment, run) or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
         )
+        self._client.update_run(self._id, status="RUNNING")  # an earlier one has ended
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
 
     def _earlier(self, experiment: str, run: Tracked) -> str | None:
@@ -115,7 +123,7 @@ class Mlflow(Tracker):
         self._client.log_table(self._id, table, "samples.json")
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FAILED" if self.failed else "FINISHED")
 
 
 class Trackio(Tracker):
@@ -173,7 +181,8 @@ class Swanlab(Tracker):
         self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def close(self) -> None:
-        self._swanlab.finish()
+        ended = {"state": "crashed", "error": "an error ended the run"} if self.failed else {}
+        self._swanlab.finish(**ended)
 
 
 TRACKERS: Mapping[str, Callable[[Tracked], Tracker]] = {"mlflow": Mlflow, "trackio": Trackio, "swanlab": Swanlab}
@@ -200,7 +209,9 @@ class Trackers:
         if rows:
             self._each(lambda tracker: tracker.samples(rows, step))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        for tracker in self._started.values():
+            tracker.failed = failed
         self._each(lambda tracker: tracker.close())
         self._started = {}
 
@@ -209,14 +220,20 @@ class Trackers:
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._started.items():
-            try:
+            with self.tolerant(name):
                 call(tracker)
-            except Exception as error:  # a tracker is a third-party program, often on another machine
-                if name not in self._told:
-                    self._told.add(name)
-                    logger.warning(
-                        "--tracker %s: %s: %s (reported once; the run continues)", name, type(error).__name__, error
-                    )
+
+    @contextlib.contextmanager
+    def tolerant(self, name: str) -> Iterator[None]:
+        """Report an error of the block as one of this tracker, once, and continue after the block."""
+        try:
+            yield
+        except Exception as error:  # a tracker is a third-party program, often on another machine
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "--tracker %s: %s: %s (reported once; the run continues)", name, type(error).__name__, error
+                )
 
 
 def _start(name: str, run: Tracked) -> Tracker:

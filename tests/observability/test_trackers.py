@@ -107,6 +107,62 @@ log_three(run_args(Path(sys.argv[3]), "trackio", tracker_project="sums"))
 """
 
 
+def test_mlflow_says_of_a_run_that_it_goes_on_or_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'slime[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    args = run_args(tmp_path, "mlflow")
+    run = RunDir.create(args)
+    from mlflow.tracking import MlflowClient
+
+    def status() -> str:
+        client = MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())
+        (found,) = client.search_runs([client.get_experiment_by_name(args.tracker_project).experiment_id])
+        return str(found.info.status)
+
+    MetricsLogger(args, run).close(failed=True)
+    assert status() == "FAILED"
+    resumed = MetricsLogger(args, run, 0)
+    assert status() == "RUNNING"
+    resumed.close()
+    assert status() == "FINISHED"
+
+
+class FailingWandb:
+    """A run of W&B whose service is gone."""
+
+    codes: list[int]
+
+    def log(self, values: dict[str, object]) -> None:
+        raise ConnectionError("the service is gone")
+
+    def finish(self, exit_code: int) -> None:
+        self.codes = [exit_code]
+        raise ConnectionError("the service is gone")
+
+
+def test_wandb_that_is_down_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = FailingWandb()
+    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: wandb)
+    monkeypatch.setattr(metrics, "_wandb_table", lambda rows: {})
+    run = log_three(run_args(tmp_path, "wandb"))
+    assert len(read_metrics(run.metrics)) == 4 and wandb.codes == [0]
+    assert caplog.text.count("--tracker wandb: ConnectionError: the service is gone (reported once") == 1
+
+
+def test_trackers_are_told_that_an_error_ended_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FailingWandb()
+    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: wandb)
+    (tmp_path / "own.py").write_text(OWN.replace('"closed', 'f"failed: {self.failed}'))
+    args = run_args(tmp_path, "wandb", f"{tmp_path}/own.py:Lines")
+    run = RunDir.create(args)
+    MetricsLogger(args, run).close(failed=True)
+    assert wandb.codes == [1]
+    assert (run.path / "lines.txt").read_text().endswith("failed: True\n")
+
+
 def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="pip install 'slime[trackio]'")
     here = Path(__file__).parent
