@@ -8,6 +8,7 @@ after the driver was killed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -85,7 +86,7 @@ class StateFile:
         now = time.time()
         if now - max(self._wrote_wait, since) >= WAIT_SECONDS:
             self._wrote_wait = now
-            shown = dict(sorted(said.items())[:_MOST_SAID])
+            shown = {name: _without_nan(said[name]) for name in sorted(said)[:_MOST_SAID]}
             self._write(waiting=what, waiting_since=since, deadline=deadline, said=shown)
 
     def wait_over(self) -> None:
@@ -105,6 +106,13 @@ class StateFile:
             self._state = replace(self._state, **changes)
             with best_effort(FILE), replacing(self._path) as temporary:
                 temporary.write_text(json.dumps(asdict(self._state)), encoding="utf-8")
+
+
+def _without_nan(said: Progress) -> Progress:
+    """Leave out numbers that JSON does not have, such as the mean of rewards of which one is NaN."""
+    if "numbers" not in said:
+        return said
+    return {**said, "numbers": {name: value for name, value in said["numbers"].items() if math.isfinite(value)}}
 
 
 def read_state(folder: Path) -> RunState | None:

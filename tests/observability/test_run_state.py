@@ -57,6 +57,14 @@ def test_an_error_shows_no_password(tmp_path: Path) -> None:
     assert "s3cret" not in text and "http://***@host/score refused agent --api-key ***" in text
 
 
+def test_a_reward_that_is_no_number_does_not_hide_the_state(tmp_path: Path) -> None:
+    numbers = {"tokens": 3.0, "reward": float("nan"), "best": float("inf")}
+    said = {"rollout manager": Progress(phase="generate", done=1, total=4, numbers=numbers), "actor rank 0": Progress()}
+    StateFile(tmp_path).wait("rollout 0", 0.0, 3600.0, said)
+    state = read_state(tmp_path)
+    assert state is not None and state.said["rollout manager"]["numbers"] == {"tokens": 3.0}
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     StateFile(tmp_path / "file").enter("train")
