@@ -123,14 +123,14 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
     for color, (name, series) in zip(itertools.cycle(_EVAL_COLORS), summary["eval"].items(), strict=False):
         points = sorted(zip(series["steps"], series["values"], strict=True))
         x, y = [point[0] for point in points], [point[1] for point in points]
-        label = f"evaluation: {name}"
+        label = _plain(f"evaluation: {name}")
         axes.plot(x, y, color=color, linestyle=":", linewidth=1.2, alpha=0.7)
         axes.plot(x, y, color=color, linestyle="", marker="D", markersize=8, label=label)
         for step, value in {points[0], points[-1]}:
             axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 10),
                           ha="center", color=color, fontweight="bold")  # fmt: skip
     title = f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
-    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_title(_plain(title), loc="left", fontweight="bold")
     axes.set_xlabel("rollouts done")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("mean reward")
@@ -140,6 +140,11 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib draws as it is, not as a formula between dollar signs."""
+    return text.replace("$", r"\$")
 
 
 def _draw_phases(axes: Axes, phases: Mapping[str, float]) -> None:

@@ -323,6 +323,15 @@ def test_the_picture_has_all_evaluations_at_the_steps_of_the_run(tmp_path: Path)
     assert labels == ["reward while training", *(f"evaluation: {name}" for name in "abcde")]
 
 
+def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
+    """A formula that matplotlib cannot read would end a run whose steps are all done."""
+    summary = summarize(finished_run(tmp_path), seconds_total=40.0)
+    summary["run"], summary["eval"] = "a$_{b$c", {"$_{$": summary["eval"]["products"]}
+    assert reward_curve_png(tmp_path / "curve.png", summary).stat().st_size > 0
+    (title,) = [axes.get_title(loc="left") for axes in reward_curve(summary).axes[:1]]
+    assert title.startswith(r"a\$_{b\$c: 3 rollouts")
+
+
 def test_a_reward_that_is_no_number_does_not_end_the_run() -> None:
     """A logging function of the user may return one."""
     display = Display(None, Console(file=io.StringIO()))
