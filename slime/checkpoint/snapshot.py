@@ -31,7 +31,7 @@ from typing import Literal, cast
 
 from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_path, write_atomically
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
-from slime.observability.best_effort import best_effort
+from slime.observability.best_effort import best_effort, warn
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -157,11 +157,14 @@ def _rename_over(temp: Path, final: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder. If it is a symbolic link, delete only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
+    """Delete a folder, or try to. If it is a symbolic link, delete only the link."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:  # on NFS, while another process has one of its files open
+        warn(f"{folder} could not be deleted; the next save tries again: {error}")
 
 
 def clean_up(save_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -108,6 +109,27 @@ def test_prune_keeps_what_was_committed_last(tmp_path: Path) -> None:
     assert not (tmp_path / "rollout/global_dataset_state_dict_3.pt").exists()
     with pytest.raises(ValueError, match="at least one"):
         snapshot.prune(tmp_path, keep=0)
+
+
+def test_an_old_snapshot_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, where the file of a deleted name stays in its folder as long as another process reads it."""
+
+    def busy(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    for rollout_id in range(2):
+        save(tmp_path, rollout_id)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", busy)
+        assert [path.name for path in snapshot.prune(tmp_path, keep=1)] == ["iter_0000000"]
+        assert "iter_0000000.tmp-pruned" in caplog.text and "the next save tries again" in caplog.text
+        save(tmp_path, 2)
+        save(tmp_path, 2)
+        assert [found.iteration for found in snapshot.snapshots(tmp_path)] == [1, 2]
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.glob("*iter_0*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
 
 
 def test_prune_keeps_one_every_so_many(tmp_path: Path) -> None:
