@@ -76,7 +76,12 @@ class StopSignals:
             if self.in_program:
                 raise KeyboardInterrupt("interrupted twice")
             _end_at_once(128 + meant)
-        self.requested = self.requested or signal.Signals(meant).name
+        if self.requested is None:
+            self.requested = signal.Signals(meant).name
+            if self.ending and not self.in_program:  # else the user hears nothing for minutes, and presses again
+                words = "the run stops when its step is trained or saved (press again to kill)"
+                with contextlib.suppress(OSError):  # print could be what the signal has interrupted
+                    os.write(2, f"{self.requested}: {words}\n".encode())
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a signal was received."""
