@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
+WAIT_SECONDS = 1.0
 # Fractions of a GPU bundle, which must hold an actor, a critic and an engine at most: 2 x 0.4 + 0.2.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
@@ -45,9 +47,14 @@ def plan_slots(args: Args) -> Slots:
 
 
 class Placement:
-    """A placement group with its bundles in order of node and GPU."""
+    """A placement group with its bundles in order of node and GPU.
 
-    def __init__(self, slots: Slots) -> None:
+    Args:
+        check: Called about once a second while a busy cluster has no room yet. An exception that it raises ends the
+            wait.
+    """
+
+    def __init__(self, slots: Slots, check: Callable[[], None] = lambda: None) -> None:
         import ray
         from ray.util.placement_group import placement_group
 
@@ -57,12 +64,22 @@ class Placement:
         # A bundle without a GPU takes almost no resources, so with PACK all bundles would go to a single node.
         strategy = "PACK" if self.on_gpu else "SPREAD"
         self.group = placement_group([bundle] * max(self.slots.total, 1), strategy=strategy)
-        if not self.group.wait(timeout_seconds=PLACEMENT_DEADLINE_SECONDS):
-            raise ClusterError(
-                f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
-                f"{cluster_report()}"
-            )
+        try:
+            self._wait_for_room(bundle, check)
+        except BaseException:
+            self.remove()
+            raise
         self.places = _sorted_places(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
+
+    def _wait_for_room(self, bundle: Mapping[str, float], check: Callable[[], None]) -> None:
+        until = time.monotonic() + PLACEMENT_DEADLINE_SECONDS
+        while not self.group.wait(timeout_seconds=WAIT_SECONDS):
+            check()
+            if time.monotonic() > until:
+                raise ClusterError(
+                    f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
+                    f"{cluster_report()}"
+                )
 
     def threads_per_process(self) -> int:
         """CPU threads of each process: in a synchronous run, trainer and engines take turns, so both get all cores."""

@@ -134,7 +134,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         parts.stop.install()  # again: ray.init has installed signal handlers of its own
         slots = plan_slots(args)
         check_resources(args, slots.total)
-        placement = parts.placement = Placement(slots)
+        placement = parts.placement = Placement(slots, parts.stop.check)
         args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
         waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None, log.display.state)
         manager = parts.manager = _start_manager(args, parts, placement, waiter, keys := RunKeys.from_args(args))

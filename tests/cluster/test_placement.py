@@ -1,3 +1,4 @@
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from slime.cluster.placement import (
     pinning_environment,
     plan_slots,
 )
+from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.config.rollout import staleness_bound
 
 
@@ -64,6 +66,27 @@ def test_staleness_bound_holds_in_a_simulated_loop(buffer_size: int, interval: i
             version = step + 1
     assert staleness_bound(buffer_size, interval) == bound
     assert worst <= bound
+
+
+def test_ctrl_c_ends_the_wait_for_a_busy_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run has the GPUs: nobody waits five minutes for them after Ctrl-C."""
+    waited: list[float] = []
+    removed: list[object] = []
+    group = SimpleNamespace(wait=lambda timeout_seconds: bool(waited.append(timeout_seconds)))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 8.0})
+    module = importlib.import_module("ray.util.placement_group")  # ray.util has a function of this name
+    monkeypatch.setattr(module, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(module, "remove_placement_group", removed.append)
+    stop = StopSignals()
+
+    def check() -> None:
+        if len(waited) == 3:
+            stop.requested = "SIGINT"
+        stop.check()
+
+    with pytest.raises(StopRequested):
+        Placement(Slots(4, 4, 0), check)
+    assert waited == [1.0, 1.0, 1.0] and removed == [group]
 
 
 def test_gpus_of_engines_that_span_slots_and_nodes() -> None:
