@@ -158,7 +158,11 @@ class Prefetcher:
                     # Under it as well, so that no rollout is asked for after the end of the block in __exit__: the run
                     # may go on from a snapshot, with another prefetcher.
                     asked = manager.start(RolloutManager.generate, rollout_id)
-                batch = ray.get(asked, timeout=limit)
+                try:
+                    batch = ray.get(asked, timeout=limit)
+                except ray.exceptions.GetTimeoutError:
+                    what = f"rollout {rollout_id} to be generated"
+                    raise WaitExpired(f"waited {limit:.0f} s (--phase-timeout) for {what}") from None
                 with self.changed:
                     self.generating = False
                     self.finished.append(batch)
@@ -184,7 +188,7 @@ class Prefetcher:
             # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
             self._announce_version()
             if time.monotonic() - started > self._manager.timeout:
-                raise WaitExpired(f"waited {time.monotonic() - started:.0f} s for {what}")
+                raise WaitExpired(f"waited {time.monotonic() - started:.0f} s (--phase-timeout) for {what}")
             self.changed.wait(POLL_SECONDS)
 
     def next(self) -> RolloutBatch:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.manager_client import ManagerClient, RolloutBatch
+from slime.cluster.polling import WaitExpired
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
 
 
@@ -217,6 +218,21 @@ def test_an_error_of_the_generation_reaches_the_loop() -> None:
     manager.let_go(0), manager.let_go(1)
     with Run(manager).prefetch() as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):
         rollouts.next()
+        rollouts.next()
+
+
+def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray only says that some objects were not ready; and a manager that froze is a loss only after a WaitExpired."""
+    import ray
+
+    def get(ref: Callable[[], Any], timeout: float | None = None) -> Any:
+        if timeout is not None:
+            raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
+        return ref()
+
+    monkeypatch.setattr(ray, "get", get)
+    said = r"waited 10 s \(--phase-timeout\) for rollout 0 to be generated"
+    with Run(Manager(in_flight=False)).prefetch() as rollouts, pytest.raises(WaitExpired, match=said):
         rollouts.next()
 
 
