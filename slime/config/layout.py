@@ -6,9 +6,9 @@ parallel ones. FSDP uses the same order with context and data parallelism only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -37,7 +37,7 @@ class ParallelLayout:
             return cls(world_size=args.world_size, cp=cp)
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         etp = given.get("expert_tensor_parallel_size")
-        vpp = _model_chunks(given, pp)
+        vpp = _model_chunks(args, pp)
         return cls(
             world_size=args.world_size,
             tp=tp,
@@ -87,11 +87,40 @@ class ParallelLayout:
         return found
 
 
-def _model_chunks(given: Mapping[str, Any], pp: int) -> int:
+def _model_chunks(args: Args, pp: int) -> int:
+    given = args.megatron
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
         if given.get(name):
             return int(given[name])
+    if stages := given.get("pipeline_model_parallel_layout"):
+        return max(_count_stages(str(stages)) // pp, 1)
     per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
-    if per_chunk and given.get("num_layers"):
-        return max(int(given["num_layers"]) // (pp * int(per_chunk)), 1)
-    return 1
+    layers = _layers_to_divide(args) if per_chunk else None
+    return max(layers // (pp * int(per_chunk)), 1) if per_chunk and layers else 1
+
+
+def _count_stages(text: str) -> int:
+    """Return the number of stages that ``--pipeline-model-parallel-layout`` describes, as in ``Et*3|(tt|)*29,m|L``."""
+    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
+
+
+def _layers_to_divide(args: Args) -> int | None:
+    """Return the number of layers that pipeline stages divide, with embedding and output if flags count them as layers;
+    None if config.json is not on this machine."""
+    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    try:
+        return int(args.num_layers) + sum(bool(args.megatron.get(name)) for name in counted)
+    except AttributeError:
+        return None
+
+
+def chunk_problems(args: Args) -> list[str]:
+    """Report ``--num-layers-per-virtual-pipeline-stage`` if it does not divide the layers of a pipeline stage."""
+    pp, per_chunk = ParallelLayout.from_args(args).pp, args.megatron.get("num_layers_per_virtual_pipeline_stage")
+    layers = _layers_to_divide(args) if per_chunk else None
+    if not per_chunk or not layers or layers % (pp * int(per_chunk)) == 0:
+        return []
+    return [
+        f"--num-layers-per-virtual-pipeline-stage {per_chunk} x --pipeline-model-parallel-size {pp} does not divide "
+        f"the {layers} layers: use another number, or --num-virtual-stages-per-pipeline-rank"
+    ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import flags_of
 from slime.config.hf_config import SHAPE
-from slime.config.layout import ParallelLayout
+from slime.config.layout import ParallelLayout, chunk_problems
 from slime.config.megatron_lm import shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
 from slime.config.precision import FSDP_PRECISION
@@ -156,6 +156,7 @@ def check_megatron(args: Args) -> list[str]:
     stateless = "--use-stateless-adam: not supported by --train-backend megatron; leave it out, or use fsdp"
     return [
         *ParallelLayout.from_args(args).problems(),
+        *chunk_problems(args),
         *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
         *([_NO_FP16] if args.train_dtype == "float16" else []),
