@@ -66,9 +66,8 @@ class TrainedModel:
         self.read_weights(InitialWeights.from_args(args).path(megatron=True))
         names = self.weights.hf_names
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
-        everywhere = [names(name) for name in [*self.weights.entries, *self.weights.own]]
         patterns = args.only_train_params_name_list, args.freeze_params_name_list
-        select_trainable(held, everywhere, *patterns, "output_layer." if role == "critic" else None)
+        select_trainable(held, self.weights.all_hf_names(), *patterns, "output_layer." if role == "critic" else None)
         lora = lora_settings(args)
         self.adapters: ModelAdapters | None = None
         if lora is not None:

@@ -23,6 +23,7 @@ from slime.weights.maps.layouts import Source
 
 T = TypeVar("T")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+VALUE_HEAD = (OUTPUT, "output_layer.bias")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
@@ -39,8 +40,10 @@ class ModelWeights:
 
     def __init__(self, chunks: Sequence[PolicyModel], family: Family, settings: Settings, role: str) -> None:
         self.tied = role == "actor" and not settings["untie_embeddings_and_output_weights"]
-        entries = [e for e in family.entries(settings) if role == "actor" or e.megatron != OUTPUT]
-        self.entries: dict[str, Entry] = {entry.megatron: entry for entry in entries}
+        self.entries: dict[str, Entry] = {entry.megatron: entry for entry in family.entries(settings)}
+        output = None if role == "actor" else self.entries.pop(OUTPUT, None)
+        self._others = [] if role == "actor" else [[name] for name in VALUE_HEAD]
+        self._others += [] if output is None else [list(output.hf)]
         self.local: dict[str, Tensor] = {}
         self.duplicates: dict[str, Tensor] = {}
         """The output embedding on the last stage, if it is tied to the input embedding on the first."""
@@ -100,6 +103,11 @@ class ModelWeights:
         entry = self.entries[name]
         experts = range(entry.experts) if entry.experts else (0,)
         return list(dict.fromkeys(hf.format(expert=expert) for expert in experts for hf in entry.hf))
+
+    def all_hf_names(self) -> list[list[str]]:
+        """Return :meth:`hf_names` of all parameters of the model, equal on all pipeline stages. For a critic, they
+        contain the output of the actor, because flags that select parameters are for both."""
+        return [self.hf_names(name) for name in self.entries] + self._others
 
     # --- from a checkpoint -----------------------------------------------------------------------
 
