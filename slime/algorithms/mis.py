@@ -62,14 +62,16 @@ class MisConfig:
 
     @classmethod
     def from_args(cls, args: object) -> MisConfig:
-        """Read the settings. Raises ValueError if a level or mode is unknown, or bounds are in the wrong order."""
+        """Read the settings. Raises ValueError if a level or mode is unknown, or bounds are out of range or order."""
 
         def setting(name: str, default: object) -> Any:
             return custom_setting(args, name, default)
 
         upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
+        if upper <= 0:
+            raise ValueError(f"tis_upper_bound is {upper:g}, but must be above 0 (--custom-config-path or --tis-clip)")
         lower = float(setting("tis_lower_bound", 1 / upper))
-        level = setting("tis_level", "token")
+        level, veto = setting("tis_level", "token"), setting("rs_veto_threshold", None)
         config = cls(
             use_tis=bool(setting("use_tis", False)),
             tis_level=level,
@@ -81,7 +83,7 @@ class MisConfig:
             rs_level=setting("rs_level", level),
             rs_lower=float(setting("rs_lower_bound", lower)),
             rs_upper=float(setting("rs_upper_bound", upper)),
-            veto=setting("rs_veto_threshold", None),
+            veto=None if veto is None else float(veto),  # YAML reads 1e-4 as text
         )
         config._check()
         return config

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,12 +191,18 @@ def test_mean_weight_counts_unmasked_tokens_of_all_ranks() -> None:
         ({"tis_level": "word"}, "tis_level is 'word'.*geometric"),
         ({"tis_mode": "cut"}, "tis_mode is 'cut'.*truncate"),
         ({"tis_lower_bound": 3.0}, "tis_lower_bound 3.0 must be >= 0 and <= tis_upper_bound"),
+        ({"tis_upper_bound": 0}, "tis_upper_bound is 0, but must be above 0"),
         ({"rs_veto_threshold": 0.0}, "rs_veto_threshold"),
     ],
 )
 def test_bad_settings_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MisConfig.from_args(SimpleNamespace(tis_clip=2.0, **changes))
+
+
+def test_numbers_that_yaml_reads_as_text() -> None:
+    config = MisConfig.from_args(SimpleNamespace(**yaml.safe_load("{tis_upper_bound: 2e1, rs_veto_threshold: 1e-4}")))
+    assert (config.tis_upper, config.veto) == (20.0, 1e-4)
 
 
 def test_masked_tokens_may_hold_anything() -> None:
