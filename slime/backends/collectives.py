@@ -73,8 +73,8 @@ class DataParallelReduce:
         """Sum the parts of metrics over ranks; ``*_max`` are combined by maximum.
 
         Args:
-            same_names: Whether all ranks have the same metrics. Otherwise (with a rank without samples) the names are
-                exchanged first.
+            same_names: Whether all ranks have the same metrics. Otherwise (with a rank without samples, or with metrics
+                of a user's function) the names are exchanged first.
         """
         if self.world_size == 1:
             return shares

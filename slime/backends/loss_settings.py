@@ -41,6 +41,11 @@ class LossSettings:
     args: Args
     """For custom functions only."""
 
+    @property
+    def metrics_vary(self) -> bool:
+        """Whether a function of the user makes metrics, which may depend on the samples of a micro-batch."""
+        return self.custom_loss is not None or (self.correction is not None and self.correction.is_custom)
+
     @classmethod
     def from_args(cls, args: Args) -> LossSettings:
         """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not given."""
@@ -85,6 +90,8 @@ class Correction:
     """Whether the correction is applied. With ``--get-mismatch-metrics`` alone, the function only measures."""
     by_default: bool
     """Whether the correction is used without a flag. Then a rollout without the engine's log-probs is not corrected."""
+    is_custom: bool
+    """Whether the function is that of ``--custom-tis-function-path``."""
 
     @classmethod
     def from_args(cls, args: Args) -> Correction | None:
@@ -96,4 +103,5 @@ class Correction:
             function=load_function(path) if path else vanilla_tis_function,
             applies=applies,
             by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
+            is_custom=bool(path),
         )

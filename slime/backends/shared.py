@@ -221,7 +221,8 @@ class SharedBackend:
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
         """Compute the metrics of the step over all ranks."""
-        metrics = self.share_reduce.metrics(shares, same_names=not self._uneven)
+        same_names = not (self._uneven or self.loss_settings.metrics_vary)
+        metrics = self.share_reduce.metrics(shares, same_names)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
         weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
