@@ -161,6 +161,7 @@ def check_megatron(args: Args) -> list[str]:
         *refused_flags(args.megatron),
         *([_NO_FP16] if args.train_dtype == "float16" else []),
         *_offload_problems(args.megatron),
+        *_weight_decay_problems(args),
     ]
 
 
@@ -177,6 +178,21 @@ def _offload_problems(given: Mapping[str, Any]) -> list[str]:
             "--optimizer-cpu-offload needs the distributed optimizer: leave out --no-use-distributed-optimizer"
         )
     return problems
+
+
+def _weight_decay_problems(args: Args) -> list[str]:
+    """Report flags of a weight decay that changes during the run if some of them are missing."""
+    given = [args.megatron.get(f"{name}_weight_decay") for name in ("start", "end")]
+    start, end = (args.weight_decay if value is None else value for value in given)
+    style = args.megatron.get("weight_decay_incr_style") or "constant"
+    if style == "constant" and start != end:
+        return [
+            f"--start-weight-decay and --end-weight-decay: the weight decay cannot go from {start} to {end} with "
+            "--weight-decay-incr-style constant: use linear or cosine, or only --weight-decay"
+        ]
+    if style != "constant" and given == [None, None]:
+        return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"]
+    return []
 
 
 REFUSED_ABOVE_ONE = {

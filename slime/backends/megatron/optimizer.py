@@ -12,7 +12,7 @@ from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm
 
-from slime.backends.lr_schedule import LrSchedule
+from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.backends.megatron.config import DTYPES, optimizer_config
 from slime.backends.megatron.streamed_gradients import StreamedGradients, offload_main_parameters
 from slime.config.args import Args
@@ -45,6 +45,7 @@ class ScheduledOptimizer:
         self.clip_grad = args.clip_grad
         self.steps = self._steps_since_reset = 0
         given = args.megatron
+        increase = given.get("weight_decay_incr_style") or "constant"
         self.scheduler = OptimizerParamScheduler(
             self.chained,
             init_lr=schedule.warmup_init,
@@ -56,8 +57,9 @@ class ScheduledOptimizer:
             lr_decay_style=schedule.style,
             start_wd=_or(given.get("start_weight_decay"), args.weight_decay),
             end_wd=_or(given.get("end_weight_decay"), args.weight_decay),
-            wd_incr_steps=schedule.decay_steps,
-            wd_incr_style=given.get("weight_decay_incr_style") or "constant",
+            # Over the whole run, as in Megatron, also if the learning rate decays in fewer steps.
+            wd_incr_steps=schedule.decay_steps if increase == "constant" else planned_steps(args, role),
+            wd_incr_style=increase,
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=False,
             wsd_decay_steps=schedule.wsd_decay_steps,
