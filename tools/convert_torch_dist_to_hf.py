@@ -58,6 +58,8 @@ def _find(options: argparse.Namespace) -> Found:
     meta = torch_dist.read_meta(folder)
     if meta["role"] != "actor":
         raise ValueError(f"{folder} holds a critic, which is not a language model")
+    if problem := torch_dist.adapter_only(folder, meta):
+        raise ValueError(problem)
     origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
     family = get_family(options.model_name or meta["model_type"])
     named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)

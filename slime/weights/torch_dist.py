@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,17 @@ def read_meta(path: Path) -> dict[str, Any]:
     if meta.get("format") != "megatron":
         raise ValueError(f"{path} was saved by --train-backend fsdp: load it with FSDP, or export it with --save-hf")
     return {"ckpt_format": TENSORS, **meta}
+
+
+def adapter_only(path: Path, meta: Mapping[str, Any]) -> str | None:
+    """Return what to do with a checkpoint that has only an adapter (LoRA), given its :func:`read_meta`; None if it has
+    a whole model."""
+    if not meta.get("lora"):
+        return None
+    return (
+        f"{path} has only an adapter of {meta['lora']['base']}, not the weights of a model: merge it into its base "
+        "with slime merge-lora"
+    )
 
 
 def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: object) -> dict[str, Any]:

@@ -123,3 +123,15 @@ def test_an_incomplete_checkpoint_is_not_converted(
     with pytest.raises(SystemExit):
         run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
     assert f"lacks 1 tensors: {gone}" in capsys.readouterr().err and not (tmp_path / "dist").exists()
+
+
+def test_an_adapter_is_no_model(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A snapshot of a run with --lora-rank."""
+    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", plain, "--save", tmp_path / "dist")
+    file = tmp_path / "dist" / "trainer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora": {"base": str(plain)}}))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "hf")
+    assert "has only an adapter of" in (told := capsys.readouterr().err) and "slime merge-lora" in told

@@ -31,7 +31,7 @@ from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of, not_divided
 from slime.weights.megatron_lm import MegatronLmWeights
-from slime.weights.torch_dist import RANK_FILES, TENSORS, read_meta
+from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
 
 
 class TrainedModel:
@@ -158,11 +158,8 @@ def load_weights(model: TrainedModel, path: Path, part: str | None = None, adapt
         adapter: Whether the checkpoint has only an adapter (LoRA), which is read into that of the model.
     """
     meta = read_meta(path)
-    if not adapter and meta.get("lora"):
-        raise MegatronError(
-            f"{path} has only an adapter of {meta['lora']['base']}, not the weights of a model: merge it into its base "
-            "with slime merge-lora"
-        )
+    if not adapter and (problem := adapter_only(path, meta)):
+        raise MegatronError(problem)
     if meta["ckpt_format"] == "torch":
         states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], layout_sizes(model.layout))
         for chunk, state in zip(model.chunks, states, strict=True):
