@@ -8,7 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ranks import CP, EP, ETP, FULL, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
+from megatron_ranks import (
+    CP,
+    EP,
+    ETP,
+    FULL,
+    OVERLAP,
+    PP,
+    SP,
+    TP,
+    TP_OVERLAP,
+    VPP,
+    Layout,
+    leave_groups,
+    make_arguments,
+    rank_batch,
+)
 
 from slime.verify.rank import leave_model
 
@@ -58,6 +73,7 @@ PLAN = [
     lora("qwen3", **KL),
     lora("qwen3", 2, {TP: 2}, **KL),
     lora("qwen3", 2, {TP: 2, SP: True}, **KL),
+    lora("qwen3", 2, {TP: 2, **TP_OVERLAP}, **KL),
     lora("qwen3", 2, {PP: 2}, **KL),
     lora("qwen3", 2, {PP: 2, VPP: 2, **OVERLAP}, **KL),
     lora("qwen3", 2, {CP: 2}, **KL),

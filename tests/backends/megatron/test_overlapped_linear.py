@@ -39,6 +39,17 @@ def test_the_flag_chooses_the_layers(overlap: bool) -> None:
         assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
 
 
+def test_layers_with_adapters_overlap_too() -> None:
+    from slime.backends.megatron.lora_layers import LoraColumn, LoraRow, attach
+    from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow
+
+    for plain, adapted in ((OverlappedColumn, LoraColumn), (OverlappedRow, LoraRow)):
+        module: Any = plain.__new__(plain)
+        torch.nn.Module.__init__(module)
+        attach(module, {}, 1.0, (), 1)
+        assert isinstance(module, plain) and isinstance(module, adapted)
+
+
 def test_it_needs_sequence_parallelism() -> None:
     from slime.backends.megatron.config import _layout_problems
 
