@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slime.checkpoint.snapshot import Snapshot, kind, snapshots
+from slime.config.args import FLAGS
 from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.config.settings import HIDDEN, RESERVED
 from slime.observability.metrics import MetricsError, read_metrics
@@ -20,6 +21,18 @@ from slime.observability.run_record import Attempt, SentWeights, Settled, lineag
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+
+_NOT_REPLAYED = (
+    "prompt_data", "eval_prompt_data", "eval_config", "eval_interval", "save", "save_interval", "custom_rm_path",
+    "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path",
+    "buffer_filter_path", "eval_function_path", "custom_eval_rollout_log_function_path", "agent_function_path",
+    "agent_command", "environment", "mcp_server", "custom_update_weight_post_write_path",
+)  # fmt: skip
+"""Flags of generation, evaluation and snapshots, which a replay leaves out. The files that they name may be gone: those
+of rows and functions that a program gave are removed when it ends."""
+_STOOD_FOR = ("custom_generate_function_path", "rollout_function_path", "custom_rollout_log_function_path")
+"""Flags whose functions a replay does not call either, but checks and metrics depend on whether they are the user's."""
 
 
 class ReplayError(ValueError):
@@ -165,7 +178,7 @@ def read_run(folder: Path, step: int, flags: Sequence[str] = ()) -> RecordedRun:
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
     settled, changes = chosen.settled, _changes(flags)
-    args = _arguments(chosen.settings, changes, template)
+    args = _arguments(chosen.settings, changes, template, settled.asynchronous)
     fixed: dict[str, Any] = {"num_rollout": settled.num_rollout, "threads_per_process": settled.threads}
     fixed |= {"max_tokens_per_gpu": settled.max_tokens, "log_probs_max_tokens_per_gpu": settled.forward_tokens}
     return RecordedRun(
@@ -202,7 +215,8 @@ def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
 def _trains_like(attempt: Attempt) -> dict[str, Any]:
     """Return all that decides how a step is trained; a resumed run differs from its first attempt in ``load``."""
     of_start = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "num_rollout", "start_rollout_id")
-    settings = {name: value for name, value in attempt.settings.items() if name not in of_start}
+    left_out = (*of_start, *_STOOD_FOR)
+    settings = {name: value for name, value in _trained(attempt.settings).items() if name not in left_out}
     settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))
     return {"settings": settings, "settled": settled}
 
@@ -242,10 +256,9 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
     return changes | dict(given.megatron)
 
 
-def _arguments(settings: Mapping[str, Any], changes: Mapping[str, Any], template: str) -> Args:
+def _arguments(settings: Mapping[str, Any], changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
     """Parse the settings of a run again, with changes, so that everything derived from them follows."""
-    absent = {name: None for name in ("prompt_data", "eval_prompt_data", "eval_interval", "save", "save_interval")}
-    values: dict[str, Any] = {**settings, **absent, "debug_train_only": True, "load_debug_rollout_data": template}
+    values = _trained(settings) | {"debug_train_only": True, "load_debug_rollout_data": template}
     values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False}
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}
@@ -261,11 +274,27 @@ def _arguments(settings: Mapping[str, Any], changes: Mapping[str, Any], template
         yaml.safe_dump(values, file)
         file.flush()
         try:
-            return load_args(["--custom-config-path", file.name])
+            return load_args(["--custom-config-path", file.name], asynchronous=asynchronous)
         except ConfigError as error:
             raise ReplayError(
                 f"the settings of the run do not fit this machine or the given flags:\n{error}"
             ) from error
+
+
+def _trained(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without what only generation, evaluation and snapshots use."""
+    values = {**settings, **dict.fromkeys(_NOT_REPLAYED), "rollout_sample_hook_path": []}
+    values["data_source_path"] = FLAGS["data_source_path"].default
+    for name in _STOOD_FOR:
+        # slime's own functions stay: other settings follow from them.
+        if (path := values.get(name)) and not str(path).startswith("slime.rollout."):
+            values[name] = f"{__name__}.{stand_in.__name__}"
+    return values
+
+
+def stand_in(*args: object, **keywords: object) -> None:
+    """Stands for a function of generation; never called."""
+    raise AssertionError("a replay generates nothing")
 
 
 def _holds_weights(load: str) -> bool:

@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 
 from slime.checkpoint.manifest import Manifest
 from slime.checkpoint.snapshot import Snapshot
+from slime.config.agent import AGENT_GENERATE
 from slime.config.args import Args
+from slime.config.rollout import FULLY_ASYNC_FUNCTION
 from slime.observability.run_dir import RunDir, public_settings
 from slime.observability.run_record import (
     Attempt,
@@ -148,7 +150,7 @@ def test_a_step_has_the_settings_of_the_attempt_that_trained_it_last() -> None:
     assert [attempt_of(kept, step).settings["lr"] for step in (0, 3, 4, 5, 6, 9)] == [1, 1, 2, 2, 4, 4]
 
 
-def resumed(folder: Path, second: dict[str, object]) -> RunDir:
+def resumed(folder: Path, second: dict[str, object], asynchronous: bool = False) -> RunDir:
     """A run of six steps that was resumed at step 3; each attempt has its own flags, dumps and snapshots."""
     model = folder / "model"
     LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(model)
@@ -158,7 +160,8 @@ def resumed(folder: Path, second: dict[str, object]) -> RunDir:
     for first, loaded, changes in ((0, None, {}), (3, str(snapshot), {"load": str(folder / "saved"), **second})):
         dumps = changes.get("save_debug_rollout_data", str(folder / "{rollout_id}.pt"))
         run.config.write_text(yaml.safe_dump({**base, "save_debug_rollout_data": dumps, **changes}))
-        append_attempt(run, replace(SETTLED, first_rollout=first, loaded=loaded, working_directory=str(folder)))
+        settled = replace(SETTLED, first_rollout=first, loaded=loaded, working_directory=str(folder))
+        append_attempt(run, replace(settled, asynchronous=asynchronous))
         for step in range(first, first + 4):  # the first attempt trained step 3 too, which the second trained again
             Path(str(dumps).replace("{rollout_id}", str(step))).touch()
     return run
@@ -175,6 +178,35 @@ def test_earlier_steps_of_a_resumed_run_are_read_with_their_own_settings(tmp_pat
     with pytest.raises(ReplayError, match="resumed at step 3 with other settings"):
         after.start_of(4, through=True)
     assert before.start_of(2, through=True) == 0
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"environment": "reasoning_gym:products"},
+        {"mcp_server": ["python server.py"]},
+        {"agent_function_path": "gone.py:run"},
+        {"custom_rm_path": "gone.py:reward", "custom_generate_function_path": "gone.py:generate"},
+        {"rollout_function_path": "gone.py:rollout", "rollout_sample_hook_path": ["gone.py:hook"]},
+        {"eval_config": "gone.yaml", "custom_rollout_log_function_path": "gone.py:log"},
+    ],
+)
+def test_what_only_generates_is_not_needed(tmp_path: Path, generation: dict[str, Any]) -> None:
+    """Derived settings are recorded as well, and the files of a program's functions are removed when it ends."""
+    derived = make_args(**generation) if "gone" not in str(generation) else None
+    names = ("data_source_path", "custom_generate_function_path", "agent_function_path")
+    known = {name: getattr(derived, name) for name in names} if derived is not None else {}
+    if "agent_function_path" in generation:
+        known = {"custom_generate_function_path": AGENT_GENERATE}
+    resumed(tmp_path, known | generation)
+    run = read_run(tmp_path, 4)
+    assert run.args.debug_train_only and run.start_of(4, through=True) == 0
+    assert bool(run.args.custom_rollout_log_function_path) == ("custom_rollout_log_function_path" in generation)
+
+
+def test_a_fully_asynchronous_run_is_read_as_one(tmp_path: Path) -> None:
+    resumed(tmp_path, {"rollout_function_path": FULLY_ASYNC_FUNCTION}, asynchronous=True)
+    assert read_run(tmp_path, 4).args.rollout_function_path == FULLY_ASYNC_FUNCTION
 
 
 def test_steps_of_attempts_with_equal_settings_may_be_trained_through(tmp_path: Path) -> None:
