@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -33,13 +34,19 @@ EXTRAS = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym", "verifiers
 """The extra of slime that installs each package."""
 
 
+_TEXTS = ("system", "tag")
+"""Options of the adapters that are texts. YAML would cut them at `` #`` and make a mapping of one with a colon."""
+_QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A parsed value of ``--environment``: ``NAME:WHAT?key=value&key=value``.
 
     Attributes:
         name: A key of :data:`ADAPTERS`, or the path of the user's own class; then ``what`` is empty.
-        options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list.
+        options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list. The texts of the
+            adapters (``system``, ``tag``) are taken as they are, unless they stand in quotes.
     """
 
     name: str
@@ -54,6 +61,9 @@ class Spec:
             EnvironmentProblem: An option is not ``key=value``, or there is no name.
         """
         head, _, query = text.partition("?")
+        name, _, what = head.partition(":")
+        if name not in ADAPTERS and "." in head:
+            name, what = head, ""
         options: dict[str, JsonValue] = {}
         for part in filter(None, query.split("&")):
             key, equals, value = part.partition("=")
@@ -61,15 +71,16 @@ class Spec:
                 raise EnvironmentProblem(f"the option {part!r} is not of the form key=value")
             if key in options:
                 raise EnvironmentProblem(f"the option {key} is given twice")
+            value = unquote(value)
+            if name in ADAPTERS and key in _TEXTS and not _QUOTED.fullmatch(value):
+                options[key] = value
+                continue
             try:
-                options[key] = yaml.safe_load(unquote(value))
+                options[key] = yaml.safe_load(value)
             except RecursionError:
                 raise EnvironmentProblem(f"the value of {key} is nested too deeply") from None
             except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
                 raise EnvironmentProblem(f"the value of {key} cannot be read: {' '.join(str(error).split())}") from None
-        name, _, what = head.partition(":")
-        if name not in ADAPTERS and "." in head:
-            name, what = head, ""
         if not name:
             raise EnvironmentProblem("it has no name; the form is NAME:WHAT?key=value")
         return cls(name, what, options)

@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from make_args import make_args
 from slime.config.args import Args
 from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.environments.base import EnvironmentProblem
-from slime.environments.registry import Spec, environment, own_seed
+from slime.environments.registry import ADAPTERS, Spec, environment, own_seed
 from slime.environments.source import EnvironmentSource
 
 ECHO = '''
@@ -82,6 +83,17 @@ def source_args(spec: str, folder: Path, **more: Any) -> Args:
 def test_the_full_form_is_read_as_it_was_written(options: dict[str, Any]) -> None:
     spec = Spec("reasoning_gym", "chain_sum", options)
     assert Spec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize("text", ["Write: <a>4</a>", "Solve # it", "yes", "*Be* brief", "[x]", "5", "it's", "a: 'b'"])
+@pytest.mark.parametrize("option", ["system", "tag"])
+def test_a_text_is_taken_as_it_is(option: str, text: str) -> None:
+    """YAML would make a mapping, a shorter text, a truth value or an error of these."""
+    for name in ADAPTERS:
+        spec = Spec.parse(f"{name}:x?{option}={quote(text)}")
+        assert spec.options == {option: text} and Spec.parse(own_seed(str(spec), 1)).options[option] == text
+    assert Spec.parse(f"gymnasium:x?{option}='a: b'").options == {option: "a: b"}
+    assert Spec.parse(f"own.py:Mine?{option}=5").options == {option: 5}, "the user's own classes get YAML"
 
 
 @pytest.mark.parametrize(
