@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
         elif file:
             words.append(f"--{name.replace('_', '-')}={file}")
     args, found = check_args(words, extra_checks=all_checks(), settings=settings)
-    problems += found
+    problems += [_of_rows(one, folder) for one in found]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     for notice in args.notices:
@@ -174,6 +175,14 @@ def _file_of(data: Data, file: Path) -> str:
     if problems.count:
         raise RowsError(*problems.lines())
     return str(file)
+
+
+def _of_rows(problem: str, folder: Path) -> str:
+    """Return a problem with the keyword and the row in the place of a file of ``folder``, which the user did not write
+    and which is gone when the message is read."""
+    pattern = re.escape(str(folder)) + r"/(data|eval)(?:_\d+)?\.jsonl(?::(\d+))?"
+    keywords = {"data": "data", "eval": "eval_data"}
+    return re.sub(pattern, lambda file: keywords[file[1]] + (f": row {file[2]}" if file[2] else ""), problem)
 
 
 def _line(row: object) -> str:

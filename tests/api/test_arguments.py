@@ -171,6 +171,24 @@ def test_all_wrong_rows_are_told_at_once(base: dict[str, Any], tmp_path: Path) -
     assert len(rest) == 2 and "eval_data: row 1 is a int" in rest[0] and rest[1].startswith("lr -1")
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [{"prompt": "x"}, {"prompt": 1}],
+            "row 2: the prompt 'prompt' must be a text or a list of messages, not int 1",
+        ),
+        ([{"question": "x"}], "no row has the prompt column 'prompt'; the rows have 'question'"),
+    ],
+)
+def test_problems_with_rows_name_the_keyword_and_not_a_file_of_slime(
+    base: dict[str, Any], tmp_path: Path, rows: list[dict[str, Any]], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"data": rows, "reward": "random", "eval_data": {"one": rows}, "eval_interval": 1}, tmp_path)
+    assert raised.value.problems == [f"data: {told}", f"evaluation set one: eval_data: {told}"]
+
+
 def test_a_table_that_cannot_be_read_is_told(base: dict[str, Any], tmp_path: Path) -> None:
     column = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
     with pytest.raises(ConfigError, match="data: the table cannot be read: UnicodeDecodeError"):
