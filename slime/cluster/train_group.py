@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 from slime.cluster.placement import pinning_environment, thread_environment
 from slime.cluster.ray_actors import ActorProcess, actor_class_with_own_threads, end_processes, kill
 from slime.cluster.train_actor import TrainActor
-from slime.config.cluster import train_environment
+from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
 
@@ -58,7 +58,7 @@ class TrainGroup:
             "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }
-        own = {**thread_environment(args.threads_per_process), **train_environment(args)}
+        own = {**thread_environment(args.threads_per_process), **environment_texts(args.train_env_vars)}
         environment = {"env_vars": {**recorder, **own, **pinning_environment(own)}}
         self.ranks = [
             actors.options(**placement.train_options(rank), runtime_env=environment).remote(

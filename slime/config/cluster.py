@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -168,9 +169,9 @@ def check_placement(args: Args) -> list[str]:
     return problems
 
 
-def train_environment(args: Args) -> dict[str, str]:
+def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
     """Return the variables of ``--train-env-vars`` as texts; JSON and YAML also have numbers."""
-    return {name: str(value) for name, value in args.train_env_vars.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def check_routing_replay(args: Args, machine: Machine) -> list[str]:

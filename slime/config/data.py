@@ -304,17 +304,17 @@ def needs_reward(args: Args) -> bool:
     return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 
 
-def reward_type_problem(args: Args, rm_type: str) -> str | None:
+def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
     """Explain why a reward type of a flag, an evaluation set or a row cannot be used; None if it can."""
     base = rm_type.removeprefix("boxed_")
     if base not in RM_TYPES:
         return f"not one of {', '.join(RM_TYPES)} (each may have the prefix boxed_)"
-    return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not args.rm_url else None
+    return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
 
 
 def check_reward(args: Args) -> list[str]:
     problems = []
-    if args.rm_type is not None and (problem := reward_type_problem(args, args.rm_type)):
+    if args.rm_type is not None and (problem := reward_type_problem(args.rm_type, args.rm_url)):
         problems.append(f"--rm-type {args.rm_type}: {problem}")
     if args.rm_type is not None and args.custom_rm_path is not None:
         args.notices.append(f"--custom-rm-path {args.custom_rm_path} takes precedence over --rm-type {args.rm_type}")

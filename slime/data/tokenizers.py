@@ -8,10 +8,13 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.json_text import parse_json
 from slime.types import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -61,7 +64,7 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
-def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
     """Render messages as text with the chat template of a tokenizer or processor.
 
     Most templates write the arguments of tool calls as JSON or go through their names, so they need objects. In many
@@ -71,28 +74,30 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
     Args:
         options: Arguments of ``apply_chat_template``.
     """
+    apply: Callable[..., object] = renderer.apply_chat_template
     try:
-        return str(renderer.apply_chat_template(_with_arguments(messages, _as_object), tokenize=False, **options))
+        return str(apply(_with_arguments(messages, _as_object), tokenize=False, **options))
     except TypeError:
         if not any(message.get("tool_calls") for message in messages):
             raise
-        return str(renderer.apply_chat_template(_with_arguments(messages, _as_text), tokenize=False, **options))
+        return str(apply(_with_arguments(messages, _as_text), tokenize=False, **options))
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]], convert: Callable[[object], object]) -> list[dict[str, Any]]:
     """Copy messages; the arguments of their tool calls are converted."""
 
-    def converted(call: Any) -> Any:
-        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+    def converted(call: object) -> object:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
             return {**call, "function": converted(call["function"])}
         return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
-    return [
-        {**message, "tool_calls": list(map(converted, message["tool_calls"]))}
-        if message.get("tool_calls")
-        else {**message}
-        for message in messages
-    ]
+    made = [dict(message) for message in messages]
+    for message in made:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [converted(call) for call in calls]
+    return made
 
 
 def _as_object(arguments: object) -> object:

@@ -38,15 +38,16 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
 
     def check_row(rm_type: str, label: object, metadata: Mapping[str, object]) -> str | None:
         own = str(metadata.get("rm_type") or "").strip()
-        problem = reward_type_problem(args, own) if own else None
+        problem = reward_type_problem(own, args.rm_url) if own else None
         return f"reward type {own}: {problem}" if problem else check_label(rm_type, label, metadata)
 
     found: list[str] = []
+    run = EvalDatasetConfig.from_args(args)
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     if _reads_prompts(args):
         if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
-            rm_type = _reward_type(EvalDatasetConfig.from_args(args), args.loss_type, own_rollout)
+            rm_type = _reward_type(run, args.loss_type, own_rollout)
             sft = args.rollout_function_path == SFT_FUNCTION
             found += _check_file(args.prompt_data, keys, rm_type, check_row, strict=True, limit=limit, sft=sft)
             if sft and args.apply_chat_template:
@@ -58,22 +59,22 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return [*found, str(error)]
     for config in datasets:
-        found += _unusable(args, config)
+        found += _unusable(config, run, args.rm_url)
         rm_type = _reward_type(config, args.loss_type, own_rollout)
         problems = _check_file(config.path, config.row_keys(), rm_type, check_row, more=config.metadata_overrides)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
 
-def _unusable(args: Args, config: EvalDatasetConfig) -> list[str]:
-    """The problems of the reward type and the functions of an evaluation set, if they are not those of the flags."""
+def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:
+    """The problems of the reward type and the functions of an evaluation set, if they are not those of the run."""
     label, problems = f"evaluation set {config.name}:", []
-    if config.rm_type and config.rm_type != args.rm_type and not config.custom_rm_path:
-        problem = reward_type_problem(args, config.rm_type)
+    if config.rm_type and config.rm_type != run.rm_type and not config.custom_rm_path:
+        problem = reward_type_problem(config.rm_type, rm_url)
         problems += [f"{label} rm_type {config.rm_type}: {problem}"] if problem else []
     for name in ("custom_rm_path", "custom_generate_function_path"):
         path = getattr(config, name)
-        if path and path != getattr(args, name) and (problem := hook_problem(f"{label} {name}", name, path)):
+        if path and path != getattr(run, name) and (problem := hook_problem(f"{label} {name}", name, path)):
             problems.append(problem)
     return problems
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cluster.local_ranks import run_ranks
-from slime.config.cluster import train_environment
+from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import flatten
@@ -174,7 +174,7 @@ def _train(job: RoleJob, folder: Path, world_size: int, seconds: float, metrics:
     results: list[RoleResult] = []
     for role in roles:
         of_role = replace(job, role=role, values=role == "actor" and job.args.use_critic)
-        variables = train_environment(job.args)
+        variables = environment_texts(job.args.train_env_vars)
         # cuBLAS is deterministic only with a workspace of its own.
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         results = run_ranks(

@@ -8,7 +8,7 @@ import pytest
 from config_parts import Workplace
 from make_args import make_args
 
-from slime.config.cluster import train_environment
+from slime.config.cluster import environment_texts
 from slime.config.corrections import check_kl, check_opsm
 from slime.config.engine import check_draft
 from slime.config.machine import Machine
@@ -148,7 +148,9 @@ def test_fine_tuning_needs_no_engines(workplace) -> None:
 def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
     file = workplace.write("o.yaml", "train_env_vars: {NCCL_IB_DISABLE: 1, NCCL_DEBUG: INFO}")
     args = workplace.load(f"--override {file}")
-    assert train_environment(args) == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}, "Ray takes texts only"
+    assert environment_texts(args.train_env_vars) == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}, (
+        "Ray takes texts only"
+    )
     problems = workplace.problems('--train-env-vars {"A":true,"B":null}')
     assert problems == [
         f"--train-env-vars: {name} needs a text or a number, not {value}" for name, value in (("A", True), ("B", None))
