@@ -219,31 +219,48 @@ def _describe(value: object) -> str:
 
 
 def _insert_media(messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]) -> list[Message]:
-    """Replace each placeholder (such as ``<image>``) in text contents by the next item of its column."""
+    """Put the items of the media columns where messages have placeholders: ``<image>`` in a text, or a part
+    ``{"type": "image"}`` without an image."""
     kinds = {name: MultimodalTypes.get(name) for name in columns}
     items = {name: _media_items(data, column) for name, column in columns.items()}
     used = dict.fromkeys(columns, 0)
+
+    def next_item(name: str) -> list[Message]:
+        used[name] += 1  # even without an item, so that the error below tells the number of placeholders
+        if used[name] > len(items[name]):
+            return []
+        item = items[name][used[name] - 1]
+        # A dict with a type is already a part of a message.
+        return [item if isinstance(item, dict) and "type" in item else {"type": name, name: item}]
+
+    def split(text: str) -> list[Message]:
+        parts: list[Message] = []
+        while found := [(at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0]:
+            at, name = min(found)
+            parts += [{"type": "text", "text": text[:at]}] if at else []
+            parts += next_item(name)
+            text = text[at + len(kinds[name].placeholder) :]
+        return [*parts, {"type": "text", "text": text}] if text else parts
+
+    def marked(text: object) -> bool:
+        return isinstance(text, str) and any(kind.placeholder in text for kind in kinds.values())
+
+    def filled(part: object) -> list[Any]:
+        if not isinstance(part, Mapping):
+            return [part]
+        if marked(part.get("text")):
+            return split(part["text"])
+        name = part.get("type")
+        return next_item(name) if name in kinds and part.get(name) is None else [part]
+
     result = []
     for message in messages:
         content = message.get("content")
-        parts: list[Message] = []
-        text = content if isinstance(content, str) else ""
-        while True:
-            found = [(at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0]
-            if not found:
-                break
-            at, name = min(found)
-            if text[:at]:
-                parts.append({"type": "text", "text": text[:at]})
-            if used[name] < len(items[name]):
-                item = items[name][used[name]]
-                # A dict with a type is already a part of a message.
-                parts.append(item if isinstance(item, dict) and "type" in item else {"type": name, name: item})
-            used[name] += 1  # even without an item, so that the error below tells the number of placeholders
-            text = text[at + len(kinds[name].placeholder) :]
-        if parts:
-            content = [*parts, {"type": "text", "text": text}] if text else parts
-        result.append({**message, "content": content})
+        if isinstance(content, list):
+            message = message | {"content": [made for part in content for made in filled(part)]}
+        elif isinstance(content, str) and marked(content):
+            message = message | {"content": split(content)}
+        result.append(message)
     for name, column in columns.items():
         if used[name] != len(items[name]):
             raise RowError(

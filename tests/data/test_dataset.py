@@ -269,6 +269,23 @@ def test_media_stand_where_their_placeholders_were(file: Path) -> None:
     assert text_only.prompt == [{"role": "user", "content": "no media"}] and text_only.multimodal_inputs is None
 
 
+def test_parts_without_their_image_get_the_next_one(file: Path, tmp_path: Path) -> None:
+    """The form of TRL and of chat templates: parts stand for the images, which are in a column of their own."""
+    parts = [{"type": "image"}, {"type": "text", "text": "or <image>?"}, {"type": "image", "image": "own.png"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]}
+    row = {"prompt": [{"role": "user", "content": parts}, call], "images": ["a.png", "b.png"]}
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist([row])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for path in (write(file, [row]), str(tmp_path / "rows.parquet")):
+        sample = Dataset(path, multimodal_keys={"image": "images"})[0]
+        assert sample is not None and sample.multimodal_inputs == {"images": ["a.png", "b.png", "own.png"]}
+        assert sample.prompt[0]["content"][1:4] == [  # type: ignore[index]
+            {"type": "text", "text": "or "}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "?"},
+        ]  # fmt: skip
+        assert sample.prompt[1] == call
+
+
 def test_images_in_the_form_of_openai_are_media(file: Path) -> None:
     """The templates of Qwen write a placeholder for such a part. Without its image, the model sees nothing there."""
     parts = [
