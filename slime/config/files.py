@@ -33,6 +33,20 @@ def path_problem(text: str) -> str | None:
     return None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice in a mapping, of which PyYAML would keep the last value only."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen |= {name} if name is not None and key.value != "<<" else set()
+        return node
+
+
 def load_yaml(file: Path) -> Any:
     """Load a YAML file in UTF-8 that contains plain types only.
 
@@ -41,7 +55,7 @@ def load_yaml(file: Path) -> Any:
         OSError: The file cannot be read.
     """
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     except RecursionError:

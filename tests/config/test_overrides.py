@@ -54,6 +54,12 @@ def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
     assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
     assert "not valid YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
     assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []
+    twice = workplace.write("twice.yaml", "lr: 1e-6\nseed: 3\nlr: 2e-6\n")
+    (problem,) = workplace.problems(f"--override {twice}")
+    assert "'lr' is given twice" in problem and "line 3" in problem, "PyYAML would take the last one"
+    merged = workplace.write("merged.yaml", "x: &x {a: 1}\ny: {<<: *x, a: 2}\nz: {<<: *x}\n")
+    args = workplace.load(f"--custom-config-path {merged}")
+    assert (args.y, args.z) == ({"a": 2}, {"a": 1})
 
 
 def test_pass_through_flags_can_be_set_and_unset(workplace) -> None:
