@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,16 @@ def load_image(item: object) -> Image.Image:
     if not path.is_file():
         raise FileNotFoundError(f"image {path} does not exist (looked for {path.absolute()})")
     return load_image(path.read_bytes())
+
+
+def absent_file(item: object) -> str | None:
+    """The path from which :func:`load_image` would read an image, if there is no such file."""
+    if isinstance(item, Mapping) and item.get("bytes") is None:
+        item = item.get("path")
+    if not isinstance(item, str) or item.startswith(("data:", "http://", "https://")):
+        return None
+    path = os.path.expanduser(item.removeprefix("file://"))
+    return None if os.path.isfile(path) else path
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from slime.config.data import DEFAULT_DATA_SOURCE, check_multimodal_keys, reward_type_problem
+from slime.config.flag import shown
 from slime.config.hooks import hook_problem
 from slime.config.named_data import data_name
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.masks import untrained
+from slime.data.media import absent_file, collect_media
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RowFile
 from slime.data.source import RolloutDataSource
@@ -49,7 +51,10 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
             rm_type = _reward_type(run, args.loss_type, own_rollout)
             sft = args.rollout_function_path == SFT_FUNCTION
-            found += _check_file(args.prompt_data, keys, rm_type, check_row, strict=True, limit=limit, sft=sft)
+            own_source = args.data_source_path.rpartition(".")[0] not in _BUILT_IN_SOURCES
+            # Users' functions may look for images elsewhere, such as in a folder of their own.
+            images = sft or not (own_rollout or own_source or args.custom_generate_function_path)
+            found += _check_file(args.prompt_data, keys, rm_type, check_row, True, limit, sft=sft, images=images)
             if sft and args.apply_chat_template:
                 found.append(f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: leave it out")
         elif not args.prompt_data:
@@ -61,7 +66,8 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     for config in datasets:
         found += _unusable(config, run, args.rm_url)
         rm_type = _reward_type(config, args.loss_type, own_rollout)
-        problems = _check_file(config.path, config.row_keys(), rm_type, check_row, more=config.metadata_overrides)
+        images, more = not (own_rollout or config.custom_generate_function_path), config.metadata_overrides
+        problems = _check_file(config.path, config.row_keys(), rm_type, check_row, more=more, images=images)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
@@ -107,6 +113,7 @@ def _check_file(
     limit: int | None = None,
     more: Mapping[str, object] | None = None,
     sft: bool = False,
+    images: bool = True,
 ) -> list[str]:
     """The problems of a file, which is read part by part.
 
@@ -115,6 +122,7 @@ def _check_file(
         limit: Maximum number of rows to check.
         more: Entries that every row's metadata get (``metadata_overrides``).
         sft: Whether the rows are conversations, of which a turn of the assistant must be trained.
+        images: Whether images that are given as paths must exist.
     """
     problems, labels, report = Problems(), Problems(), Report(keys)
     labelled, first = False, None
@@ -124,6 +132,10 @@ def _check_file(
         for begin in range(0, count, _ROWS_AT_ONCE):
             prompts, part = parse_rows(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))), keys)
             report.merge(part)
+            for row in prompts if images else ():
+                media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
+                for path in filter(None, map(absent_file, (media or {}).get("images", []))):
+                    problems.add(f"{row.where}: there is no image {shown(path)}")
             for row in prompts if sft else ():
                 if wrong := untrained(row.prompt):
                     problems.add(f"{row.where}: {wrong}")

@@ -132,6 +132,19 @@ def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> 
     assert problem.startswith("--apply-chat-template makes texts of messages")
 
 
+def test_images_that_do_not_exist_are_told_by_row(tmp_path: Path) -> None:
+    (tmp_path / "here.png").write_bytes(b"")
+    here, gone = str(tmp_path / "here.png"), str(tmp_path / "gone.png")
+    images = [here, f"file://{here}", "data:image/png;base64,AA", "https://example.org/a.png", {"path": here}, gone,
+              {"path": gone, "bytes": None}, {"path": gone, "bytes": "AA"}, "A" * 5000]  # fmt: skip
+    path = write(tmp_path / "a.jsonl", [{"prompt": "<image>", "label": "1", "images": [image]} for image in images])
+    settings = {"prompt_data": path, "multimodal_keys": {"image": "images"}}
+    assert check_data(make_args(custom_generate_function_path="mine.generate", **settings), check_label) == []
+    found = check_data(make_args(**settings), check_label)
+    assert found[:2] == [f"{path}:{row}: there is no image {gone!r}" for row in (6, 7)]
+    assert len(found) == 3 and found[2].startswith(f"{path}:9: there is no image 'AAA") and len(found[2]) < 300
+
+
 def test_when_prompts_are_needed() -> None:
     assert "give --prompt-data FILE" in check_data(make_args(), numbers_only)[0]
     for settings in (
