@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -53,7 +54,10 @@ def write_evaluation(
     by_name = figures(metrics)
     sets = {
         name: {
-            "metrics": by_name.get(name, {}),
+            "metrics": {
+                figure: _finite(value) if isinstance(value, SupportsFloat) else value
+                for figure, value in by_name.get(name, {}).items()
+            },
             "settings": part.get("settings") or {},
             "rewards": _rewards(part),
         }
@@ -67,12 +71,18 @@ def write_evaluation(
 
 
 def _rewards(part: Mapping[str, object]) -> list[list[float | None]]:
-    """Return the rewards of each prompt. NaN becomes None, because JSON has no NaN."""
+    """Return the rewards of each prompt."""
     rewards, n = part["rewards"], part.get("n_samples_per_prompt") or 1
     if not isinstance(rewards, Iterable) or not isinstance(n, int):
         raise TypeError(f"invalid evaluation: rewards {rewards!r:.80}, n_samples_per_prompt {n!r:.80}")
-    values = [None if reward != reward else float(reward) for reward in rewards]
+    values = [_finite(reward) for reward in rewards]
     return [values[i : i + n] for i in range(0, len(values), n)]
+
+
+def _finite(value: SupportsFloat) -> float | None:
+    """Return a number of any kind as a float; None for NaN and infinities, which JSON does not have."""
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def evaluation_table(step: int, by_name: Figures) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -259,3 +261,16 @@ def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pyte
     told = [record.message for record in caplog.records if "the run continues" in record.message]
     assert sum("something" in line for line in told) == 3 and any("texts of samples" in line for line in told)
     assert any("the evaluation's file" in line for line in told)
+
+
+def test_the_file_of_an_evaluation_is_strict_json(tmp_path: Path) -> None:
+    rewards = [1.0, math.inf, math.nan, numpy.float32(0.5)]
+    metrics = {"eval/math": math.nan, "eval/math-pass@2": numpy.float32(0.25)}
+    path = write_evaluation(tmp_path, 0, {"math": {"rewards": rewards, "n_samples_per_prompt": 2}}, metrics)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (found,) = json.loads(path.read_text(), parse_constant=refuse)["datasets"].values()
+    assert found["rewards"] == [[1.0, None], [None, 0.5]]
+    assert found["metrics"] == {"reward": None, "pass@2": 0.25}
