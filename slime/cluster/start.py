@@ -18,6 +18,7 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
 from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
+from slime.cluster.supervisor import REPORTS
 from slime.cluster.token_budget import settle_token_budget
 from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
 from slime.config.parser import ConfigError
@@ -205,7 +206,7 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
             group.wait_started()
         trainer = _trainer(args, fixed.asynchronous, parts)
         log.close_metrics()
-        metrics = _open_records(args, fixed.asynchronous, parts, placement)
+        metrics = _open_records(args, fixed.asynchronous, parts, placement, unattended=True)
     return _begin_run(parts, fixed, manager, trainer, run.pool.urls, metrics)
 
 
@@ -287,7 +288,9 @@ def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainG
         trial.check(answers)
 
 
-def _open_records(args: Args, asynchronous: bool, parts: Parts, placement: Placement) -> MetricsLogger:
+def _open_records(
+    args: Args, asynchronous: bool, parts: Parts, placement: Placement, unattended: bool = False
+) -> MetricsLogger:
     """Write the values that the start has settled to the folder of the run, and open the metrics log."""
     from slime.observability.run_record import Settled, append_attempt
 
@@ -303,19 +306,22 @@ def _open_records(args: Args, asynchronous: bool, parts: Parts, placement: Place
         working_directory=str(Path.cwd()),
     )
     append_attempt(parts.dir, settled)
-    return open_metrics(args, parts)
+    return open_metrics(args, parts, unattended or bool(REPORTS.settings))
 
 
-def open_metrics(args: Args, parts: Parts) -> MetricsLogger:
+def open_metrics(args: Args, parts: Parts, unattended: bool = False) -> MetricsLogger:
     """Open the metrics log; a resumed run drops the rows of the steps that it trains again.
 
     If the previous process was killed after it wrote the snapshot but before it logged that step, the step's row is
     missing. It is added from the metrics in the snapshot's manifest.
+
+    Args:
+        unattended: As for :class:`~slime.observability.metrics.MetricsLogger`.
     """
     from slime.observability.metrics import MetricsLogger, read_metrics
 
     begin = parts.begin
-    logger = MetricsLogger(args, parts.dir, begin.first_rollout if begin.resumes else None)
+    logger = MetricsLogger(args, parts.dir, begin.first_rollout if begin.resumes else None, unattended)
     if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
         logged = [row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row]
         if begin.trained not in logged:

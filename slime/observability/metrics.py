@@ -47,6 +47,8 @@ class MetricsLogger:
         run_dir: The folder of ``metrics.jsonl`` and ``tensorboard/``.
         resume_from: First step that a resumed run repeats. The rows of the interrupted run from this step on move to
             ``metrics-rolled-back.jsonl``.
+        unattended: Whether the run goes on by itself after a loss. Then a tracker that cannot be started, because its
+            server is down for example, is reported and left out.
 
     Raises:
         MetricsError: ``--use-wandb`` is given, but W&B is not installed.
@@ -54,7 +56,7 @@ class MetricsLogger:
             ``metrics.jsonl`` wait in memory until there is space again, but TensorBoard's file may stay incomplete.
     """
 
-    def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None) -> None:
+    def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None, unattended: bool = False) -> None:
         self._warned: set[str] = set()
         self._samples_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt
         self._global_batch_size = args.global_batch_size if args.wandb_always_use_train_step else None
@@ -66,8 +68,11 @@ class MetricsLogger:
         if "tensorboard" in chosen:
             folder = _tensorboard_dir(args.tb_project_name, args.tb_experiment_name, run_dir)
             self._tensorboard = _TensorBoard(folder, purge_step=resume_from)
-        self._wandb = _start_wandb(args, run_dir) if "wandb" in chosen else None
-        self._trackers = Trackers(args, run_dir.path, resume_from is not None)
+        self._trackers = Trackers(args, run_dir.path, resume_from is not None, unattended)
+        self._wandb = None
+        if "wandb" in chosen:
+            with self._trackers.tolerant("wandb") if unattended else contextlib.nullcontext():
+                self._wandb = _start_wandb(args, run_dir)
         self._run = run_dir.path
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:

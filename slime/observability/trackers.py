@@ -191,15 +191,21 @@ TRACKERS: Mapping[str, Callable[[Tracked], Tracker]] = {"mlflow": Mlflow, "track
 class Trackers:
     """All trackers of a run that are not part of :class:`slime.observability.metrics.MetricsLogger` itself.
 
+    Args:
+        unattended: Whether the run goes on by itself after a loss. Then one that cannot be started is left out.
+
     Raises:
         TrackerError: A package is missing, or a tracker cannot be started.
     """
 
-    def __init__(self, args: Args, folder: Path, resumed: bool) -> None:
+    def __init__(self, args: Args, folder: Path, resumed: bool, unattended: bool = False) -> None:
         run = Tracked.from_args(args, folder, resumed)
-        names = [name for name in chosen_trackers(args) if name not in ("tensorboard", "wandb")]
-        self._started = {name: _start(name, run) for name in names}
         self._told: set[str] = set()
+        self._started: dict[str, Tracker] = {}
+        for name in chosen_trackers(args):
+            if name not in ("tensorboard", "wandb"):
+                with self.tolerant(name) if unattended else contextlib.nullcontext():
+                    self._started[name] = _start(name, run)
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}

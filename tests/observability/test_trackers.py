@@ -152,6 +152,29 @@ def test_wandb_that_is_down_does_not_end_the_run(
     assert caplog.text.count("--tracker wandb: ConnectionError: the service is gone (reported once") == 1
 
 
+def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the user's own start it is an error, which the user can repair."""
+
+    def down(args: Args, run_dir: RunDir) -> None:
+        raise ConnectionError("no route")
+
+    (tmp_path / "own.py").write_text(OWN.replace("self.file = (", 'raise OSError("no server")\n        self.file = ('))
+    args = run_args(tmp_path, f"{tmp_path}/own.py:Lines", "wandb")
+    run = RunDir.create(args)
+    with pytest.raises(TrackerError, match="no server"):
+        MetricsLogger(args, run, 0)
+    monkeypatch.setattr(metrics, "_start_wandb", down)
+    with pytest.raises(ConnectionError):
+        MetricsLogger(args.with_values(tracker=["wandb"]), run, 0)
+    log = MetricsLogger(args, run, 0, unattended=True)
+    log.log({"rollout/reward": 1.0}, 0)
+    log.close()
+    assert "no server (reported once; the run continues)" in caplog.text and "no route" in caplog.text
+    assert len(read_metrics(run.metrics)) == 1
+
+
 def test_trackers_are_told_that_an_error_ended_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FailingWandb()
     monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: wandb)
