@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import reprlib
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +204,7 @@ def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
     return [
         f"reward {_reward(sample.reward)} │ {_short(last_user_text(sample.prompt), width // 2)} → "
-        f"{_short(sample.response, width // 2)} │ label {sample.label}"
+        f"{_short(sample.response, width // 2)} │ label {_short(str(sample.label), width // 2)}"
         for sample in chosen
     ]
 
@@ -216,7 +217,7 @@ def _number(reward: Reward) -> float:
 
 
 def _reward(reward: Reward) -> str:
-    return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
+    return f"{reward:g}" if isinstance(reward, int | float) else _short(str(reward), 80)
 
 
 def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
@@ -230,7 +231,8 @@ def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 
 def _short(text: str, width: int) -> str:
     """Return a text as one line without special tokens. If it is too long, the middle is cut, because answers are at
-    the end."""
+    the end. Control characters are replaced: the escape codes of a response must not reach the terminal."""
     line = " ".join(_SPECIAL.sub(" ", text).split())
     head = (width - 1) // 2
-    return line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
+    short = line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
+    return "".join("�" if unicodedata.category(character) in ("Cc", "Cs") else character for character in short)

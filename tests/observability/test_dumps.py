@@ -236,6 +236,15 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
     assert asked == "plain pla…lain plain", "both ends stay"
 
 
+def test_the_preview_is_short_and_harmless_to_a_terminal() -> None:
+    """A label may be the tests of a program, and a response anything that a model samples."""
+    sample = make(0, 0)
+    sample.response, sample.label = "\x1b]0;title\x07\x1b[2J a\ud83db \u0645\u06cc\u200c\u0634", "tests\n" * 50_000
+    sample.reward = {"score": 1.0, "why": "w" * 10_000}
+    (line,) = preview([sample], 1)
+    assert "→ �]0;title��[2J a�b \u0645\u06cc\u200c\u0634 │" in line and len(line) < 400 and "\n" not in line
+
+
 def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> None:
     """Half of a surrogate pair, keys that JSON has not, and values that hold themselves."""
     ring: dict[str, Any] = {}
