@@ -105,12 +105,22 @@ class Placement:
         """For each node of an engine with ``count`` slots: its first slot there, the node's address, and its GPUs.
 
         The GPUs are None if the ``CUDA_VISIBLE_DEVICES`` that Ray sets is right: with one GPU, and on the CPU.
+
+        Raises:
+            ClusterError: The engine would have more GPUs on one node than on another.
         """
         if self.places is None or count == 1:
             return [(slot, "", None)]
         places = self.places[self.slots.rollout_offset + slot :][:count]
         nodes = list(dict.fromkeys(place.node for place in places))
         mine = [[i for i, place in enumerate(places) if place.node == node] for node in nodes]
+        if len({len(own) for own in mine}) > 1:
+            shares = " and ".join(f"{len(own)} GPUs of {places[own[0]].address}" for own in mine)
+            raise ClusterError(
+                f"an engine of {count} GPUs would have {shares}, but a server that spans nodes needs as many on each: "
+                "change --rollout-num-gpus-per-engine or --actor-num-gpus-per-node, so that the GPUs that are left on "
+                "each node hold whole engines or equal parts of one"
+            )
         return [(slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine]
 
     def remove(self) -> None:

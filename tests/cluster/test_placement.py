@@ -12,6 +12,7 @@ from slime.cluster.placement import (
     pinning_environment,
     plan_slots,
 )
+from slime.cluster.session import ClusterError
 from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.config.rollout import staleness_bound
 
@@ -105,6 +106,20 @@ def test_gpus_of_engines_that_span_slots_and_nodes() -> None:
     assert placement.engine_nodes(5, 1) == [(5, "", None)]  # Ray shows a single GPU to its actor itself
     placement.places = None
     assert placement.engine_nodes(0, 4) == [(0, "", None)]
+
+
+def test_an_engine_with_unequal_parts_on_its_nodes_is_refused() -> None:
+    """A node of 8 GPUs, 2 of which train, and a smaller one: SGLang would count GPUs that its process does not see."""
+    placement = Placement.__new__(Placement)
+    sizes = {"10.0.0.1": 8, "10.0.0.2": 2}
+    places = [(address, gpu) for address, size in sizes.items() for gpu in range(size)]
+    placement.slots = Slots(2, 8, 2)
+    placement.places = [
+        Place(tuple(map(int, address.split("."))), gpu, i, address) for i, (address, gpu) in enumerate(places)
+    ]
+    with pytest.raises(ClusterError, match=r"8 GPUs would have 6 GPUs of 10\.0\.0\.1 and 2 GPUs of 10\.0\.0\.2, but"):
+        placement.engine_nodes(0, 8)
+    assert [len(gpus or ()) for _, _, gpus in placement.engine_nodes(4, 4)] == [2, 2]
 
 
 @pytest.mark.parametrize(
