@@ -96,7 +96,10 @@ class RunEnd:
             if stopped:
                 # Before the snapshot: if this process is killed during it, the supervisor must not restart the run.
                 REPORTS.over()
-                snapshot_before_stop(self.parts)
+                try:
+                    snapshot_before_stop(self.parts)
+                except Exception as failure:  # The step is lost, which is not a stop in order.
+                    error, late, stopped = failure, failure, False
         finally:
             self._record_end(error, stopped, restarts)
             # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.

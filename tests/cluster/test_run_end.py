@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,22 @@ def test_a_signal_during_the_end_stops_in_order(ending: Ending) -> None:
         ending.end.__exit__(None, None, None)
     assert raised.value.code == 143
     assert ending.did == ["snapshot before the stop", "shutdown, failed: False"]
+
+
+def test_a_stop_whose_snapshot_fails_is_a_failure(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise slime doctor would say that the user has stopped the run, and nothing of the step that is lost."""
+
+    def fail(_: Parts) -> None:
+        raise RuntimeError("a rank died")
+
+    monkeypatch.setattr(end_module, "snapshot_before_stop", fail)
+    ended: list[tuple[str, object]] = []
+    state = SimpleNamespace(end=lambda status, error=None: ended.append((status, error)))
+    monkeypatch.setattr(ending.driver.log.display, "state", state)
+    error = StopRequested("SIGINT")
+    with pytest.raises(RuntimeError, match="a rank died") as raised:
+        ending.end.__exit__(StopRequested, error, None)
+    assert ended == [("failed", raised.value)] and ending.did == ["shutdown, failed: True"]
 
 
 @pytest.mark.parametrize("lost", [[], ["the rollout manager"]])
