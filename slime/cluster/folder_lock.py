@@ -11,10 +11,6 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 RUN_LOCKS = ".locks"
 """The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later run renames."""
@@ -62,15 +58,15 @@ class FolderLock:
             self._descriptor = None
 
 
-def lock_run(args: Args) -> FolderLock:
-    """Lock the folder of the run, before it is created: that of an earlier run of the name is renamed then.
+def lock_run(output_dir: str, name: str) -> FolderLock:
+    """Lock the folder of a run, before it is created: that of an earlier run of the name is renamed then.
 
     Raises:
         FolderInUse: That run has not ended.
     """
-    root = Path(args.output_dir or "outputs").expanduser()
-    file = root / RUN_LOCKS / str(args.run_name).replace("/", "-")
-    return FolderLock(file, f"the folder {root / args.run_name}", "give this one another --run-name")
+    root = Path(output_dir).expanduser()
+    file = root / RUN_LOCKS / name.replace("/", "-")
+    return FolderLock(file, f"the folder {root / name}", "give this one another --run-name")
 
 
 def lock_save(folder: str) -> FolderLock:
