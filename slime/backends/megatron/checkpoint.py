@@ -102,10 +102,13 @@ class MegatronState:
             # afterwards.
             with self.bank.filling(tag):
                 load_weights(self.model, path, _copy_folder(tag), adapter)
-        if not meta["optimizer"] or args.no_load_optim or args.finetune:
+        starts_again = args.no_load_optim or args.finetune
+        if starts_again or not meta["optimizer"]:
             load_weights(self.model, path, adapter=adapter)
             # Main parameters are copies in float32. Without this, the first step would restore the old weights.
             self.optimizer.chained.reload_model_params()
+            if not starts_again:  # of --no-save-optim: the schedule goes on without the moments
+                self.optimizer.set_steps(meta["steps"])
         elif meta["ckpt_format"] == "torch":
             load_weights(self.model, path)
             written_by = {**meta["layout"], "distributed optimizer": meta["distributed_optimizer"]}
