@@ -260,14 +260,15 @@ def keeps_copies_on_device(
     memory.
 
     Args:
-        named: The parameters of the model. Its optimizer must exist already.
+        named: The parameters of the model, or those on this rank of an accelerator. Its optimizer must exist already.
         free_bytes: The free memory of the accelerator; measured by default.
     """
     count = settings.ref + (settings.teacher_load is not None) + 2 * settings.old_actor
     if not count or settings.shares_device:
         return False
     if free_bytes is None:
-        if not any(p.is_cuda for _, p in named):
+        # A pipeline stage may train nothing of an adapter. It must take part below, because the other stages do.
+        if named and not any(p.is_cuda for _, p in named):
             return False
         free_bytes = torch.cuda.mem_get_info()[0]
     needed = count * sum(local(p.detach()).nbytes for _, p in named)

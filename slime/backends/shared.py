@@ -110,9 +110,10 @@ class SharedBackend:
         copies, actor = CopySettings.from_args(self.args), self.role == "actor"
 
         def bank(tensors: Sequence[tuple[str, Tensor]]) -> WeightBank:
-            on_device = actor and keeps_copies_on_device(copies, tensors)
+            accelerated = self.device.type == "cuda"
+            on_device = actor and accelerated and keeps_copies_on_device(copies, tensors)
             # The memory of the offloader is free while the model is on the accelerator.
-            arena = self.offloader.host if self.device.type == "cuda" else None
+            arena = self.offloader.host if accelerated else None
             return WeightBank(tensors, may_swap_pointers, dtype, on_device, arena)
 
         if self.adapter is None:

@@ -130,3 +130,13 @@ def test_copies_stay_on_the_accelerator_where_they_take_an_eighth_of_what_is_fre
     settings = CopySettings.from_args(args)
     assert keeps_copies_on_device(settings, named, free) == kept
     assert not keeps_copies_on_device(settings, named), "there is no accelerator here"
+
+
+def test_a_rank_without_parameters_takes_part_in_the_choice_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline stage without adapters: the others would wait for it."""
+    asked: list[Tensor] = []
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1000, 2000))
+    monkeypatch.setattr("slime.backends.bank.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("slime.backends.bank.dist.all_reduce", lambda tensor, op: asked.append(tensor))
+    settings = CopySettings.from_args(make_args("x", use_kl_loss=True, offload_train=False, colocate=False))
+    assert keeps_copies_on_device(settings, []) and len(asked) == 1
