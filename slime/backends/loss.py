@@ -297,7 +297,15 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
         batch["metadata"] = batch["train_metadata"]
     batch |= {"targets": tokens.targets, "current_log_probs": tokens.log_probs, "loss_mask": tokens.loss_mask}
     loss, metrics = settings.custom_loss(settings.args, batch, logits, _mean(settings, tokens, tokens.loss_mask))
-    return LossSum(loss, {name: torch.as_tensor(x) for name, x in metrics.items() if name != "loss"})
+    # A metric may be a float or a tensor on the CPU. All of them are copied to the host together.
+    found = {name: torch.as_tensor(x, device=loss.device) for name, x in metrics.items() if name != "loss"}
+    for name, x in found.items():
+        if x.numel() != 1:
+            raise ValueError(
+                f"--custom-loss-function-path: the metric {name!r} has the shape {tuple(x.shape)}, but must be one "
+                "number: reduce it with sum_of_sample_mean"
+            )
+    return LossSum(loss, found)
 
 
 LOSSES: dict[str, Callable[[LossSettings, TokenBatch, Reduce], LossSum]] = {

@@ -580,6 +580,24 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
     assert logits.grad is not None and logits.grad[2].abs().sum() == 0
 
 
+def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> None:
+    """Also floats, and tensors on the CPU: on a GPU they could otherwise not be copied to the host together."""
+    hook = tmp_path / "numbers.py"
+    hook.write_text(
+        "def loss(args, batch, logits, mean):\n    return logits.sum(), {'one': 0.5}\n\n\n"
+        "def long(args, batch, logits, mean):\n    return logits.sum(), {'one': logits[:, 0]}\n"
+    )
+    tokens = TokenBatch([2], [3], torch.ones(2, device="meta"), torch.ones(1), logits=torch.ones(2, 5, device="meta"))
+    loss, metrics = compute_loss(custom_loss(f"{hook}:loss"), tokens, num_rollouts=1, num_tokens=2)
+    assert {x.device for x in [loss, *metrics.values()]} == {torch.device("meta")}
+    with pytest.raises(ValueError, match=r"metric 'one' has the shape \(2,\).*reduce it with sum_of_sample_mean"):
+        compute_loss(custom_loss(f"{hook}:long"), tokens, num_rollouts=1, num_tokens=2)
+
+
+def custom_loss(path: str) -> Any:
+    return make_args(loss_type="custom_loss", custom_loss_function_path=path)
+
+
 CONTEXT_PARALLEL_LOSS = """
 import torch
 
