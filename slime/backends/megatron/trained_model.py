@@ -163,7 +163,13 @@ def load_weights(model: TrainedModel, path: Path, part: str | None = None, adapt
     if meta["ckpt_format"] == "torch":
         states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], layout_sizes(model.layout))
         for chunk, state in zip(model.chunks, states, strict=True):
-            unwrapped(chunk).load_state_dict(state)
+            try:
+                unwrapped(chunk).load_state_dict(state)
+            except RuntimeError as error:
+                raise MegatronError(
+                    f"{path} was saved with --ckpt-format torch by a run whose pipeline stages had other layers: give "
+                    f"the same --decoder-first-pipeline-num-layers and the like as that run"
+                ) from error
     else:
         try:
             StoredTensors(path / (part or TENSORS)).read(weight_shards(model.chunks, adapter))

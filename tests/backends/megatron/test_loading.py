@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,20 @@ def test_what_megatron_core_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
     assert weights is not None and set(weights.shapes()) == set(source.shapes())
     for name, tensor in weights.named():
         assert torch.equal(tensor, source.get(name)), name
+
+
+def test_files_of_ranks_with_other_layers_on_a_stage_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.backends.megatron import trained_model
+    from slime.config.layout import ParallelLayout
+
+    (tmp_path / "trainer.json").write_text('{"format": "megatron", "ckpt_format": "torch", "layout": {}}')
+    stage = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
+    monkeypatch.setattr(trained_model.rank_files, "read_weights", lambda *given: [{"other": torch.zeros(2)}])
+    model: Any = SimpleNamespace(chunks=[stage], layout=ParallelLayout())
+    with pytest.raises(trained_model.MegatronError, match="pipeline stages had other layers"):
+        trained_model.load_weights(model, tmp_path)
 
 
 def test_an_export_contains_the_layers_for_multi_token_prediction(tmp_path: Path) -> None:
