@@ -7,8 +7,11 @@ parallel ones. FSDP uses the same order with context and data parallelism only.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from slime.config.hf_config import model_dimension
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -37,7 +40,7 @@ class ParallelLayout:
             return cls(world_size=args.world_size, cp=cp)
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         etp = given.get("expert_tensor_parallel_size")
-        vpp = _model_chunks(args, pp)
+        vpp = _model_chunks(given, pp, args.hf_checkpoint)
         return cls(
             world_size=args.world_size,
             tp=tp,
@@ -87,15 +90,14 @@ class ParallelLayout:
         return found
 
 
-def _model_chunks(args: Args, pp: int) -> int:
-    given = args.megatron
+def _model_chunks(given: Mapping[str, Any], pp: int, checkpoint: str | None) -> int:
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
         if given.get(name):
             return int(given[name])
     if stages := given.get("pipeline_model_parallel_layout"):
         return max(_count_stages(str(stages)) // pp, 1)
     per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
-    layers = _layers_to_divide(args) if per_chunk else None
+    layers = _layers_to_divide(given, checkpoint) if per_chunk else None
     return max(layers // (pp * int(per_chunk)), 1) if per_chunk and layers else 1
 
 
@@ -104,20 +106,27 @@ def _count_stages(text: str) -> int:
     return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
 
 
-def _layers_to_divide(args: Args) -> int | None:
+def _layers_to_divide(given: Mapping[str, Any], checkpoint: str | None) -> int | None:
     """Return the number of layers that pipeline stages divide, with embedding and output if flags count them as layers;
-    None if config.json is not on this machine."""
+    None if config.json of the checkpoint is not on this machine."""
     counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     try:
-        return int(args.num_layers) + sum(bool(args.megatron.get(name)) for name in counted)
+        layers = given.get("num_layers") or model_dimension(checkpoint, "num_layers")
     except AttributeError:
         return None
+    return int(layers) + sum(bool(given.get(name)) for name in counted)
 
 
-def chunk_problems(args: Args) -> list[str]:
-    """Report ``--num-layers-per-virtual-pipeline-stage`` if it does not divide the layers of a pipeline stage."""
-    pp, per_chunk = ParallelLayout.from_args(args).pp, args.megatron.get("num_layers_per_virtual_pipeline_stage")
-    layers = _layers_to_divide(args) if per_chunk else None
+def chunk_problems(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
+    """Report ``--num-layers-per-virtual-pipeline-stage`` if it does not divide the layers of a pipeline stage.
+
+    Args:
+        given: The flags of Megatron by name.
+        checkpoint: ``--hf-checkpoint``.
+    """
+    pp = int(given.get("pipeline_model_parallel_size") or 1)
+    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    layers = _layers_to_divide(given, checkpoint) if per_chunk else None
     if not per_chunk or not layers or layers % (pp * int(per_chunk)) == 0:
         return []
     return [

@@ -156,12 +156,12 @@ def check_megatron(args: Args) -> list[str]:
     stateless = "--use-stateless-adam: not supported by --train-backend megatron; leave it out, or use fsdp"
     return [
         *ParallelLayout.from_args(args).problems(),
-        *chunk_problems(args),
+        *chunk_problems(args.megatron, args.hf_checkpoint),
         *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
         *([_NO_FP16] if args.train_dtype == "float16" else []),
         *_offload_problems(args.megatron),
-        *_weight_decay_problems(args),
+        *_weight_decay_problems(args.megatron, args.weight_decay),
     ]
 
 
@@ -180,11 +180,11 @@ def _offload_problems(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _weight_decay_problems(args: Args) -> list[str]:
+def _weight_decay_problems(flags: Mapping[str, Any], weight_decay: float) -> list[str]:
     """Report flags of a weight decay that changes during the run if some of them are missing."""
-    given = [args.megatron.get(f"{name}_weight_decay") for name in ("start", "end")]
-    start, end = (args.weight_decay if value is None else value for value in given)
-    style = args.megatron.get("weight_decay_incr_style") or "constant"
+    given = [flags.get(f"{name}_weight_decay") for name in ("start", "end")]
+    start, end = (weight_decay if value is None else value for value in given)
+    style = flags.get("weight_decay_incr_style") or "constant"
     if style == "constant" and start != end:
         return [
             f"--start-weight-decay and --end-weight-decay: the weight decay cannot go from {start} to {end} with "
