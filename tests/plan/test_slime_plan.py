@@ -125,7 +125,9 @@ def test_the_flags_of_a_plan_give_the_layout_that_it_computed_with(shape: dict[s
             for word in flags(make_plan(run))
             if "-parallel-size " in word
         }
-        args = SimpleNamespace(megatron=given, train_backend=run.train.backend, world_size=run.train.layout.world_size)
+        world = run.train.layout.world_size
+        stands_in = dict(megatron=given, train_backend=run.train.backend, world_size=world, hf_checkpoint=None)
+        args = SimpleNamespace(**stands_in)
         layout = ParallelLayout.from_args(cast(Args, args))
         wanted = run.train.layout if run.model.experts else replace(run.train.layout, etp=layout.etp)
         assert layout == wanted, given
