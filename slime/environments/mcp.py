@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import shlex
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -206,17 +207,25 @@ def check_servers(addresses: Sequence[str]) -> None:
     """Check what can be known before a run.
 
     Raises:
-        EnvironmentProblem: The package is missing or too old, a program for the sandbox does not exist, or the sandbox
-            does not work on this machine.
+        EnvironmentProblem: The package is missing or too old, a program does not exist, or the sandbox does not work on
+            this machine.
     """
     try:
         from mcp import Client, StdioServerParameters  # noqa: F401
     except ImportError as error:
         raise missing_package("mcp", error) from error
     for address in addresses:
-        if not address.startswith(_SANDBOX):
+        if address.startswith(("http://", "https://")):
             continue
-        words = shlex.split(address.removeprefix(_SANDBOX))
+        try:
+            words = shlex.split(address.removeprefix(_SANDBOX))
+        except ValueError as error:
+            raise EnvironmentProblem(f"{address}: it is no command: {error}") from error
+        if not address.startswith(_SANDBOX):
+            if not words or shutil.which(words[0]) is None:
+                name = repr(words[0]) if words else "in it"
+                raise EnvironmentProblem(f"{address!r}: there is no program {name}: install it, or correct the command")
+            continue
         if not words or not Path(words[0]).is_file():
             raise EnvironmentProblem(f"{address}: the form is sandbox:FILE.py ARGUMENTS, with the file of the server")
         try:

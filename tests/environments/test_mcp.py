@@ -97,6 +97,21 @@ def test_a_program_for_the_sandbox_must_exist() -> None:
         assert f"--mcp-server: {value}: the form is sandbox:FILE.py ARGUMENTS" in problem
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("no-such-program x.py", "there is no program 'no-such-program': install it"),
+        ("", "there is no program in it"),
+        ("python 'x.py", "it is no command: No closing quotation"),
+        ("sandbox:'x.py", "it is no command: No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_told_before_the_run(value: str, told: str) -> None:
+    assert _check_environment(make_args(mcp_server=[COMMAND, "http://127.0.0.1:1/mcp"], rm_type="f1")) == []
+    (problem,) = _check_environment(make_args(mcp_server=[COMMAND, value], rm_type="f1"))
+    assert told in problem
+
+
 async def test_each_sample_has_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
     for _ in range(2):
         _, script = await talk(monkeypatch, bytes_dir, COMMAND, [call("count"), call("count"), "Done.<eos>"])
