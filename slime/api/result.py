@@ -24,20 +24,23 @@ class Result:
         trainer: The run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or the program's end.
         history: The metrics of each step. ``result.history.column("rollout/raw_reward")`` is the reward curve.
         evaluations: The metrics of each evaluation.
-        checkpoints: The snapshots, the newest last.
         interrupted: Whether Ctrl-C ended the run before its last rollout.
     """
 
     trainer: Trainer
     history: Table
     evaluations: Table
-    checkpoints: list[Path]
     interrupted: bool = False
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
+        """The folder of the run. A later run of the same name renames it."""
         return self.trainer.folder
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The snapshots, the newest last."""
+        return self.trainer.checkpoints
 
     @property
     def rewards(self) -> list[float]:

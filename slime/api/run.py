@@ -44,7 +44,7 @@ def train(
     except BaseException:
         trainer.close(save=False)
         raise
-    return Result(trainer, trainer.history, trainer.evaluations, trainer.checkpoints, interrupted)
+    return Result(trainer, trainer.history, trainer.evaluations, interrupted)
 
 
 def dry_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +85,7 @@ class Trainer:
         # After Ray's own handler was registered, which would otherwise run first.
         atexit.register(self.close)
         self._folder: RunDir = self._display_folder(self._run)
+        self._inode = self._folder.path.stat().st_ino
         self.next_rollout, self.num_rollout = self._run.first_rollout, self._run.num_rollout
         with self._working(self._run):
             self._run.update_weights()
@@ -240,8 +242,8 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run, with its metrics, samples and logs."""
-        return self._folder.path
+        """The folder of the run, with its metrics, samples and logs. A later run of the same name renames it."""
+        return self._files.path
 
     @property
     def history(self) -> Table:
@@ -258,12 +260,27 @@ class Trainer:
         """The complete snapshots of the run, the newest last."""
         from slime.cluster.load_folder import snapshots_of
 
-        return snapshots_of(Path(self.args.save) if self.args.save else self._folder.checkpoints)
+        files, before = self._files, self._folder.path
+        folder = Path(self.args.save) if self.args.save else files.checkpoints
+        if files.path != before and folder.resolve().is_relative_to(before):
+            folder = files.path / folder.resolve().relative_to(before)
+        return snapshots_of(folder)
+
+    @property
+    def _files(self) -> RunDir:
+        """The folder under its present name, which is found by its inode."""
+        from slime.observability.run_dir import RunDir
+
+        path = self._folder.path
+        for place in (path, *path.parent.glob(f"{glob.escape(path.name)}.*")):
+            if place.is_dir() and place.stat().st_ino == self._inode:
+                return RunDir(place)
+        return self._folder
 
     def _rows(self, key: str) -> Table:
         from slime.observability.metrics import read_metrics
 
-        file = self._folder.metrics
+        file = self._files.metrics
         return Table(row for row in (read_metrics(file) if file.is_file() else []) if key in row)
 
     # --- the end -----------------------------------------------------------------------------

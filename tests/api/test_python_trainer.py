@@ -329,6 +329,24 @@ def test_what_was_trained_before_ctrl_c_is_saved_at_the_end(program: Program, tm
     assert trainer.checkpoints == heard == [tmp_path / "s" / "iter_0000000"]
 
 
+@pytest.mark.parametrize("save", [None, "run/checkpoints"])
+def test_a_run_keeps_its_files_when_a_later_one_has_its_name(
+    program: Program, tmp_path: Path, save: str | None
+) -> None:
+    folder = {} if save is None else {"save": str(tmp_path / save), "save_interval": 1}
+    first = program.trainer(num_rollout=2, **folder)
+    first.step()
+    if save is None:
+        first.save()
+    metrics = list(first.history)
+    second = program.trainer(num_rollout=2, **folder)
+    second.step()
+    second.step()
+    assert first.folder == tmp_path / "run.1" and second.folder == tmp_path / "run"
+    assert first.history == metrics and len(second.history) == 2
+    assert first.checkpoints == [tmp_path / "run.1" / "checkpoints" / "iter_0000000"]
+
+
 def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Program) -> None:
     trainer = program.trainer(num_rollout=2)
     with pytest.raises(ValueError, match="nothing to save"):
