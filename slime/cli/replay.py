@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError
+from slime.cli.errors import CommandError, writing
 
 if TYPE_CHECKING:
     from slime.replay.step import Replayed, Wanted
@@ -51,7 +51,11 @@ def replay(folder: Path, options: ReplayOptions) -> int:
             started = Path(attempt_of(attempts_of(folder), options.step).settled.working_directory)
             if started.is_dir():
                 os.chdir(started)
-        result = replay_step(read_run(folder, options.step, options.flags), wanted)
+        run = read_run(folder, options.step, options.flags)
+        if tensors is not None:
+            with writing(f"--tensors {options.tensors}"):
+                tensors.mkdir(parents=True, exist_ok=True)
+        result = replay_step(run, wanted)
     except (ReplayError, RankError, DebugDataError) as error:
         raise CommandError(str(error)) from error
     _show(result, wanted, options.as_json, folder)

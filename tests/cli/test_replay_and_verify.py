@@ -13,6 +13,7 @@ from slime.cli import replay as replay_command
 from slime.cli import verify as verify_command
 from slime.cli.main import main
 from slime.cli.replay import ReplayOptions
+from slime.replay import recorded, step
 from slime.verify import run as verify_run
 from slime.verify.check import Check
 from slime.verify.run import Verified
@@ -109,3 +110,14 @@ def test_a_damaged_config_leaves_out_the_texts_of_tokens(tmp_path: Path) -> None
     """The settings of the replay come from attempts.jsonl, so that this shows only after the step was computed."""
     (tmp_path / "config.yaml").write_text("{")
     assert replay_command._texts(tmp_path, [1, 2]) == []
+
+
+def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recorded, "read_run", lambda *_: None)
+    monkeypatch.setattr(step, "replay_step", lambda *_: pytest.fail("it trains"))
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["replay", str(tmp_path), "--step", "0", "--tensors", str(file)]) == 1
+    assert f"cannot write --tensors {file}: File exists" in capsys.readouterr().err
