@@ -133,8 +133,16 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate all evaluation sets with the current weights, and return their metrics."""
-        run = self._open()
+        """Evaluate all evaluation sets with the current weights, and return their metrics.
+
+        Raises:
+            ValueError: The run has no evaluation set; it goes on.
+        """
+        from slime.config.rollout import OWN_FUNCTIONS
+
+        run, args = self._open(), self.args
+        if not (args.eval_prompt_data or args.eval_config) and args.eval_function_path in OWN_FUNCTIONS:
+            raise ValueError("there is nothing to evaluate: make the trainer with eval_data")
         with self._working(run):
             self._finish_evaluation(run)
             self._start_evaluation(run, self.next_rollout)

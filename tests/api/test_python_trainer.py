@@ -55,7 +55,8 @@ class Program:
         return opened()
 
     def trainer(self, callbacks: Any = (), **flags: Any) -> Trainer:
-        self.driver = Driver(**flags)
+        data = {"eval_prompt_data": ["gsm8k", "gsm8k.jsonl"]} if "eval_interval" in flags else {}
+        self.driver = Driver(**flags, **data)
         self.driver.stop.in_program = True
         run_dir = RunDir.create(self.driver.args.with_values(output_dir=str(self.folder), run_name="run"))
         self.driver.log.display.run_dir = run_dir
@@ -111,6 +112,14 @@ def test_steps_are_those_of_the_loop(program: Program, tmp_path: Path) -> None:
     assert program.ended == [None] and program.driver.run.completed
     with pytest.raises(Closed, match="processes of this run have ended"):
         trainer.step()
+
+
+def test_an_evaluation_without_data_is_refused_and_the_run_goes_on(program: Program) -> None:
+    trainer = program.trainer(num_rollout=1)
+    with pytest.raises(ValueError, match="nothing to evaluate: make the trainer with eval_data"):
+        trainer.evaluate()
+    trainer.step()
+    assert "eval" not in program.said() and len(trainer.history) == 1
 
 
 def test_train_is_the_whole_loop(program: Program) -> None:
