@@ -162,7 +162,9 @@ class Prefetcher:
                     batch = ray.get(asked, timeout=limit)
                 except ray.exceptions.GetTimeoutError:
                     what = f"rollout {rollout_id} to be generated"
-                    raise WaitExpired(f"waited {limit:.0f} s (--phase-timeout) for {what}") from None
+                    raise WaitExpired(
+                        f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"
+                    ) from None
                 with self.changed:
                     self.generating = False
                     self.finished.append(batch)
@@ -187,8 +189,9 @@ class Prefetcher:
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
             self._announce_version()
-            if time.monotonic() - started > self._manager.timeout:
-                raise WaitExpired(f"waited {time.monotonic() - started:.0f} s (--phase-timeout) for {what}")
+            waited, limit = time.monotonic() - started, self._manager.timeout
+            if waited > limit:
+                raise WaitExpired(f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}")
             self.changed.wait(POLL_SECONDS)
 
     def next(self) -> RolloutBatch:

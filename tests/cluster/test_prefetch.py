@@ -231,7 +231,7 @@ def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.Monkey
         return ref()
 
     monkeypatch.setattr(ray, "get", get)
-    said = r"waited 10 s \(--phase-timeout\) for rollout 0 to be generated"
+    said = r"waited 10 s \(deadline 10 s, --phase-timeout\) for rollout 0 to be generated"
     with Run(Manager(in_flight=False)).prefetch() as rollouts, pytest.raises(WaitExpired, match=said):
         rollouts.next()
 

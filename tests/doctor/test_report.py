@@ -299,7 +299,7 @@ def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drop
         ("cluster/polling.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
         ("cluster/ray_wait.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
         ("cluster/ray_wait.py", "did not answer for 3 s (--status-timeout); waited for x", "wait_expired"),
-        ("cluster/prefetch.py", "waited 3 s for x", "wait_expired"),
+        ("cluster/prefetch.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
         ("rollout/evaluate.py", "the evaluation did not finish within 3 s (--phase-timeout): ", "wait_expired"),
         ("rollout/fully_async_rollout.py", "3 groups did not finish within 3 s before a weight update", "wait_expired"),
         ("rollout/abort.py", "3 groups did not end after the abort of all requests (--phase-timeout)", "wait_expired"),
