@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from slime.checkpoint import manifest, snapshot
 from slime.checkpoint.files import DigestedFile, FileEntry, file_digest
 from slime.checkpoint.snapshot import SnapshotError
+from slime.observability.best_effort import take_warnings
 
 
 def save(folder: Path, rollout_id: int, files: dict[str, bytes] | None = None, **manifest: object) -> Path:
@@ -130,6 +131,7 @@ def test_an_old_snapshot_that_cannot_be_deleted_does_not_end_the_run(
         assert [found.iteration for found in snapshot.snapshots(tmp_path)] == [1, 2]
     save(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.glob("*iter_0*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert all("the next save tries again" in told for told in take_warnings()), "the driver shows them"
 
 
 def test_prune_keeps_one_every_so_many(tmp_path: Path) -> None:
@@ -289,6 +291,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from slime.checkpoint import snapshot
+from slime.observability.best_effort import take_warnings
 save = Path(sys.argv[1])
 found = snapshot.latest(save)
 rollout_id = 0 if found is None else found.iteration

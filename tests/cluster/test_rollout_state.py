@@ -89,6 +89,7 @@ def resumed(source: Counted, again: Counted, folder: Path) -> Counted:
 
 
 def test_a_users_source_is_restored_by_its_state_without_methods_for_files(tmp_path: Path) -> None:
+    take_warnings()  # of other tests in this process
     again = resumed(Stateful(None), Stateful(None), tmp_path)
     assert again.given == 8, "after the newest rollout, whose samples the snapshot holds"
     assert not take_warnings()
