@@ -58,13 +58,12 @@ class FolderLock:
             self._descriptor = None
 
 
-def lock_run(output_dir: str, name: str) -> FolderLock:
-    """Lock the folder of a run, before it is created: that of an earlier run of the name is renamed then.
+def lock_run(root: Path, name: str) -> FolderLock:
+    """Lock the folder of a run in ``root``, before it is created: that of an earlier run of the name is renamed then.
 
     Raises:
         FolderInUse: That run has not ended.
     """
-    root = Path(output_dir).expanduser()
     file = root / RUN_LOCKS / name.replace("/", "-")
     return FolderLock(file, f"the folder {root / name}", "give this one another --run-name")
 

@@ -107,7 +107,7 @@ def prepare(args: Args, in_program: bool = False) -> Parts:
     from slime.observability.run_dir import RunDir
 
     begin = StartingPoint.from_args(args)
-    locks = [lock_run(args.output_dir or "outputs", args.run_name)]
+    locks = [lock_run(RunDir.parent_of_runs(args.output_dir), args.run_name)]
     try:
         folder = RunDir.create(args, resume=begin.resumes)
         locks += [lock_save(args.save)] if args.save else []

@@ -51,10 +51,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 @functools.cache
 def _torch_is_cpu_build() -> bool:
-    try:
-        return importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return (version_of("torch") or "").endswith("+cpu")
 
 
 def source_addresses(host: str) -> int:
@@ -104,6 +101,21 @@ def raise_file_limit() -> None:
 def cache_folder(what: str) -> Path:
     """Return the folder for what slime can make again, which may be removed at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / what
+
+
+def remember(mark: Path) -> None:
+    """Create an empty file in the cache folder. Without a home that can be written to, nothing is remembered."""
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def installed(module: str) -> bool:

@@ -9,7 +9,6 @@ config field in megatron-core, or one of another name (``field``). The values th
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Required, TypedDict
 
 from slime.config.flag import Flag, Kind, Loose
+from slime.config.machine import version_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -192,10 +192,7 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
 
 def installed_sglang() -> str | None:
     """Return the version of the installed SGLang without importing it; None if it is not installed."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return version_of("sglang")
 
 
 def sglang_table_version() -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 if TYPE_CHECKING:
@@ -88,9 +87,9 @@ def load_image(item: object) -> Image.Image:
     text = str(item)
     if text.startswith("data:"):
         return load_image(base64.b64decode(text.partition(",")[2]))
-    if urlsplit(text).scheme in ("http", "https"):
+    path = _local_path(text)
+    if path is None:
         return load_image(_fetched(text))
-    path = Path(text.removeprefix("file://")).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"image {path} does not exist (looked for {path.absolute()})")
     return load_image(path.read_bytes())
@@ -100,10 +99,15 @@ def absent_file(item: object) -> str | None:
     """The path from which :func:`load_image` would read an image, if there is no such file."""
     if isinstance(item, Mapping) and item.get("bytes") is None:
         item = item.get("path")
-    if not isinstance(item, str) or item.startswith(("data:", "http://", "https://")):
-        return None
-    path = os.path.expanduser(item.removeprefix("file://"))
-    return None if os.path.isfile(path) else path
+    path = _local_path(item) if isinstance(item, str) and not item.startswith("data:") else None
+    # Path.is_file() raises an error for a name that is too long, such as base64 that lacks its data: URL.
+    return None if path is None or os.path.isfile(path) else str(path)
+
+
+def _local_path(text: str) -> Path | None:
+    """The file that a path or a file: URL names; None for an http(s): URL."""
+    remote = text.lower().startswith(("http://", "https://"))
+    return None if remote else Path(text.removeprefix("file://")).expanduser()
 
 
 @functools.lru_cache(maxsize=64)

@@ -58,6 +58,10 @@ class RunDir:
     summary = _Inside("summary.json")
     reward_curve = _Inside("reward_curve.png")
 
+    @staticmethod
+    def parent_of_runs(output_dir: str | None) -> Path:
+        return Path(output_dir or "outputs").expanduser().resolve()
+
     @classmethod
     def create(cls, args: Args, resume: bool = False) -> RunDir:
         """Create the folder of a run and write the resolved config to it.
@@ -70,7 +74,7 @@ class RunDir:
         """
         import yaml
 
-        root = Path(args.output_dir or "outputs").expanduser().resolve()
+        root = cls.parent_of_runs(args.output_dir)
         run = cls(root / args.run_name)
         try:
             if not resume and not _inside(args.load, run.path):

@@ -162,7 +162,7 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="manual") == [] and len(asked) == 1
     assert problems(policy="random") == [] and len(asked) == 2, "other options are another question"
     assert problems(policy="mannual") == problems(policy="mannual") != [] and len(asked) == 4, "errors are not kept"
-    monkeypatch.setattr("slime.engines.sglang.check._version", lambda package: "99")
+    monkeypatch.setattr("slime.engines.sglang.check.version_of", lambda package: "99")
     assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
     assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7

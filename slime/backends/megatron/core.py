@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 import warnings
 from pathlib import Path
 
+from slime.config.machine import version_of
 from slime.config.megatron_lm import installed_core, prefer_installed_core
 
 SUPPORTED = ("0.16",)
@@ -26,12 +26,11 @@ def prepare() -> str:
         MegatronError: A package is missing, the release was not tested, or the imported ``megatron.core`` is not the
             installed one.
     """
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    version = version_of("megatron-core")
+    if version is None:
         raise MegatronError(
             "--train-backend megatron needs megatron-core: pip install 'slime[megatron]', or use --train-backend fsdp"
-        ) from None
+        )
     if not version.startswith(SUPPORTED):
         raise MegatronError(f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested")
     if importlib.util.find_spec("psutil") is None:

@@ -8,10 +8,8 @@ a server group. All errors are reported at once, before any engine is started.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -20,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime.config.machine import cache_folder, installed
+from slime.config.machine import cache_folder, installed, remember, version_of
 
 if TYPE_CHECKING:
     from slime.engines.plan import EngineSpec
@@ -66,24 +64,15 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
         return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
     problems: list[str] = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
     if not problems:
-        with contextlib.suppress(OSError):  # without a home that can be written to, every run asks
-            accepted.parent.mkdir(parents=True, exist_ok=True)
-            accepted.touch()
+        remember(accepted)
     return problems
 
 
 def _mark_of_acceptance(asked: str, cpu: bool) -> Path:
     """Return the file that exists if the programs installed here have accepted the options ``asked`` before."""
-    versions = {name: _version(name) for name in ("sglang", "sglang-router")}
+    versions = {name: version_of(name) for name in ("sglang", "sglang-router")}
     key = json.dumps([asked, cpu, sys.prefix, os.environ.get("PYTHONPATH", ""), versions], sort_keys=True)
     return cache_folder("accepted-options") / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class _Refused(Exception):

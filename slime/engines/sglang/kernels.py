@@ -7,8 +7,6 @@ CUDA graphs, at the end of its start. On a machine with an H200, this compilatio
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -16,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from slime.config.machine import cache_folder, count_gpus, installed
+from slime.config.machine import cache_folder, count_gpus, installed, remember, version_of
 
 
 def compile_meanwhile() -> threading.Thread | None:
@@ -45,11 +43,8 @@ def _mark(capability: str) -> Path | None:
 
     None if FlashInfer was not installed as a package, so that its version is unknown.
     """
-    try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return cache_folder("kernels") / f"flashinfer-{version}-{capability}"
+    version = version_of("flashinfer-python")
+    return None if version is None else cache_folder("kernels") / f"flashinfer-{version}-{capability}"
 
 
 def _compute_capability() -> str | None:
@@ -71,10 +66,7 @@ def main() -> None:
     kernel = gen_norm_module()
     if not kernel.is_aot:
         kernel.build(verbose=False)
-    done = Path(sys.argv[1])
-    with contextlib.suppress(OSError):  # without a home that can be written to, every start looks whether it is there
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+    remember(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":
