@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,13 @@ class Kernel:
             raise RuntimeError("Ninja build failed.")
 def gen_norm_module():
     return Kernel()
+"""
+
+WAITS = """
+import os, time
+until = time.monotonic() + 30
+while not os.path.exists(os.environ["BUILT"]) and time.monotonic() < until:
+    time.sleep(0.05)
 """
 
 
@@ -68,6 +77,19 @@ def test_a_kernel_is_compiled_once_for_each_kind_of_gpu(built: Path) -> None:
     assert not compile_and_wait()
     write_tool(built.parent / "bin" / "nvidia-smi", "10.0")
     assert compile_and_wait() and built.read_text().split() == ["9.0", "10.0"]
+
+
+def test_a_server_on_a_gpu_compiles_while_sglang_starts(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for SGLang that waits for the compilation, in the process that slime starts."""
+    site = built.parent / "site"
+    (site / "torch-9.dist-info").mkdir()
+    (site / "torch-9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9\n")  # a build for GPUs
+    (site / "sglang").mkdir()
+    (site / "sglang" / "__init__.py").touch()
+    (site / "sglang" / "launch_server.py").write_text(WAITS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    subprocess.run([sys.executable, "-m", "slime.engines.sglang.server"], check=True, timeout=60)
+    assert built.read_text().split() == ["9.0"]
 
 
 def test_a_compilation_that_failed_is_tried_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
