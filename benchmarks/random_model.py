@@ -265,7 +265,8 @@ def initial_vectors(config: Any) -> dict[str, Any]:
     A norm that multiplies by 1 + weight begins with zeros. With ones, each norm doubles what it returns, and rounding
     to bfloat16 changes the log-probs of a model of 32 layers four times as much.
     """
-    model, found = _without_memory(config), {}
+    model = _without_memory(config)
+    found: dict[str, Any] = {}
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own and all(tensor.dim() == 1 for tensor in own.values()):
