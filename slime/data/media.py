@@ -107,7 +107,8 @@ def absent_file(item: object) -> str | None:
 def _local_path(text: str) -> Path | None:
     """The file that a path or a file: URL names; None for an http(s): URL."""
     remote = text.lower().startswith(("http://", "https://"))
-    return None if remote else Path(text.removeprefix("file://")).expanduser()
+    # Path.expanduser() raises an error for a user who does not exist; such a path is reported as a missing file.
+    return None if remote else Path(os.path.expanduser(text.removeprefix("file://")))
 
 
 @functools.lru_cache(maxsize=64)

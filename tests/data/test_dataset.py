@@ -319,6 +319,8 @@ def test_images_from_everywhere(tmp_path: Path) -> None:
     assert processor_inputs({"images": [path], "videos": ["v"]})["videos"] == ["v"]
     with pytest.raises(FileNotFoundError, match=r"absent\.png does not exist"):
         load_image("absent.png")
+    with pytest.raises(FileNotFoundError, match=r"no-such-user/absent\.png does not exist"):
+        load_image("~no-such-user/absent.png")
     with pytest.raises(TypeError, match="needs bytes or path, this has url"):
         load_image({"url": "x"})
 
