@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,32 +60,43 @@ class AdapterPayload:
         return base64.b64encode(pickle.dumps(dict(self.bucket.tensors))).decode()
 
 
-def adapter_payload(bucket: Bucket, shared: bool, digests: bool) -> AdapterPayload:
+@dataclass(frozen=True)
+class AdapterRequest:
+    """An encoded request to one engine, which loads an adapter; see
+    :meth:`slime.engines.handle.EngineHandle.adapter_request`."""
+
+    name: str
+    path: str
+    body: bytes
+
+
+def adapter_payload(bucket: Bucket, digests: bool, memory: Callable[[int], torch.Tensor] | None) -> AdapterPayload:
     """Copy the factors to host memory, and compute their digests if these are wanted.
 
-    The memory is new for each version: an engine that got it in shared memory keeps it as long as it has the version.
-    It is shared from the start, so that the copy is complete before an engine pauses for it.
+    Args:
+        memory: Returns shared memory of a number of bytes, into which the factors are copied (see
+            :func:`shared_memory`). None to copy them into memory of their own, because the engines are on other hosts.
     """
     import torch
 
     from slime.engines.flat import Bucket, flatten, layout
 
     entries, size = layout(bucket.tensors)
-    flat = _shared(size) if shared else torch.zeros(size, dtype=torch.uint8)
+    flat = torch.zeros(size, dtype=torch.uint8) if memory is None else memory(size)
     if bucket.tensors[0][1].is_cuda:  # one copy between the devices
         flat.copy_(flatten(bucket.tensors, entries, size))
     else:
         flatten(bucket.tensors, entries, size, flat)
     own = [(entry.name, entry.view(flat)) for entry in entries]
-    if not shared:  # a pickle of a view would contain the whole buffer
+    if memory is None:  # a pickle of a view would contain the whole buffer
         own = [(name, tensor.clone()) for name, tensor in own]
-    copy = Bucket(bucket.index, own, bucket.last, flat if shared else None, adapter=True)
+    copy = Bucket(bucket.index, own, bucket.last, None if memory is None else flat, adapter=True)
     sums = {name: _sha256(tensor) for name, tensor in own} if digests else None
     assert all(tensor.device == torch.device("cpu") for _, tensor in own)
-    return AdapterPayload(copy, sums, shared)
+    return AdapterPayload(copy, sums, shared=memory is not None)
 
 
-def _shared(size: int) -> torch.Tensor:
+def shared_memory(size: int) -> torch.Tensor:
     """Return zeroed bytes that other processes can open by name."""
     import torch
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.engines.adapter_payload import AdapterPayload
+from slime.engines.adapter_payload import AdapterPayload, AdapterRequest
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.sglang_api import (
@@ -69,9 +70,15 @@ class EngineHandle:
     async def connect(self) -> ApiVersion:
         """Return the API version of the engine. Only the first call sends a request; later calls use its result."""
         if self._api is None:
-            said = await self._get("/server_info")
-            self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
+            await self._server_info()
+        assert self._api is not None
         return self._api
+
+    async def _server_info(self) -> dict[str, Any]:
+        said: dict[str, Any] = await self._get("/server_info")
+        if self._api is None:
+            self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
+        return said
 
     async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
         """Send one request, and once more if the server closed the connection before it answered.
@@ -109,8 +116,8 @@ class EngineHandle:
         return True
 
     async def info(self) -> EngineInfo:
+        said, model = await asyncio.gather(self._server_info(), self._get("/model_info"))
         api = await self.connect()
-        said, model = await self._get("/server_info"), await self._get("/model_info")
         return EngineInfo(
             kind=api.kind,
             version=str(said["version"]),
@@ -136,8 +143,13 @@ class EngineHandle:
             raise EngineError(f"{self.url} cannot update weights in pause mode retract; use abort or in_place")
         await self._post("/pause_generation", {"mode": mode})
 
-    async def continue_generation(self) -> None:
-        await self._post("/continue_generation")
+    async def continue_generation(self, empty_device_cache: bool = True) -> None:
+        """Continue to generate.
+
+        Args:
+            empty_device_cache: Whether SGLang first returns the device memory that torch holds without need.
+        """
+        await self._post("/continue_generation", {} if empty_device_cache else {"torch_empty_cache": False})
 
     async def flush_cache(self) -> None:
         await self._post("/flush_cache")
@@ -172,35 +184,50 @@ class EngineHandle:
             raise EngineError(f"{self.url} cannot be updated with an adapter: use --lora-sync merged")
         await self._post("/set_lora_layers", {"config_dict": dict(config)}, self.update_seconds)
 
-    async def load_adapter(self, name: str, config: Mapping[str, object], source: Path | AdapterPayload) -> None:
-        """Load an adapter (LoRA) under a name, in place of the one that has this name.
+    async def adapter_request(
+        self, name: str, config: Mapping[str, object], source: Path | AdapterPayload
+    ) -> AdapterRequest:
+        """Return the request with which :meth:`load_adapter` loads an adapter (LoRA), encoded.
 
-        The engine must be paused and have no requests of the old one, since SGLang unloads an adapter only when the
-        last of its requests has ended.
+        It can be made while the engine generates. It must be sent to this engine only, and once.
 
         Args:
+            name: The name of the adapter.
             config: The content of PEFT's ``adapter_config.json``.
             source: The factors, or a folder with PEFT's files.
 
         Raises:
-            EngineError: The engine was started without ``--enable-lora``, or refuses the adapter.
+            EngineError: The engine was started without ``--enable-lora``.
         """
+        import orjson
+
         capabilities = (await self.connect()).capabilities
         if not capabilities.named_adapters:
             raise EngineError(
                 f"{self.url} cannot load adapters: start it with --enable-lora, --max-lora-rank and "
                 "--lora-target-modules, or use --lora-sync merged"
             )
-        await self.unload_adapter(name)
         if not isinstance(source, AdapterPayload):
-            await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(source)}, self.update_seconds)
-            return
+            body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
+            return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
         if (await self.connect()).kind == "embedded":
             tensors = handles(source.bucket)
         else:
             tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
-        body: dict[str, object] = {"lora_name": name, "config_dict": dict(config), **tensors}
-        await self._post("/load_lora_adapter_from_tensors", body, self.update_seconds)
+        body = {"lora_name": name, "config_dict": dict(config), **tensors}
+        return AdapterRequest(name, "/load_lora_adapter_from_tensors", orjson.dumps(body))
+
+    async def load_adapter(self, request: AdapterRequest) -> None:
+        """Load an adapter (LoRA) under its name, in place of the one that has this name.
+
+        The engine must be paused and have no requests of the old one, since SGLang unloads an adapter only when the
+        last of its requests has ended.
+
+        Raises:
+            EngineError: The engine refuses the adapter.
+        """
+        await self.unload_adapter(request.name)
+        await self._post(request.path, request.body, self.update_seconds)
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter when the last of its requests has ended. Nothing happens if there is none of this name."""

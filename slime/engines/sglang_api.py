@@ -40,6 +40,7 @@ class Capabilities:
     adapters: bool = False  # an update can consist of the factors of an adapter (LoRA) only
     named_adapters: bool = False  # adapters are loaded by a name, which requests give as lora_path
     adapter_digests: bool = False  # an adapter is compared with the sender's digests before it is loaded
+    adapter_cache_keys: bool = False  # each load of an adapter gets a new id, which is part of the keys of the KV cache
 
 
 class EngineError(RuntimeError):
@@ -130,9 +131,10 @@ SGLANG_0_5_23 = ApiVersion(
         weight_comparison=True,
         flat_broadcast=True,
         adapter_digests=True,
+        adapter_cache_keys=True,
     ),
 )
-SGLANG_0_5_15 = ApiVersion(kind="sglang", capabilities=Capabilities(weight_comparison=True))
+SGLANG_0_5_15 = ApiVersion(kind="sglang", capabilities=Capabilities(weight_comparison=True, adapter_cache_keys=True))
 """This version has no calls to begin and end an update. Its scheduler supports ``retract``, but an assertion in it
 fails if weights or cache change before retracted requests have run again. So ``retract`` is never used: an update in
 flight aborts the requests, and the client continues them with the tokens generated so far. A response names only one

@@ -5,39 +5,43 @@ from __future__ import annotations
 import logging
 import weakref
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from slime.weights.delta import HostBucket
-
 logger = logging.getLogger(__name__)
 
 
-def pin(bucket: HostBucket, device: torch.device) -> bool:
-    """Page-lock the host buffer of a bucket in this process while the bucket exists. Return whether this succeeded.
+class HostMemory(Protocol):
+    """An object with a buffer in host memory."""
+
+    flat: torch.Tensor  # uint8
+
+
+def pin(owner: HostMemory, device: torch.device) -> bool:
+    """Page-lock the buffer of an object in this process while the object exists. Return whether this succeeded.
 
     Every process that maps shared memory must register its own mapping, although the pages exist only once. If CUDA
     refuses, the memory stays pageable, which is correct but slower.
 
     Args:
-        device: The device to which the buffer is copied. Nothing happens unless it is a CUDA device.
+        device: The device to or from which the buffer is copied. Nothing happens unless it is a CUDA device.
     """
-    if device.type != "cuda" or not bucket.flat.numel():
+    if device.type != "cuda" or not owner.flat.numel():
         return False
-    runtime, storage = _runtime(), bucket.flat.untyped_storage()
+    runtime, storage = _runtime(), owner.flat.untyped_storage()
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
     if code:
         logger.warning(
-            "cudaHostRegister of %.0f MiB of shared memory failed (error %d): weight updates are copied to the GPU at "
-            "the lower speed of pageable memory", storage.nbytes() / 2**20, code,
+            "cudaHostRegister of %.0f MiB of shared memory failed (error %d): weight updates are copied at the lower "
+            "speed of pageable memory", storage.nbytes() / 2**20, code,
         )  # fmt: skip
         _clear_error(device)
         return False
     # The finalizer holds a reference to the storage, so the memory stays mapped until it is unregistered. It does not
     # run at exit: then the driver releases everything, and CUDA may have been shut down already.
-    weakref.finalize(bucket, _unpin, runtime, storage).atexit = False
+    weakref.finalize(owner, _unpin, runtime, storage).atexit = False
     return True
 
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slime.engines.background import background_loop, run
@@ -304,7 +305,7 @@ class _Sender:
         others generate again by then."""
         update = WeightUpdate(self.version, handoff, allow_delta=not self.check_equal, peers=self.peers)
         try:
-            result = await self.transport.send(update, plan.reached, lambda: self.window.open(plan.reached))
+            result = await self.transport.send(update, plan.reached, partial(self.window.open, plan.reached))
         except BaseException:  # the update itself could not be read, so no engine has all of it
             await self.window.mark_torn(self.window.entered)
             raise

@@ -33,6 +33,7 @@ class UpdateWindow:
             when its last request has ended, and a request may hold it before the engine counts the request.
 
     Attributes:
+        adapter_only: Whether nothing but an adapter changes that engines load by name.
         opened, closed: The times of ``time.perf_counter()``; 0 before the event.
         entered: The engines that are paused and ready for the update.
     """
@@ -50,15 +51,16 @@ class UpdateWindow:
         self.adapter, self.ends_requests = adapter, ends_requests
         self.version, self.bracketed, self.check_equal = version, bracketed, check_equal
         self.pause_mode, self.deadline = pause_mode, deadline
+        self.adapter_only = False
         self.opened = self.closed = 0.0
         self.entered: list[EngineHandle] = []
         self.failed: Failures = {}
         self._checksums: dict[str, dict[str, str]] = {}  # before the weights are overwritten, by URL
 
-    async def open(self, engines: Sequence[EngineHandle]) -> list[EngineHandle]:
+    async def open(self, engines: Sequence[EngineHandle], adapter_only: bool = False) -> list[EngineHandle]:
         """Pause, flush and begin the update on all engines, and return those that are ready."""
         # The flush must come after the pause; otherwise requests could compute KV of the old weights after the flush.
-        self.opened = time.perf_counter()
+        self.opened, self.adapter_only = time.perf_counter(), adapter_only
         ready = await self._each(engines, self.pause_and_flush, "pause and flush")
         if self.check_equal:
             ready = await self._each(ready, self._overwrite, "overwrite its weights")
@@ -84,7 +86,9 @@ class UpdateWindow:
             whole = await self._each(whole, lambda engine: engine.end_update(self.version), "end the update")
         if self.check_equal:
             await audit.check_restored(whole, self._checksums, self.deadline)
-        whole = await self._each(whole, lambda engine: engine.continue_generation(), "continue generation")
+        # A full update of the weights leaves memory behind, which the trainer may need. An adapter does not.
+        empty = not self.adapter_only
+        whole = await self._each(whole, lambda engine: engine.continue_generation(empty), "continue generation")
         self.closed = time.perf_counter()
         return whole, torn
 
@@ -96,10 +100,12 @@ class UpdateWindow:
 
     async def pause_and_flush(self, engine: EngineHandle) -> None:
         """Pause the engine, and flush its KV cache, which belongs to the old weights."""
-        load = await engine.load()
+        if self.adapter_only and self.ends_requests and engine.capabilities.adapter_cache_keys:
+            # The KV cache of the base and of other adapters stays valid, and no request finds that of the old version.
+            await engine.pause(self._busy_mode(engine))
+            return
         # If there are no requests, the mode makes no difference, and ``in_place`` is the fastest.
-        busy = self.ends_requests or load["running"] or load["waiting"]
-        mode = self._busy_mode(engine) if busy else None
+        mode = self._busy_mode(engine) if self.ends_requests or await self._has_requests(engine) else None
         await engine.pause(mode or "in_place")
         if mode is None:
             try:
@@ -110,6 +116,10 @@ class UpdateWindow:
                 await engine.pause(mode)
         if mode != "in_place":  # requests that continue in place keep their KV cache
             await engine.flush_cache()
+
+    async def _has_requests(self, engine: EngineHandle) -> bool:
+        load = await engine.load()
+        return bool(load["running"] or load["waiting"])
 
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
         """Return the mode for an engine with requests: that of the flag, or by default ``retract`` if the engine

@@ -9,6 +9,7 @@ import pytest
 
 from slime.engines.sglang_api import Capabilities, EngineError
 from slime.weights.sync import sync_weights
+from slime.weights.transports import SendResult
 from slime.weights.window import UpdateWindow
 
 
@@ -16,10 +17,17 @@ class Engine:
     """Notes what it is asked."""
 
     def __init__(
-        self, running: int = 0, retract: bool = True, slips_in: bool = False, version_spans: bool = True
+        self,
+        running: int = 0,
+        retract: bool = True,
+        slips_in: bool = False,
+        version_spans: bool = True,
+        adapter_cache_keys: bool = False,
     ) -> None:
         self.url, self.running, self.slips_in = "engine", running, slips_in
-        self.capabilities = Capabilities(retract=retract, version_spans=version_spans)
+        self.capabilities = Capabilities(
+            retract=retract, version_spans=version_spans, adapter_cache_keys=adapter_cache_keys
+        )
         self.asked: list[str] = []
 
     async def load(self) -> dict[str, Any]:
@@ -32,6 +40,9 @@ class Engine:
         if self.slips_in and self.asked[-1] == "in_place":
             raise EngineError("not flushed: a request runs")
         self.asked.append("flush")
+
+    async def continue_generation(self, empty_device_cache: bool) -> None:
+        self.asked.append(f"continue, empty {empty_device_cache}")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +69,19 @@ async def test_an_adapter_is_replaced_only_after_requests_that_are_not_counted_y
     engine: Any = Engine()
     await UpdateWindow("0.1", True, False, "abort", 60.0, ends_requests=True).pause_and_flush(engine)
     assert engine.asked == ["abort", "flush"]
+
+
+@pytest.mark.parametrize("adapter_only", [True, False])
+@pytest.mark.parametrize("keys", [True, False])
+async def test_the_cache_is_kept_if_only_an_adapter_changes(adapter_only: bool, keys: bool) -> None:
+    """SGLang gives each load of an adapter a new id, so that no request finds the KV cache of an older version. With
+    any other engine or update, the cache would be that of old weights."""
+    engine: Any = Engine(adapter_cache_keys=keys)
+    window = UpdateWindow("0.1", False, False, "abort", 60.0, ends_requests=True)
+    assert await window.open([engine], adapter_only) == [engine]
+    await window.close(SendResult())
+    kept = adapter_only and keys
+    assert engine.asked == ["abort", *([] if kept else ["flush"]), f"continue, empty {not adapter_only}"]
 
 
 async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:

@@ -14,7 +14,7 @@ from real_engines import VOCAB, Engines, save_tiny_model, sync_args
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import score_probe
-from slime.engines.adapter_payload import adapter_payload
+from slime.engines.adapter_payload import adapter_payload, shared_memory
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineError
@@ -139,9 +139,9 @@ def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
     other.save_hf(str(tmp_path))
     train(mine, 3)
     sync(mine, model, engine, "0.1")
-    payload = adapter_payload(Bucket(0, list(factors.items())), shared=True, digests=False)
-    run(engine.load_adapter("older", mine.adapter_sync.config, payload))
-    run(engine.load_adapter("other", mine.adapter_sync.config, tmp_path))
+    payload = adapter_payload(Bucket(0, list(factors.items())), digests=False, memory=shared_memory)
+    for name, source in {"older": payload, "other": tmp_path}.items():
+        run(engine.load_adapter(run(engine.adapter_request(name, mine.adapter_sync.config, source))))
     expected = {None: score_probe(mine, tokens), "older": older, "other": score_probe(other, tokens)}
     for name, ours in expected.items():
         theirs = run(audit.score(engine, tokens, name))

@@ -171,13 +171,35 @@ def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: Engi
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
+def test_a_sync_of_an_adapter_leaves_the_cache_of_the_base(model: Path, engine: EngineHandle) -> None:
+    """The cache is not flushed then, and no request with the new version uses what the old one left in it."""
+    old, new = trainer(model, 14), trainer(model, 15)
+    sync(old, model, engine, "2.5")
+    prompt = audit.probe_tokens(VOCAB)[::-1]  # the audits of the syncs have put the probe itself into the cache
+
+    def cached(name: str | None) -> tuple[int, list[float]]:
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
+        body |= {"return_logprob": True} | ({} if name is None else {"lora_path": name})
+        told = run(engine.generate(body))["meta_info"]
+        return told["cached_tokens"], [entry[0] for entry in told["output_token_logprobs"]]
+
+    for name in (None, ADAPTER_NAME):
+        cached(name)
+        assert cached(name)[0] > 0, name
+    before = cached(ADAPTER_NAME)[1]
+    sync(new, model, engine, "2.6")
+    tokens, after = cached(ADAPTER_NAME)
+    assert tokens == 0 and max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
+    assert cached(None)[0] > 0
+
+
 def test_several_adapters_are_chosen_by_name(model: Path, engine: EngineHandle, tmp_path: Path) -> None:
     """The run's own and one of another run, from its files, in one batch."""
     mine, other = trainer(model, 7), trainer(model, 8)
     other.save_hf(str(tmp_path / "other"))
     sync(mine, model, engine, "3.0")
     assert mine.adapter is not None
-    run(engine.load_adapter("other", mine.adapter.config([]), tmp_path / "other"))
+    run(engine.load_adapter(run(engine.adapter_request("other", mine.adapter.config([]), tmp_path / "other"))))
     names = {ADAPTER_NAME: mine, "other": other}
 
     async def both() -> list[list[float]]:

@@ -10,14 +10,16 @@ import asyncio
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from slime.engines.adapter_payload import AdapterPayload, adapter_payload
+from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.weights.published import publishing
 from slime.weights.settings import Written
+from slime.weights.transports.adapter_memory import AdapterMemory
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
 from slime.weights.update import WeightUpdate
 
@@ -54,6 +56,7 @@ class AdapterTransport:
         self.base, self.adapter, self.config = base, name, config
         self.folder, self.shared, self.digests, self.deadline = folder, shared, digests, deadline
         self.name, self.bracketed, self.bucket_bytes = base.name, base.bracketed, base.bucket_bytes
+        self._memory = AdapterMemory()
         self._published: Path | None = None
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -66,35 +69,51 @@ class AdapterTransport:
         result, ready = SendResult(), list(engines)
         opened = open_window is None
 
-        async def open_once() -> Sequence[EngineHandle]:
+        async def open_once(adapter_only: bool = False) -> Sequence[EngineHandle]:
             nonlocal ready, opened
             if not opened and open_window is not None:
-                ready, opened = list(await open_window()), True
+                ready, opened = list(await open_window(adapter_only)), True
             return ready
 
         if await asyncio.to_thread(buckets.has_base):
             result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
         if buckets.factors is None:
             return result
-        digests = self.digests and any(engine.capabilities.adapter_digests for engine in engines)
-        source = await asyncio.to_thread(adapter_payload, buckets.factors, self.shared, digests)
-        place: AdapterPayload | Path = (
-            source if self.folder is None else await self._publish(self.folder, update.version, source.bucket)
-        )
-        if isinstance(place, Path) and self.written is not None:
-            await asyncio.to_thread(self.written, place, engines)
+        place = await self._host_copy(buckets.factors, update.version, engines)
+
+        async def prepare(engine: EngineHandle) -> AdapterRequest:
+            return await engine.adapter_request(self.adapter, self.config, place)
+
+        requests, failed = await on_each(engines, prepare, "prepare the request with the adapter", self.deadline)
+        result.failed.update(failed)
         lost = {*result.failed, *result.torn}
-        alive = [engine for engine in await open_once() if engine.url not in lost]
+        alive = [engine for engine in await open_once(adapter_only=True) if engine.url not in lost]
 
         async def load(engine: EngineHandle) -> None:
-            await engine.load_adapter(self.adapter, self.config, place)
+            await engine.load_adapter(requests[engine.url])
             if not self.bracketed:  # otherwise the version is set when the update ends
                 await engine.name_version(update.version)
 
-        _, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)
+        if isinstance(place, AdapterPayload) and place.shared:
+            self._memory.sent(engine.url for engine in alive)
+        loaded, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)
+        self._memory.loaded(loaded)
         result.failed.update(failed)
         result.count(buckets.factors)
         return result
+
+    async def _host_copy(self, factors: Bucket, version: str, engines: Sequence[EngineHandle]) -> AdapterPayload | Path:
+        """Copy the factors to host memory, or to files if there is a folder for them."""
+        digests = self.digests and any(engine.capabilities.adapter_digests for engine in engines)
+        device = factors.tensors[0][1].device
+        memory = partial(self._memory.take, device=device) if self.shared else None
+        payload = await asyncio.to_thread(adapter_payload, factors, digests, memory)
+        if self.folder is None:
+            return payload
+        path = await self._publish(self.folder, version, payload.bucket)
+        if self.written is not None:
+            await asyncio.to_thread(self.written, path, engines)
+        return path
 
     async def _publish(self, folder: Path, version: str, bucket: Bucket) -> Path:
         """Write PEFT's files of a version, and remove those of the version before unless files are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,8 +12,16 @@ from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.weights.update import WeightUpdate
 
-OpenWindow = Callable[[], Awaitable[Sequence[EngineHandle]]]
-"""Pauses the engines and opens the update on them, and returns the engines that are ready."""
+
+class OpenWindow(Protocol):
+    """Pauses the engines and opens the update on them, and returns the engines that are ready."""
+
+    def __call__(self, adapter_only: bool = False) -> Awaitable[Sequence[EngineHandle]]:
+        """Open the window.
+
+        Args:
+            adapter_only: Whether nothing but an adapter changes that engines load by name.
+        """
 
 
 @dataclass
