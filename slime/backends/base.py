@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
     from slime.data.fields import RankBatch
-    from slime.weights.settings import AdapterSync
+    from slime.weights.settings import AdapterSource, AdapterSync
 
 ModelTag = Literal["actor", "ref", "teacher", "old_actor", "rollout_actor"]
 Metrics = dict[str, float]
@@ -79,6 +79,9 @@ class TrainBackend(Protocol):
     @property
     def adapter_sync(self) -> AdapterSync | None:
         """Return what :meth:`named_weights` yields of an adapter (LoRA); None if the weights themselves are trained."""
+
+    def adapter_source(self) -> AdapterSource | None:
+        """Return the factors that :meth:`named_weights` yields last; None if it yields no factors."""
 
     def using(self, tag: ModelTag) -> AbstractContextManager[None]:
         """Let the model compute as one of the copies of the weights within the context, also for

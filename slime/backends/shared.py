@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -27,7 +27,7 @@ from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
-from slime.weights.settings import AdapterSync
+from slime.weights.settings import AdapterSource, AdapterSync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -285,6 +285,22 @@ class SharedBackend:
     @property
     def adapter_sync(self) -> AdapterSync | None:
         return None
+
+    def adapter_source(self) -> AdapterSource | None:
+        """See :meth:`TrainBackend.adapter_source`."""
+        sent = self.adapter_sync
+        return None if sent is None or sent.config is None else AdapterSource(self._named_factors(), self._any_rank)
+
+    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the factors of the adapter, if :attr:`adapter_sync` says that they are sent."""
+        raise NotImplementedError
+
+    def _any_rank(self, value: bool) -> bool:
+        if self.world_size == 1:
+            return value
+        found = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -222,6 +222,7 @@ class TrainActor:
                     check_equal=check_equal,
                     peers=peers,
                     memory=self.audit_memory,
+                    adapter=self.backend.adapter_source(),
                 )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
             self.backend.clear_memory()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,16 @@ class AdapterRequest:
     name: str
     path: str
     body: bytes
+
+
+def sglang_config(config: Mapping[str, object]) -> dict[str, object]:
+    """Return PEFT's configuration with the last parts of the names of the layers, which are all that SGLang compares.
+
+    SGLang reads all names again for each factor. With the 252 whole names of an 8B model, this takes half of the time
+    in which it loads an adapter.
+    """
+    names = cast("Sequence[str]", config["target_modules"])
+    return {**config, "target_modules": sorted({name.rpartition(".")[2] for name in names})}
 
 
 def adapter_payload(bucket: Bucket, digests: bool, memory: Callable[[int], torch.Tensor] | None) -> AdapterPayload:

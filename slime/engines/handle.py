@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest
+from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, sglang_config
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.sglang_api import (
@@ -207,14 +207,16 @@ class EngineHandle:
                 f"{self.url} cannot load adapters: start it with --enable-lora, --max-lora-rank and "
                 "--lora-target-modules, or use --lora-sync merged"
             )
+        embedded = (await self.connect()).kind == "embedded"
         if not isinstance(source, AdapterPayload):
             body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
             return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
-        if (await self.connect()).kind == "embedded":
-            tensors = handles(source.bucket)
+        if embedded:
+            body = {"config_dict": dict(config), **handles(source.bucket)}
         else:
             tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
-        body = {"lora_name": name, "config_dict": dict(config), **tensors}
+            body = {"config_dict": sglang_config(config), **tensors}
+        body["lora_name"] = name
         return AdapterRequest(name, "/load_lora_adapter_from_tensors", orjson.dumps(body))
 
     async def load_adapter(self, request: AdapterRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,6 +16,7 @@ from slime.models.fp8_format import Fp8Format
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.engines.flat import NamedTensor
     from slime.engines.handle import EngineHandle
     from slime.weights.delta import Encoding
 
@@ -46,6 +47,19 @@ class AdapterSync:
 
     changing: frozenset[str]
     config: Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """The factors of an adapter (LoRA), with which all ranks can leave out the base together.
+
+    Attributes:
+        factors: The last tensors of the whole stream. Iterating may be a collective operation.
+        any_rank: Returns whether its argument is True on any rank. This is a collective operation.
+    """
+
+    factors: Iterable[NamedTensor]
+    any_rank: Callable[[bool], bool]
 
 
 @dataclass(frozen=True)

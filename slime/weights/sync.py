@@ -42,7 +42,7 @@ from slime.models.fp8_format import layout_of
 from slime.weights import audit, fused
 from slime.weights.changes import AuditMemory, Held, fingerprints
 from slime.weights.handoff import Handoff
-from slime.weights.settings import WeightSyncSettings
+from slime.weights.settings import AdapterSource, WeightSyncSettings
 from slime.weights.transports import Transport
 from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.ipc import IpcTransport
@@ -89,6 +89,7 @@ def sync_weights(
     check_equal: bool = False,
     peers: PeerLink | None = None,
     memory: AuditMemory | None = None,
+    adapter: AdapterSource | None = None,
 ) -> UpdateReport | None:
     """Send one version of the weights to every engine. All ranks must call this; senders get a report, others None.
 
@@ -101,6 +102,8 @@ def sync_weights(
         peers: If engines read from the memory of several training ranks, the link of this rank to the others.
         memory: The state of previous updates, for the audit of engines whose checksums cannot be predicted. It is
             updated.
+        adapter: The factors of an adapter, if they are the last of ``named_weights``. Only they are iterated if no
+            sender must send the base, so that the base is not gathered.
 
     Raises:
         WeightSyncError: Some engines died, hung or refused. All others either have ``version`` and generate, or are
@@ -108,20 +111,43 @@ def sync_weights(
         audit.WeightAuditError: The weights of an engine differ from those that were sent. The error names the engine
             and the tensors.
     """
+    source = _Source(named_weights, adapter)
     if not is_sender:
-        source = iter(named_weights)
         try:
+            tensors = source.start(base=False)
             if peers is not None and peers.engines():
-                _contribute(settings, source, transport, peers)
+                _contribute(settings, tensors, transport, peers)
         finally:
-            for _ in source:  # also after an error, because the other ranks wait in this collective operation
-                pass
+            source.finish()
         return None
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
     sender = _Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
     with no_collections():
-        return sender.run(named_weights)
+        return sender.run(source)
+
+
+class _Source:
+    """The stream of tensors of all ranks, each of which starts it once and iterates it to its end."""
+
+    def __init__(self, whole: Iterable[NamedTensor], adapter: AdapterSource | None) -> None:
+        self.whole, self.adapter = whole, adapter
+        self._tensors: Iterator[NamedTensor] | None = None
+
+    def start(self, base: bool) -> Iterator[NamedTensor]:
+        """Return the stream. This is a collective operation if there is an adapter.
+
+        Args:
+            base: Whether this rank sends the base. If no rank does, the stream has only the factors of the adapter.
+        """
+        alone = self.adapter is not None and not self.adapter.any_rank(base)
+        self._tensors = iter(self.adapter.factors if alone and self.adapter is not None else self.whole)
+        return self._tensors
+
+    def finish(self) -> None:
+        """Iterate to the end, also after an error, because the other ranks wait in these collective operations."""
+        for _ in self.start(base=False) if self._tensors is None else self._tensors:
+            pass
 
 
 def _contribute(
@@ -166,25 +192,24 @@ class _Sender:
         self.memory, self.fingerprints = memory, dict(memory.sent)
         self._scales: dict[str, torch.Tensor] = {}
 
-    def run(self, named_weights: Iterable[NamedTensor]) -> UpdateReport:
+    def run(self, source: _Source) -> UpdateReport:
         start = time.perf_counter()
-        source = iter(named_weights)
         sending: Future[None] | None = None
         try:
             # Connect before the first tensor is gathered, because the dtype to send and the digests to compute depend
             # on the engines.
             plan = run(self._connect())
+            tensors = source.start(base=not self._engines_are_ours(plan))
             handoff = Handoff(self.settings.phase_seconds)
             sending = asyncio.run_coroutine_threadsafe(self._send(plan, handoff), background_loop())
             # When sending has ended, for any reason, the gathering thread must not wait for it to take a bucket.
             sending.add_done_callback(lambda _: handoff.abandon())
-            self._gather(source, plan, handoff)
+            self._gather(tensors, plan, handoff)
             sending.result()
         finally:
             if self.peers is not None:
                 self.peers.close()
-            for _ in source:  # also after an error, because the other ranks wait in this collective operation
-                pass
+            source.finish()
             if sending is not None:  # after an error in gathering, the engines are marked as torn before it propagates
                 wait([sending])
         self.report.pause_seconds = self.window.closed - self.window.opened

@@ -75,10 +75,19 @@ def run(rank: int, world_size: int, paths: dict[str, Path], port: int, layout: s
     if layout == "plain":
         backend.save(paths["output"] / f"snapshot_{world_size}")
         result["next"] = train(backend, make_samples(seed=4))
-        again = make(**LORA, **flags)
+        again = make(**LORA, **flags, lora_sync="adapter")
         again.load(paths["output"] / f"snapshot_{world_size}")
         result["resumed"] = train(again, make_samples(seed=4))
+        result |= sent_alone(again)
     return result
+
+
+def sent_alone(backend: FsdpBackend) -> Result:
+    """What a sync sends to engines that have the base, and what ranks agree on if the last or none needs the base."""
+    source = backend.adapter_source()
+    assert source is not None
+    asked = [source.any_rank(backend.rank == backend.world_size - 1), source.any_rank(False)]
+    return {"alone": dict(source.factors), "sent": dict(backend.named_weights()), "asked": asked}
 
 
 def _whole(p: Any) -> torch.Tensor:

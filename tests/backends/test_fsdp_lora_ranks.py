@@ -75,6 +75,15 @@ def test_resume_is_exact(results: Results, ranks: int) -> None:
     }
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_factors_can_be_sent_without_gathering_the_base(results: Results, ranks: int) -> None:
+    found = results["plain", ranks]
+    assert found["asked"] == [True, False]
+    assert list(found["alone"]) == [name for name in found["sent"] if ".lora_" in name] != []
+    assert len(found["sent"]) > len(found["alone"])
+    assert all(torch.equal(tensor, found["sent"][name]) for name, tensor in found["alone"].items())
+
+
 def test_exports_hold_the_whole_factors(results: Results, paths: dict[str, Path]) -> None:
     for layout in ("plain", "replicas"):
         stored = load_file(str(paths["output"] / f"{layout}_2" / "adapter_model.safetensors"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload, shared_memory
+from slime.engines.adapter_payload import AdapterPayload, AdapterRequest
 from slime.engines.flat import Bucket
 from slime.engines.sglang_api import SGLANG_0_5_15, SGLANG_0_5_23, ApiVersion, EngineError
 from slime.weights.transports.adapter import AdapterTransport
@@ -78,19 +78,6 @@ async def test_the_flags_of_files_hold_for_those_of_an_adapter(keep: bool, tmp_p
     ]
     await transport.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == (["adapter_v0.1", "adapter_v0.2"] if keep else [])
-
-
-def test_factors_are_in_shared_memory_before_they_are_encoded() -> None:
-    """Encoding them happens while engines are paused, and must not copy them."""
-    factors = [(f"layer.{i}.lora_A.weight", torch.full((3, 5), float(i))) for i in range(4)]
-    payload = adapter_payload(Bucket(0, factors), digests=False, memory=shared_memory)
-    flat = payload.bucket.flat
-    assert flat is not None and flat.is_shared()
-    place = flat.data_ptr()
-    payload.body(1, newest=False)
-    assert flat.data_ptr() == place
-    for (name, own), (given, tensor) in zip(payload.bucket.tensors, factors, strict=True):
-        assert name == given and torch.equal(own, tensor)
 
 
 @pytest.mark.parametrize("api", [SGLANG_0_5_15, SGLANG_0_5_23], ids=["0.5.15", "0.5.23"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,24 @@ def train(backend: FsdpBackend, seed: int) -> None:
         p.data = torch.randn(p.shape, generator=generator) * 0.2
 
 
-def sync(backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, name: str = "ipc") -> UpdateReport:
+def sync(
+    backend: FsdpBackend,
+    model: Path,
+    engine: EngineHandle,
+    version: str,
+    name: str = "ipc",
+    gathers: Callable[[], None] = lambda: None,
+) -> UpdateReport:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        gathers()
+        yield from backend.named_weights()
+
     args = sync_args(hf_checkpoint=str(model))
     settings = WeightSyncSettings.from_args(args).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=name == "ipc")
     assert transport.name == name
-    report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, memory=_memory)
+    more: dict[str, Any] = {"memory": _memory, "adapter": backend.adapter_source()}
+    report = sync_weights(settings, weights(), [engine], transport, version, True, **more)
     assert report is not None
     tokens = audit.probe_tokens(VOCAB)
     gap = run(audit.probe_engines(settings, [engine], Probe(tokens, score_probe(backend, tokens))))
@@ -82,12 +94,13 @@ def test_only_the_adapter_travels(model: Path, fleet: Engines, base: str | None)
     (engine,) = fleet.start(1)
     backend = trainer(model, "adapter", lora_base_quantization=base)
     weights = {name for name, _ in backend.named_weights()}
-    first = sync(backend, model, engine, "0.0")
+    gathered: list[str] = []
+    first = sync(backend, model, engine, "0.0", gathers=lambda: gathered.append("0.0"))
     assert first.tensors == len(weights) and len(first.digests) == len(weights)
     for step, name in ((1, "ipc"), (2, "distributed")):
         train(backend, step)
-        report = sync(backend, model, engine, f"0.{step}", name)
-        assert report.tensors == FACTORS
+        report = sync(backend, model, engine, f"0.{step}", name, lambda: gathered.append("later"))
+        assert report.tensors == FACTORS and gathered == ["0.0"], "the base is not gathered again"
         assert report.nbytes == 4 * sum(p.numel() for _, p in backend.adapter.trained)  # type: ignore[union-attr]
         assert set(report.digests) == backend.adapter_sync.changing  # type: ignore[union-attr]
         assert run(engine.info()).weight_version == f"0.{step}"

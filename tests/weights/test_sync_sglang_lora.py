@@ -98,7 +98,8 @@ def sync(
     settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=same_host)
     try:
-        report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, memory=_memory)
+        more: dict[str, Any] = {"memory": _memory, "adapter": backend.adapter_source()}
+        report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, **more)
         assert report is not None
         assert run(audit.probe_engines(settings, [engine], probe_of(backend))) < 1e-4
     finally:

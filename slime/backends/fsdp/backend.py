@@ -264,7 +264,12 @@ class FsdpBackend(SharedBackend):
         dtype, separate = DTYPES[self.args.train_dtype], self.args.lora_sync == "adapter"
         yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate, device=self.device)
         if self.adapter is not None and separate:
-            yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
+            yield from self._named_factors()
+
+    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.adapter is not None
+        dtype = DTYPES[self.args.train_dtype]
+        yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
 
     @property
     def adapter_sync(self) -> AdapterSync | None:

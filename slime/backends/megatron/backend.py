@@ -217,8 +217,13 @@ class MegatronBackend(SharedBackend):
         assert self.role == "actor", "a critic's weights go to no engine"
         separate = self.adapter is not None and self.args.lora_sync == "adapter"
         yield from self._weights(merge=not separate)
-        if self.adapter is not None and separate:
-            yield from named_factors(self.adapter.factors()).items()
+        if separate:
+            yield from self._named_factors()
+
+    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.adapter is not None
+        self.finish_update()
+        yield from named_factors(self.adapter.factors()).items()
 
     def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, with the adapter added to them if there is one and ``merge`` is set."""

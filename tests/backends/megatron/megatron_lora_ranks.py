@@ -143,6 +143,9 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
         if args.kl_coef or args.use_kl_loss:
             out["ref"] = backend.log_probs(samples_of(0, 0), "ref", temperature=1.0)["log_probs"]
         out["sent"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
+        if (source := backend.adapter_source()) is not None:
+            out["asked"] = [source.any_rank(backend.rank == backend.world_size - 1), source.any_rank(False)]
+            out["alone"] = {name: tensor.clone() for name, tensor in source.factors}
         out["changing"], out["targets"] = backend.adapter_sync.changing, backend.adapter.targets()
     else:
         out["values"] = backend.values(samples_of(0, 0))

@@ -144,6 +144,10 @@ def test_only_the_adapter_is_trained_and_engines_get_what_fsdp_sends(
             continue
         assert mine["changing"] == one["changing"] and mine["sent"].keys() == one["sent"].keys()
         assert mine["targets"] == one["targets"], "the names in the adapter's files"
+        if layout.flags["lora_sync"] == "adapter":  # engines that have the base get the factors without a gather of it
+            assert mine["asked"] == [True, False]
+            assert list(mine["alone"]) == [name for name in mine["sent"] if ".lora_" in name] != []
+            assert all(torch.equal(tensor, mine["sent"][name]) for name, tensor in mine["alone"].items())
         for name, tensor in one["sent"].items():
             torch.testing.assert_close(mine["sent"][name], tensor, rtol=0, atol=1e-6)
         for scores in {"log_probs", "ref"} & one.keys():
