@@ -31,6 +31,7 @@ class EngineSettings:
         threads: The number of CPU threads of a server process.
         seed: SGLang engine ``i`` is started with the seed ``seed + i``, for requests that have no seed.
         offload: Whether the engine releases its GPU memory while the trainer works.
+        colocated: Whether the trainer uses the engine's GPUs.
         return_routed_experts: Whether responses contain the experts to which each token was routed.
         updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
@@ -52,6 +53,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     seed: int = 0
     offload: bool = False
+    colocated: bool = False
     return_routed_experts: bool = False
     updates_by_delta: bool = False
     fp8: Fp8Format | None = None
@@ -76,6 +78,7 @@ class EngineSettings:
             trust_remote_code=bool(args.trust_remote_code),
             seed=int(args.rollout_seed),
             offload=bool(args.offload_rollout),
+            colocated=args.colocate,
             return_routed_experts=bool(args.use_rollout_routing_replay),
             updates_by_delta=args.update_weight_mode == "delta",
             fp8=fp8_format(args),

@@ -83,6 +83,7 @@ def engine_args(model: Path, **changes: Any) -> Any:
         "eval_config": None,
         "sglang_model_routers": {},
         "offload_rollout": False,
+        "colocate": False,
         "use_rollout_routing_replay": False,
         "update_weight_mode": "full",
         "rollout_quantization": None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.engines.adapter_payload import adapter_payload, shared_memory, sglang_config
+from slime.engines.adapter_payload import adapter_payload, sglang_config, shared_memory
 from slime.engines.flat import Bucket
 
 

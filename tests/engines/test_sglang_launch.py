@@ -19,7 +19,7 @@ from slime.engines.plan import EngineSpec
 from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang.check import check_launch, problems_of
 from slime.engines.sglang.cpu_kernels import PACKAGES
-from slime.engines.sglang.options import ServerPlace, server_environment, server_options, server_words
+from slime.engines.sglang.options import BALANCE_CHECK, ServerPlace, server_environment, server_options, server_words
 
 SPEC = EngineSpec(3, "/m", num_gpus=4)
 PLACE = ServerPlace("127.0.0.1", 4000)
@@ -126,6 +126,15 @@ def test_on_the_cpu_the_users_flags_win_over_what_it_needs() -> None:
     assert "enable_memory_saver" not in options  # there is nothing to give back
     assert server_environment(settings, SPEC)["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(sglang_settings(sglang={"device": "cuda"}), SPEC)
+
+
+def test_a_colocated_server_starts_while_the_trainer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of its GPUs may have far less free memory than another then, which SGLang takes for a mistake."""
+    together = sglang_settings(sglang={"device": "cuda"}, colocate=True)
+    assert server_environment(together, SPEC)[BALANCE_CHECK] == "0"
+    assert BALANCE_CHECK not in server_environment(sglang_settings(sglang={"device": "cuda"}), SPEC)
+    monkeypatch.setenv(BALANCE_CHECK, "1")
+    assert BALANCE_CHECK not in server_environment(together, SPEC), "the user's choice counts"
 
 
 def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:

@@ -23,6 +23,9 @@ CPU_DEFAULTS: dict[str, object] = {
 ADAPTER_SLOTS = 4
 """The number of adapters in a batch, of which the base counts as one. Each slot takes GPU memory of one adapter."""
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the CPU cores of each rank, separated by |
+BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+"""Whether a server with several ranks refuses to start if one of its GPUs has less than 90% of the free memory of
+another one."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ def server_environment(settings: EngineSettings, spec: EngineSpec) -> dict[str, 
         # SGLang's default allows only one rank per NUMA node.
         if spec.num_gpus > 1 and BIND not in os.environ:
             env[BIND] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.num_gpus))
+    if settings.colocated and BALANCE_CHECK not in os.environ:
+        env[BALANCE_CHECK] = "0"  # the ranks of a trainer that loads at the same time are not equally far
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
     return env
