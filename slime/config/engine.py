@@ -21,6 +21,7 @@ options of SGLang by attribute name; they take precedence over ``--sglang-…`` 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,28 @@ def check_draft(args: Args) -> list[str]:
         "affected, because the policy verifies every token"
     )
     return []
+
+
+OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
+"""Options of SGLang for KV caches in other processes or on disk, which ``/flush_cache`` does not reach."""
+
+
+def check_outer_caches(args: Args) -> list[str]:
+    """Refuse KV caches that outlive a weight update. SGLang finds their entries by the tokens of the prompt."""
+    if args.rollout_backend != "sglang" or args.debug_rollout_only:
+        return []
+    given = {name for name in OUTER_CACHES if args.sglang.get(name)}
+    if args.sglang_config:
+        with contextlib.suppress(ServerGroupError, OSError):  # which check_server_groups reports
+            models = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
+            updated = [group for model in models if model.update_weights for group in model.groups]
+            given |= {name for name in OUTER_CACHES for group in updated if group.overrides.get(name)}
+    return [
+        f"--sglang-{name.replace('_', '-')}: this cache keeps the KV of prompts when the weights change, so that later "
+        "responses would be computed from old weights: leave it out. --sglang-enable-hierarchical-cache keeps KV in "
+        "the host memory of the server, which slime flushes"
+        for name in sorted(given)
+    ]
 
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]

@@ -84,7 +84,14 @@ FILE_RULES = (
 )  # fmt: skip
 DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
 """Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace these."""
-ROLLOUT_RULES = (check_ranges, batch.check_batch, rollout.check_rollout, engine.check_draft, data.check_reward)
+ROLLOUT_RULES = (
+    check_ranges,
+    batch.check_batch,
+    rollout.check_rollout,
+    engine.check_draft,
+    engine.check_outer_caches,
+    data.check_reward,
+)
 AGENT_RULES = (agent.check_parsers, agent.check_constrained_decoding)
 ALGORITHM_RULES = (
     corrections.check_kl, algorithm.check_estimator, algorithm.check_losses, corrections.check_off_policy,

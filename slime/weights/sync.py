@@ -41,8 +41,10 @@ from slime.models.cpu_memory import no_collections
 from slime.models.fp8_format import layout_of
 from slime.weights import audit, fused
 from slime.weights.changes import AuditMemory, Held, fingerprints
+from slime.weights.engine_facts import describe, engine_dtype
 from slime.weights.handoff import Handoff
 from slime.weights.settings import AdapterSource, WeightSyncSettings
+from slime.weights.source import WeightSource
 from slime.weights.transports import Transport
 from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.ipc import IpcTransport
@@ -111,7 +113,7 @@ def sync_weights(
         audit.WeightAuditError: The weights of an engine differ from those that were sent. The error names the engine
             and the tensors.
     """
-    source = _Source(named_weights, adapter)
+    source = WeightSource(named_weights, adapter)
     if not is_sender:
         try:
             tensors = source.start(base=False)
@@ -125,29 +127,6 @@ def sync_weights(
     sender = _Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
     with no_collections():
         return sender.run(source)
-
-
-class _Source:
-    """The stream of tensors of all ranks, each of which starts it once and iterates it to its end."""
-
-    def __init__(self, whole: Iterable[NamedTensor], adapter: AdapterSource | None) -> None:
-        self.whole, self.adapter = whole, adapter
-        self._tensors: Iterator[NamedTensor] | None = None
-
-    def start(self, base: bool) -> Iterator[NamedTensor]:
-        """Return the stream. This is a collective operation if there is an adapter.
-
-        Args:
-            base: Whether this rank sends the base. If no rank does, the stream has only the factors of the adapter.
-        """
-        alone = self.adapter is not None and not self.adapter.any_rank(base)
-        self._tensors = iter(self.adapter.factors if alone and self.adapter is not None else self.whole)
-        return self._tensors
-
-    def finish(self) -> None:
-        """Iterate to the end, also after an error, because the other ranks wait in these collective operations."""
-        for _ in self.start(base=False) if self._tensors is None else self._tensors:
-            pass
 
 
 def _contribute(
@@ -192,7 +171,7 @@ class _Sender:
         self.memory, self.fingerprints = memory, dict(memory.sent)
         self._scales: dict[str, torch.Tensor] = {}
 
-    def run(self, source: _Source) -> UpdateReport:
+    def run(self, source: WeightSource) -> UpdateReport:
         start = time.perf_counter()
         sending: Future[None] | None = None
         try:
@@ -222,7 +201,8 @@ class _Sender:
 
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Divide the stream into buckets and pass them on, and compute the digests that the audit needs."""
-        dtype, leave_out_frozen = _engine_dtype(plan, self.settings.rollout_dtype), self._engines_are_ours(plan)
+        dtype = engine_dtype(plan.infos.values(), self.settings.rollout_dtype)
+        leave_out_frozen = self._engines_are_ours(plan)
         self.report.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         try:
             if self.peers is not None:
@@ -311,7 +291,7 @@ class _Sender:
 
     async def _connect(self) -> _Plan:
         deadline = self.settings.step_seconds
-        infos, failed = await on_each(self.engines, lambda engine: engine.info(), "report its version", deadline)
+        infos, failed = await on_each(self.engines, describe, "report its version", deadline)
         reached = [engine for engine in self.engines if engine.url in infos]
         unreached = await self.transport.connect(reached) if reached else {}
         failed.update(unreached)
@@ -353,22 +333,6 @@ class _Sender:
             self.memory.held[url] = Held(sums[url], self.fingerprints)
         self.memory.sent = self.fingerprints
         self.report.audit_seconds = time.perf_counter() - start
-
-
-def _engine_dtype(plan: _Plan, rollout_dtype: str | None) -> torch.dtype | None:
-    """Return the dtype of the weights on all engines.
-
-    If the engines have different dtypes or do not report them, it is ``--rollout-dtype``. None means that tensors are
-    sent without a cast.
-    """
-    import torch
-
-    said = {info.dtype.removeprefix("torch.") for info in plan.infos.values()}
-    name = said.pop() if len(said) == 1 else None
-    dtype = getattr(torch, name, None) if name else None
-    if not isinstance(dtype, torch.dtype):
-        dtype = getattr(torch, rollout_dtype) if rollout_dtype else None
-    return dtype
 
 
 def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:

@@ -10,7 +10,7 @@ from make_args import make_args
 
 from slime.config.cluster import environment_texts
 from slime.config.corrections import check_kl, check_opsm
-from slime.config.engine import check_draft
+from slime.config.engine import OUTER_CACHES, check_draft, check_outer_caches
 from slime.config.machine import Machine
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -344,6 +344,26 @@ def test_a_draft_that_is_not_trained_is_said(
     args = make_args(rollout_backend="sglang", hf_checkpoint=str(tmp_path), sglang=sglang, **settings)
     assert check_draft(args) == []
     assert [said is not None and said in notice for notice in args.notices] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("name", OUTER_CACHES)
+def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: str) -> None:
+    """Its entries are found by tokens, so that a prompt would go on from the KV of old weights."""
+    options: dict[str, object] = {name: "file"}
+    base = {"rollout_backend": "sglang", "hf_checkpoint": str(tmp_path), "rollout_num_gpus_per_engine": 1}
+    (problem,) = check_outer_caches(make_args(**base, sglang=options))
+    assert problem.startswith(f"--sglang-{name.replace('_', '-')}: ") and "old weights" in problem
+    assert check_outer_caches(make_args(**base, sglang=options, debug_rollout_only=True)) == []
+    assert check_outer_caches(make_args(**base, sglang={"enable_hierarchical_cache": True})) == []
+    groups = "server_groups: [{num_gpus: 1, overrides: {" + name + ": file}}]"
+    plain = "server_groups: [{num_gpus: 1}]"
+    for policy, judge, refused in ((groups, plain, True), (plain, groups, False)):
+        file = tmp_path / "groups.yaml"
+        file.write_text(
+            f"sglang:\n- {{name: policy, {policy}}}\n"
+            f"- {{name: judge, model_path: /judge, update_weights: false, {judge}}}\n"
+        )
+        assert bool(check_outer_caches(make_args(**base, sglang_config=str(file)))) == refused
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:

@@ -19,8 +19,8 @@ LIMITS = {
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
-    "functions_that_take_args": 362,
-    "code_lines": 56_925,
+    "functions_that_take_args": 363,
+    "code_lines": 57_096,
 }
 
 

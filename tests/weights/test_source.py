@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.weights.settings import AdapterSource
-from slime.weights.sync import _Source
+from slime.weights.source import WeightSource
 
 Named = tuple[str, torch.Tensor]
 
@@ -23,7 +23,7 @@ class Ranks:
         self.asked: dict[int, bool] = {}
         self.taken: dict[int, list[str]] = {0: [], 1: []}
 
-    def source(self, rank: int) -> _Source:
+    def source(self, rank: int) -> WeightSource:
         def stream(names: list[str]) -> Iterator[Named]:
             for name in names:
                 self.barrier.wait()  # stands for a collective operation, which the other rank must join
@@ -35,7 +35,7 @@ class Ranks:
             self.barrier.wait()
             return any(self.asked.values())
 
-        return _Source(stream(["base", "factor"]), AdapterSource(stream(["factor"]), any_rank))
+        return WeightSource(stream(["base", "factor"]), AdapterSource(stream(["factor"]), any_rank))
 
 
 @pytest.mark.parametrize("needs", [(False, False), (False, True), (True, True)])
@@ -64,6 +64,6 @@ def test_a_rank_that_fails_before_it_starts_still_takes_part() -> None:
 
 
 def test_there_is_one_stream_without_an_adapter() -> None:
-    source = _Source(iter([("weight", torch.ones(1)), ("bias", torch.ones(1))]), None)
+    source = WeightSource(iter([("weight", torch.ones(1)), ("bias", torch.ones(1))]), None)
     assert next(source.start(base=False))[0] == "weight"
     source.finish()
