@@ -67,7 +67,10 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     actor.args, actor.role, actor.rank, actor.world_size = args, "actor", 0, 1
     actor.weight_sync = WeightSyncSettings.from_args(args)
     actor.backend = SimpleNamespace(
-        clear_memory=lambda: cleared.append(True), named_weights=lambda: iter(()), using=contextlib.nullcontext
+        clear_memory=lambda: cleared.append(True),
+        named_weights=lambda: iter(()),
+        adapter_source=lambda: None,
+        using=contextlib.nullcontext,
     )
     actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
     actor.train(0, [{}])
@@ -89,7 +92,9 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
     actor.args = make_args(update_weight_senders=2, audit_weights=False, phase_timeout=1.0)
     actor.weight_sync = WeightSyncSettings.from_args(actor.args)
     actor.rank, actor.world_size, actor.transport, actor.audit_memory, actor.same_host = 2, 4, None, None, True
-    actor.backend = SimpleNamespace(named_weights=lambda: iter(()), using=contextlib.nullcontext)
+    actor.backend = SimpleNamespace(
+        named_weights=lambda: iter(()), adapter_source=lambda: None, using=contextlib.nullcontext
+    )
     slots = {"http://127.0.0.1:1": range(0, 1), "http://127.0.0.1:2": range(1, 2)}
     actor.update_weights(list(slots), "0.0", False, slots, "token")
     transport = actor.transport
