@@ -15,7 +15,8 @@ class WeightSource:
 
     def __init__(self, whole: Iterable[NamedTensor], adapter: AdapterSource | None) -> None:
         self.whole, self.adapter = whole, adapter
-        self._tensors: Iterator[NamedTensor] | None = None
+        self._started = False
+        self._tensors: Iterator[NamedTensor] = iter(())
 
     def start(self, base: bool) -> Iterator[NamedTensor]:
         """Return the stream. This is a collective operation if there is an adapter.
@@ -23,11 +24,14 @@ class WeightSource:
         Args:
             base: Whether this rank sends the base. If no rank does, the stream has only the factors of the adapter.
         """
-        alone = self.adapter is not None and not self.adapter.any_rank(base)
-        self._tensors = iter(self.adapter.factors if alone and self.adapter is not None else self.whole)
+        self._started = True  # before the ranks meet, so that they do not meet twice if that fails
+        if self.adapter is None or self.adapter.any_rank(base):
+            self._tensors = iter(self.whole)
+        else:
+            self._tensors = iter(self.adapter.factors)
         return self._tensors
 
     def finish(self) -> None:
         """Iterate to the end, also after an error, because the other ranks wait in these collective operations."""
-        for _ in self.start(base=False) if self._tensors is None else self._tensors:
+        for _ in self._tensors if self._started else self.start(base=False):
             pass

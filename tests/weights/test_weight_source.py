@@ -63,6 +63,20 @@ def test_a_rank_that_fails_before_it_starts_still_takes_part() -> None:
     assert ranks.taken[0] == ["base", "factor"]
 
 
+def test_ranks_that_could_not_meet_do_not_try_again() -> None:
+    asked: list[bool] = []
+
+    def lost(value: bool) -> bool:
+        asked.append(value)
+        raise RuntimeError("a rank was lost")
+
+    source = WeightSource(iter([("weight", torch.ones(1))]), AdapterSource((), lost))
+    with pytest.raises(RuntimeError, match="a rank was lost"):
+        source.start(base=True)
+    source.finish()
+    assert asked == [True]
+
+
 def test_there_is_one_stream_without_an_adapter() -> None:
     source = WeightSource(iter([("weight", torch.ones(1)), ("bias", torch.ones(1))]), None)
     assert next(source.start(base=False))[0] == "weight"
