@@ -21,8 +21,8 @@ options of SGLang by attribute name; they take precedence over ``--sglang-…`` 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -102,25 +102,30 @@ def check_draft(args: Args) -> list[str]:
     return []
 
 
-OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
-"""Options of SGLang for KV caches in other processes or on disk, which ``/flush_cache`` does not reach."""
+_OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
+OUTER_CACHE = (
+    "this cache keeps the KV of prompts when the weights change, and SGLang finds it by their tokens, so that "
+    "responses would be computed from old weights"
+)
+"""Why a KV cache outside the server is refused: ``/flush_cache`` does not reach it."""
+
+
+def outer_caches(options: Mapping[str, object]) -> list[str]:
+    """Return those of a server's options that make KV caches in other processes or on disk, as it is started with
+    them."""
+    return [f"--{name.replace('_', '-')}" for name in _OUTER_CACHES if options.get(name)]
 
 
 def check_outer_caches(args: Args) -> list[str]:
-    """Refuse KV caches that outlive a weight update. SGLang finds their entries by the tokens of the prompt."""
+    """Refuse KV caches that outlive a weight update."""
     if args.rollout_backend != "sglang" or args.debug_rollout_only:
         return []
-    given = {name for name in OUTER_CACHES if args.sglang.get(name)}
-    if args.sglang_config:
-        with contextlib.suppress(ServerGroupError, OSError):  # which check_server_groups reports
-            models = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
-            updated = [group for model in models if model.update_weights for group in model.groups]
-            given |= {name for name in OUTER_CACHES for group in updated if group.overrides.get(name)}
+    updated = [group for model in _served_models(args) if model.update_weights for group in model.groups]
+    given = {option for group in updated for option in outer_caches({**args.sglang, **group.overrides})}
     return [
-        f"--sglang-{name.replace('_', '-')}: this cache keeps the KV of prompts when the weights change, so that later "
-        "responses would be computed from old weights: leave it out. --sglang-enable-hierarchical-cache keeps KV in "
-        "the host memory of the server, which slime flushes"
-        for name in sorted(given)
+        f"{option.replace('--', '--sglang-', 1)}: {OUTER_CACHE}: leave it out. --sglang-enable-hierarchical-cache "
+        "keeps KV in the host memory of the server, which slime flushes"
+        for option in sorted(given)
     ]
 
 

@@ -201,20 +201,19 @@ class EngineHandle:
         """
         import orjson
 
-        capabilities = (await self.connect()).capabilities
-        if not capabilities.named_adapters:
+        api = await self.connect()
+        if not api.capabilities.named_adapters:
             raise EngineError(
                 f"{self.url} cannot load adapters: start it with --enable-lora, --max-lora-rank and "
                 "--lora-target-modules, or use --lora-sync merged"
             )
-        embedded = (await self.connect()).kind == "embedded"
         if not isinstance(source, AdapterPayload):
             body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
             return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
-        if embedded:
+        if api.kind == "embedded":
             body = {"config_dict": dict(config), **handles(source.bucket)}
         else:
-            tensors = source.body(self._ranks, newest=capabilities.adapter_digests)
+            tensors = source.body(self._ranks, newest=api.capabilities.adapter_digests)
             body = {"config_dict": sglang_config(config), **tensors}
         body["lora_name"] = name
         return AdapterRequest(name, "/load_lora_adapter_from_tensors", orjson.dumps(body))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from slime.config.engine import OUTER_CACHES
+from slime.config.engine import OUTER_CACHE, outer_caches
 from slime.engines.sglang_api import EngineError, EngineInfo
 
 if TYPE_CHECKING:
@@ -22,11 +22,8 @@ async def describe(engine: EngineHandle) -> EngineInfo:
             but external engines are started by others.
     """
     info = await engine.info()
-    if given := [name for name in OUTER_CACHES if info.extra.get(name)]:
-        raise EngineError(
-            f"{engine.url} was started with --{given[0].replace('_', '-')}: this cache keeps the KV of prompts when "
-            "the weights change, so that responses would be computed from old weights: start the server without it"
-        )
+    if given := outer_caches(info.extra):
+        raise EngineError(f"{engine.url} was started with {given[0]}: {OUTER_CACHE}: start it without")
     return info
 
 

@@ -100,7 +100,7 @@ class UpdateWindow:
 
     async def pause_and_flush(self, engine: EngineHandle) -> None:
         """Pause the engine, and flush its KV cache, which belongs to the old weights."""
-        if self.adapter_only and self.ends_requests and engine.capabilities.adapter_cache_keys:
+        if self.adapter_only and engine.capabilities.adapter_cache_keys:
             # The KV cache of the base and of other adapters stays valid, and no request finds that of the old version.
             await engine.pause(self._busy_mode(engine))
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +128,12 @@ async def test_no_memory_is_written_that_an_engine_may_read(tmp_path: Path) -> N
         await send(version, one, two)
     assert len({payload.bucket.tensors[0][1].data_ptr() for payload in one.payloads}) == before
     assert values(one)[-2:] == values(two)[-2:] == [11, 12]
+    freed = weakref.ref(one.payloads[-1].bucket.flat)
+    for engine in (one, two):
+        engine.payloads.clear()
+    await transport.close()
+    gc.collect()
+    assert freed() is None, "a closed transport holds no shared memory"
 
 
 async def test_an_update_of_an_adapter_alone_is_told_to_the_window(tmp_path: Path) -> None:

@@ -128,10 +128,12 @@ class AdapterTransport:
         return path
 
     async def close(self) -> None:
-        """Close the transport of the base, and remove the files of the last version, unless files are kept."""
+        """Close the transport of the base, release shared memory, and remove the files of the last version, unless
+        files are kept."""
         if self._published is not None and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, self._published, True)
         self._published = None
+        self._memory = AdapterMemory()
         await self.base.close()
 
 
