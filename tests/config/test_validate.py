@@ -366,6 +366,11 @@ def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: 
         assert bool(check_outer_caches(make_args(**base, sglang_config=str(file)))) == refused
 
 
+def test_such_a_cache_is_refused_on_the_command_line(workplace) -> None:
+    problems = workplace.problems("--rollout-backend sglang --sglang-hicache-storage-backend file")
+    assert any(problem.startswith("--sglang-hicache-storage-backend: ") for problem in problems), problems
+
+
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
     args = workplace.load(
         "--http-proxy x --kl-coef 0.1 --micro-batch-size 1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3"
