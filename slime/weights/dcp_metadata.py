@@ -6,6 +6,7 @@ bytes that are unpickled too. So a checkpoint of unknown origin could execute co
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -36,8 +37,17 @@ class UnsafeMetadataError(ValueError):
     """The index of a checkpoint contains something that it does not need. The message names it."""
 
 
+def _member(of: object, name: str) -> enum.Enum:
+    """Return a member of an enumeration, and refuse every other attribute."""
+    if not (isinstance(of, type) and issubclass(of, enum.Enum) and name in of.__members__):
+        raise UnsafeMetadataError(f"it takes the attribute {name} of {of!r}")
+    return of[name]
+
+
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2, for one, pickles members of enumerations so
+            return _member
         known = (module in _MODULES and name in _CLASSES) or (module, name) in _OTHERS
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not known and not is_dtype:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from slime.weights.dcp_metadata import FILE, UnsafeMetadataError, require_tensors
 
@@ -43,6 +44,27 @@ def test_an_index_that_would_run_code_is_refused(checkpoint: Path) -> None:
     assert not target.exists()
     pickle.loads((checkpoint / FILE).read_bytes())
     assert target.exists()  # the file is as hostile as it should be
+
+
+class TakesAttribute:
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_attributes_are_members_of_enumerations_only(checkpoint: Path) -> None:
+    """Some releases of Python, 3.11.2 among them, pickle a member as an attribute of its enumeration."""
+    metadata = pickle.loads((checkpoint / FILE).read_bytes())
+    metadata.planner_data = TakesAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
+    require_tensors(checkpoint)
+    for of, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__"), ("text", "format")):
+        metadata.planner_data = TakesAttribute(of, name)
+        (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
+        with pytest.raises(UnsafeMetadataError, match=f"could execute code .it takes the attribute {name} of"):
+            require_tensors(checkpoint)
 
 
 def test_entries_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
