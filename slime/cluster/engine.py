@@ -10,7 +10,7 @@ from slime.engines.plan import EngineSpec
 from slime.engines.router import Worker
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_actor import RayEngineHost
+    from slime.cluster.engine_actor import EngineHost
 
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")
@@ -40,7 +40,7 @@ class Engine:
     """
 
     spec: EngineSpec
-    host: RayEngineHost | None
+    host: EngineHost | None
     url: str = ""
     bootstrap_port: int | None = None
     state: State = "starting"

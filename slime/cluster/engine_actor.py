@@ -1,4 +1,4 @@
-"""A Ray actor that owns one inference server process on its node."""
+"""An actor that owns one inference server process on its node."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.ray_actors import actor_class, kill
+from slime.cluster.actors import ActorError, NoAnswer, door
 from slime.engines.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from slime.cluster.actors import ActorHandle
     from slime.cluster.engine import ServerFacts
     from slime.cluster.placement import Placement
-    from slime.cluster.ray_actors import ActorHandle
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
     from slime.engines.plan import EngineSpec
@@ -31,7 +31,7 @@ class EngineActor:
 
     Args:
         start_seconds: How long the server may take until it answers.
-        gpu_ids: GPUs of this node that the server sees; None means those that Ray assigned to this actor.
+        gpu_ids: GPUs of this node that the server sees; None means those that this actor has.
         node: Node rank, number of nodes and rendezvous address of a server that spans several nodes.
         warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as ready.
     """
@@ -52,7 +52,8 @@ class EngineActor:
         self.start_seconds, self.warms_up_sampler = start_seconds, warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
-        self.process = start_engine(settings, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
+        log = Path(log_dir) / f"engine-{name}.log"
+        self.process = start_engine(settings, spec, door().address(), log, gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers, and return its URL.
@@ -92,7 +93,7 @@ class EngineActor:
         self.process.stop()
 
 
-class RayEngineHost:
+class EngineHost:
     """Controls the server processes of one engine through their actors. Every call has a deadline.
 
     Args:
@@ -123,19 +124,16 @@ class RayEngineHost:
 
     def kill(self) -> None:
         """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor. Never raises."""
-        import ray
-
         # The actor kills the server's whole process tree. If it does not answer, the server still dies with the actor.
-        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        with contextlib.suppress(Exception):
             self._get("kill", KILL_SECONDS)
         for actor in self.actors:
-            kill(actor)
+            with contextlib.suppress(ActorError):
+                door().kill(actor)
 
     def stop(self) -> None:
         """Stop the server gracefully; its actor stays."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        with contextlib.suppress(Exception):
             self._get("stop", ACTOR_MARGIN_SECONDS)
 
     def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
@@ -144,12 +142,10 @@ class RayEngineHost:
         If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls are made while a
         lost engine is being ended, and they must not each wait for a node that is gone.
         """
-        import ray
-
         limit = SILENT_SECONDS if self._silent else seconds
         try:
-            answers = list(ray.get([getattr(actor, method).remote() for actor in self.actors], timeout=limit))
-        except ray.exceptions.GetTimeoutError:
+            answers = door().get([getattr(actor, method).remote() for actor in self.actors], timeout=limit)
+        except NoAnswer:
             self._silent = True
             raise
         self._silent = False
@@ -163,12 +159,12 @@ def launcher(
     log_dir: Path,
     environment: dict[str, str],
     keys: ServerKeys,
-) -> Callable[[int], RayEngineHost]:
+) -> Callable[[int], EngineHost]:
     """Return a function that starts the engine with a given index, in one actor per node that it spans."""
-    engine_actor, settings = actor_class(EngineActor), EngineSettings.from_args(args, keys)
+    settings = EngineSettings.from_args(args, keys)
     start_seconds, logs = args.start_timeout, str(log_dir)
 
-    def launch(index: int) -> RayEngineHost:
+    def launch(index: int) -> EngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
         warms = needs_sampler_warmup(settings, spec)
@@ -176,12 +172,16 @@ def launcher(
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         # With several threads, an actor can report on its server, or kill it, while wait_ready() blocks.
         actors = [
-            engine_actor.options(
-                **placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3
-            ).remote(settings, start_seconds, spec, logs, gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
+            door().create(
+                EngineActor,
+                *(settings, start_seconds, spec, logs, gpus, (rank, len(nodes), rendezvous), warms and rank == 0),
+                options=placement.engine_options(slot),
+                environment=environment,
+                threads=3,
+            )
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
-        return RayEngineHost(actors, start_seconds)
+        return EngineHost(actors, start_seconds)
 
     return launch
 
@@ -199,10 +199,3 @@ def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
 
     compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
     return compiles and spec.updates and spec.worker_type == "regular"
-
-
-def _host() -> str:
-    """The address by which training ranks on other nodes reach this one; loopback in a private cluster."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())

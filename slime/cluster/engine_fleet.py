@@ -25,7 +25,7 @@ from slime.engines.router import Routers, Worker
 from slime.engines.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_actor import RayEngineHost
+    from slime.cluster.engine_actor import EngineHost
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class EngineFleet:
         self,
         args: Args,
         log_dir: Path,
-        launch: Callable[[int], RayEngineHost],
+        launch: Callable[[int], EngineHost],
         specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
         keys: RunKeys | None = None,

@@ -32,9 +32,8 @@ from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.weights.update import WeightSyncError
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
     from slime.backends.base import ModelTag
+    from slime.cluster.actors import Ref
     from slime.cluster.engine import EngineStatus
     from slime.cluster.manager_client import ManagerClient
     from slime.cluster.step_log import StepLog
@@ -328,7 +327,7 @@ class EnginePool:
             self._end_update(urls)
         self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
 
-    def _status(self, ref: ObjectRef[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
+    def _status(self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
         check_under_way = 4 * self.settings.health_check_timeout  # The manager may have to wait for a running check.
         return self._manager.wait(ref, what, deadline + check_under_way)
 
@@ -349,11 +348,11 @@ class Evaluations:
         """Evaluate the weights, which ``step`` rollouts have trained, and wait for the result."""
         self.finish(step, self.start(step))
 
-    def start(self, step: int) -> ObjectRef[dict[str, float]]:
+    def start(self, step: int) -> Ref[dict[str, float]]:
         """Start an evaluation. Training may continue, but the engines' weights must not change until :meth:`finish`."""
         return self._manager.start(RolloutManager.eval, step)
 
-    def finish(self, step: int, evaluation: ObjectRef[dict[str, float]]) -> None:
+    def finish(self, step: int, evaluation: Ref[dict[str, float]]) -> None:
         """Wait for the evaluation that :meth:`start` returned, and log its metrics."""
         with self._log.phase("eval"):
             # A restarted engine must not bring newer weights into the middle of the evaluation.

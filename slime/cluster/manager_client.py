@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from slime.cluster.ray_actors import ActorHandle
+    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.ray_wait import Waiter
     from slime.cluster.rollout_manager import RolloutManager
     from slime.data.wire import Wire
@@ -20,9 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One generated rollout as the driver gets it; the samples themselves stay in Ray's object store."""
+    """One generated rollout as the driver gets it; the samples themselves stay where the actors keep objects."""
 
-    refs: list[ObjectRef[Wire]]
+    refs: list[Ref[Wire]]
     """The training data, one object per data-parallel rank; empty with ``--debug-rollout-only``."""
     metrics: dict[str, float] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
@@ -45,7 +43,7 @@ class ManagerClient:
 
     def start(
         self, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
-    ) -> ObjectRef[T]:
+    ) -> Ref[T]:
         """Start a call, e.g. ``manager.start(RolloutManager.generate, 3)``, and return a reference to its result."""
         return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
 
@@ -57,7 +55,7 @@ class ManagerClient:
 
     def wait(
         self,
-        ref: ObjectRef[T],
+        ref: Ref[T],
         what: str,
         deadline: float | None = None,
         meanwhile: Callable[[], None] | None = None,

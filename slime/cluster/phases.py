@@ -11,8 +11,7 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
+    from slime.cluster.actors import Ref
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.manager_client import ManagerClient, RolloutBatch
     from slime.cluster.snapshots import Snapshots
@@ -52,7 +51,7 @@ class Run:
         self.log, self.stop = log, stop
         self.evaluations = Evaluations(manager, pool, log)
         self.completed = False
-        self.asked: dict[int, ObjectRef[RolloutBatch]] = {}
+        self.asked: dict[int, Ref[RolloutBatch]] = {}
         self._warned_of_zero_lr = False
 
     def generate(self, rollout_id: int) -> RolloutBatch:

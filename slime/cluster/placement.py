@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.session import ClusterError, cluster_report
+from slime.cluster.actors import ClusterError, door
 
 if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
-
     from slime.config.args import Args
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
@@ -47,7 +45,7 @@ def plan_slots(args: Args) -> Slots:
 
 
 class Placement:
-    """A placement group with its bundles in order of node and GPU.
+    """The bundles of a run in order of node and GPU.
 
     Args:
         check: Called about once a second while a busy cluster has no room yet. An exception that it raises ends the
@@ -55,50 +53,43 @@ class Placement:
     """
 
     def __init__(self, slots: Slots, check: Callable[[], None] = lambda: None) -> None:
-        import ray
-        from ray.util.placement_group import placement_group
-
         self.slots = slots
-        self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self.on_gpu = door().resources().get("GPU", 0) > 0
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
-        # A bundle without a GPU takes almost no resources, so with PACK all bundles would go to a single node.
-        strategy = "PACK" if self.on_gpu else "SPREAD"
-        self.group = placement_group([bundle] * max(self.slots.total, 1), strategy=strategy)
+        # A bundle without a GPU takes almost no resources, so without it all bundles would go to a single node.
+        self.group = door().reserve(bundle, max(self.slots.total, 1), spread=not self.on_gpu)
         try:
             self._wait_for_room(bundle, check)
         except BaseException:
             self.remove()
             raise
-        self.places = _sorted_places(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
+        several = self.on_gpu and self.slots.total > 1
+        # Sorted by node address and GPU, so that neighboring ranks share a node.
+        self.places = sorted(self.group.places(self.slots.total, PLACEMENT_DEADLINE_SECONDS)) if several else None
 
     def _wait_for_room(self, bundle: Mapping[str, float], check: Callable[[], None]) -> None:
         until = time.monotonic() + PLACEMENT_DEADLINE_SECONDS
-        while not self.group.wait(timeout_seconds=WAIT_SECONDS):
+        while not self.group.wait(WAIT_SECONDS):
             check()
             if time.monotonic() > until:
                 raise ClusterError(
                     f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
-                    f"{cluster_report()}"
+                    f"{door().report()}"
                 )
 
     def threads_per_process(self) -> int:
         """CPU threads of each process: in a synchronous run, trainer and engines take turns, so both get all cores."""
         return max((os.cpu_count() or 1) // max(self.slots.train, self.slots.rollout, 1), 1)
 
-    def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Ray actor options for one slot."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+    def options(self, slot: int, share: float) -> Mapping[str, Any]:
+        """Where the actor of one slot runs, for :meth:`Actors.create <slime.cluster.actors.Actors.create>`."""
         index = self.places[slot].bundle if self.places else slot
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
-        if self.on_gpu:
-            return {"num_gpus": share, "num_cpus": share, "scheduling_strategy": strategy}
-        return {"num_gpus": 0, "num_cpus": CPU_SLOT, "scheduling_strategy": strategy}
+        return self.group.options(index, *((share, share) if self.on_gpu else (0, CPU_SLOT)))
 
-    def train_options(self, rank: int) -> dict[str, Any]:
+    def train_options(self, rank: int) -> Mapping[str, Any]:
         return self.options(rank, TRAINER_SHARE)
 
-    def engine_options(self, slot: int) -> dict[str, Any]:
+    def engine_options(self, slot: int) -> Mapping[str, Any]:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
 
     def engine_nodes(self, slot: int, count: int) -> list[tuple[int, str, list[int] | None]]:
@@ -124,9 +115,7 @@ class Placement:
         return [(slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine]
 
     def remove(self) -> None:
-        from ray.util.placement_group import remove_placement_group
-
-        remove_placement_group(self.group)
+        self.group.remove()
 
 
 def thread_environment(threads: int | None) -> dict[str, str]:
@@ -153,34 +142,17 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
     return {} if "pinned" in given else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (given, PINNING)))}
 
 
-@dataclass(frozen=True, order=True)
-class Place:
-    """One GPU bundle; sorted by node, then GPU."""
+def check_resources(args: Args, gpus_needed: int) -> None:
+    """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
+    from slime.config.engine import engines_beside_trainer
 
-    node: tuple[int, ...]
-    gpu: int
-    bundle: int
-    address: str
-
-
-def _sorted_places(group: PlacementGroup, count: int) -> list[Place]:
-    """Bundles sorted by node address and GPU id, so that neighboring ranks share a node."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    @ray.remote(num_gpus=1, num_cpus=1)
-    def where() -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
-
-    # Ray does not tell which GPU a bundle has, so a small task in each bundle looks it up.
-    refs = [
-        where.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=i)
-        ).remote()
-        for i in range(count)
-    ]
-    places = []
-    for bundle, (address, gpu) in enumerate(ray.get(refs, timeout=PLACEMENT_DEADLINE_SECONDS)):
-        node = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
-        places.append(Place(node, gpu, bundle, address))
-    return sorted(places)
+    have = int(door().resources().get("GPU", 0))
+    if have > 0 and (problems := engines_beside_trainer(args)):
+        raise ClusterError(problems[0])
+    if gpus_needed > have > 0:
+        raise ClusterError(
+            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
+            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: "
+            "lower them, add nodes or pass --colocate"
+        )

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.cluster.actors import NoAnswer, door
 from slime.cluster.polling import WaitExpired
 from slime.cluster.rollout_manager import RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
+    from slime.cluster.actors import Ref
     from slime.cluster.engine_pool import EnginePool, Evaluations
     from slime.cluster.manager_client import ManagerClient, RolloutBatch
     from slime.cluster.snapshots import Snapshots
@@ -108,9 +108,7 @@ class Prefetcher:
         self.generating = False  # whether the thread waits for a rollout from the manager
         self.closed = False
         self.holding = False  # whether the main thread keeps new rollouts from starting
-        self.evaluation: tuple[int, ObjectRef[dict[str, float]]] | None = (
-            None  # the step, and the reference to its result
-        )
+        self.evaluation: tuple[int, Ref[dict[str, float]]] | None = None  # the step, and the reference to its result
         self.training = False  # whether a rollout was taken whose step is not complete yet
         self.error: BaseException | None = None  # of the thread
         self.changed = threading.Condition()
@@ -139,15 +137,13 @@ class Prefetcher:
                 self.changed.notify_all()
 
     def _work(self) -> None:
-        import ray
-
         try:
-            # ray.get instead of the driver's Waiter: signals and the progress display belong to the main thread.
+            # Not with the driver's Waiter: signals and the progress display belong to the main thread.
             manager, limit = self._manager, self._manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
                 if self.settings.replays and not self.in_flight:
-                    ray.get(manager.start(RolloutManager.await_recorded, rollout_id), timeout=limit)
+                    door().get([manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
@@ -159,8 +155,8 @@ class Prefetcher:
                     # may go on from a snapshot, with another prefetcher.
                     asked = manager.start(RolloutManager.generate, rollout_id)
                 try:
-                    batch = ray.get(asked, timeout=limit)
-                except ray.exceptions.GetTimeoutError:
+                    batch = door().get([asked], timeout=limit)[0]
+                except NoAnswer:
                     what = f"rollout {rollout_id} to be generated"
                     raise WaitExpired(
                         f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"

@@ -1,116 +1,187 @@
-"""Create and end Ray actors, and types for them.
-
-Ray's own ``ActorHandle`` declares the type of every method as ``Never``, so mypy would not check the code after a call.
-"""
+"""Actors that are processes of Ray's; see :mod:`slime.cluster.actors`."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime.cluster.actors import (
+    OWN_THREADS,
+    ActorError,
+    ActorHandle,
+    ActorLost,
+    ActorProcess,
+    Actors,
+    NoAnswer,
+    NotEnded,
+    Place,
+    Ref,
+)
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
+    from ray.util.placement_group import PlacementGroup
+
+T = TypeVar("T")
 
 
-class RemoteMethod(Protocol):
-    """A method of a Ray actor."""
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Raise Ray's own errors as those of :mod:`slime.cluster.actors`. What a method has raised is left as it is."""
+    from ray import exceptions
 
-    def remote(self, *arguments: object, **keywords: object) -> ObjectRef[Any]:
-        """Start the call and return a reference to its result at once."""
-
-
-class ActorHandle(Protocol):
-    """A Ray actor of any class."""
-
-    def __getattr__(self, name: str) -> RemoteMethod: ...
-
-
-class ActorClass(Protocol):
-    """The result of applying ``ray.remote`` to a class."""
-
-    def options(self, **options: object) -> ActorClass:
-        """Return the same class with the given resources, environment and threads for its actors."""
-
-    def remote(self, *arguments: object) -> ActorHandle:
-        """Start an actor."""
+    try:
+        yield
+    except exceptions.RayTaskError:  # also an instance of the class that the method has raised
+        raise
+    except exceptions.GetTimeoutError as error:
+        raise NoAnswer(str(error)) from error
+    except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+        raise ActorLost(str(error)) from error
+    except exceptions.RayError as error:
+        raise ActorError(f"{type(error).__name__}: {error}") from error
 
 
-OWN_THREADS = ("status", "try_folder")
-"""Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do not share a thread:
-if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look frozen."""
+class RayActors(Actors):
+    """Each actor is a process of a Ray cluster: one that the user has started, or a private one."""
+
+    # --- the cluster ---------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        import ray
+
+        return bool(ray.is_initialized())
+
+    def connect(self) -> None:
+        from slime.cluster.session import connect
+
+        connect()
+
+    def disconnect(self) -> None:
+        from slime.cluster.session import disconnect
+
+        disconnect()
+
+    def resources(self) -> Mapping[str, float]:
+        import ray
+
+        return dict(ray.cluster_resources())
+
+    def report(self) -> str:
+        import ray
+
+        total, free = ray.cluster_resources(), ray.available_resources()
+        parts = [f"{name} {free.get(name, 0):g} of {total[name]:g} free" for name in ("CPU", "GPU") if name in total]
+        return f"Ray: {self.nodes()} node(s) alive; {', '.join(parts)}"
+
+    def nodes(self) -> int:
+        import ray
+
+        return sum(bool(node["Alive"]) for node in ray.nodes())
+
+    def node(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def address(self) -> str:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def own_gpus(self) -> Sequence[int]:
+        import ray
+
+        return [int(gpu) for gpu in ray.get_gpu_ids()]
+
+    def reserve(self, bundle: Mapping[str, float], count: int, spread: bool) -> RayBundles:
+        from ray.util.placement_group import placement_group
+
+        return RayBundles(placement_group([dict(bundle)] * count, strategy="SPREAD" if spread else "PACK"))
+
+    # --- actors and their results --------------------------------------------------------------
+
+    def create(
+        self,
+        cls: type,
+        *arguments: object,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        own_threads: bool = False,
+        spread: bool = False,
+    ) -> ActorHandle:
+        import ray
+
+        taken: dict[str, Any] = {"num_cpus": 0, **(options or {})}
+        if environment is not None:
+            taken["runtime_env"] = {"env_vars": dict(environment)}
+        if spread:
+            taken["scheduling_strategy"] = "SPREAD"
+        if threads is not None:
+            taken["max_concurrency"] = threads
+        actor_class: Any = _with_own_threads(cls) if own_threads else ray.remote(cls)
+        handle: ActorHandle = actor_class.options(**taken).remote(*arguments)
+        return handle
+
+    def kill(self, actor: ActorHandle) -> None:
+        import ray
+
+        with _translated():
+            ray.kill(actor)  # type: ignore[arg-type]  # it is one of Ray's handles
+
+    def end_processes(self, processes: Sequence[ActorProcess], seconds: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = self.node()
+        left: list[int] = []
+        for node in dict.fromkeys(process.node for process in processes):
+            there = [process for process in processes if process.node == node]
+            if node == here:
+                left += _end_here(there, seconds)
+                continue
+            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            ending = ray.remote(_end_here).options(num_cpus=0, scheduling_strategy=strategy)
+            left += list(self.get([ending.remote(there, seconds)], timeout=2 * seconds)[0])
+        if left:
+            raise NotEnded(f"processes {', '.join(map(str, left))} do not end after SIGKILL")
+
+    def put(self, value: T) -> Ref[T]:
+        import ray
+
+        return ray.put(value)
+
+    def get(self, refs: Sequence[Ref[T]], timeout: float | None = None) -> list[T]:
+        import ray
+
+        with _translated():
+            ray_refs: Any = list(refs)
+            return list(ray.get(ray_refs, timeout=timeout))
+
+    def wait(self, refs: Sequence[Ref[T]], timeout: float) -> tuple[list[Ref[T]], list[Ref[T]]]:
+        import ray
+
+        pending: Any = list(refs)
+        with _translated():
+            return ray.wait(pending, num_returns=len(pending), timeout=timeout)
+
+    async def result(self, ref: Ref[T]) -> T:
+        with _translated():
+            result: T = await asyncio.wrap_future(ref.future())
+        return result
 
 
-def actor_class(cls: type) -> ActorClass:
-    """The Ray actor class of ``cls``."""
-    import ray
-
-    return ray.remote(cls)  # type: ignore[return-value]  # Ray types the methods of its handles as Never
-
-
-def actor_class_with_own_threads(cls: type) -> ActorClass:
+def _with_own_threads(cls: type) -> Any:
     """The Ray actor class of ``cls``, with a concurrency group of one thread for each of :data:`OWN_THREADS`."""
     import ray
 
     names = [name for name in OWN_THREADS if hasattr(cls, name)]
     aside = {name: ray.method(concurrency_group=name)(getattr(cls, name)) for name in names}
-    make: Callable[[type], ActorClass] = ray.remote(concurrency_groups=dict.fromkeys(names, 1))  # type: ignore[call-overload]
+    make: Callable[[type], Any] = ray.remote(concurrency_groups=dict.fromkeys(names, 1))  # type: ignore[call-overload]
     return make(type(cls.__name__, (cls,), aside))
-
-
-def kill(actor: ActorHandle) -> None:
-    """End an actor's process at once."""
-    import ray
-
-    ray.kill(actor)  # type: ignore[arg-type]  # it is one of Ray's handles
-
-
-@dataclass(frozen=True)
-class ActorProcess:
-    """The process of an actor; ``started`` is its creation time, since process ids are used again."""
-
-    node: str
-    pid: int
-    started: float
-
-    @classmethod
-    def own(cls) -> ActorProcess:
-        """This process, which must be that of a Ray worker."""
-        import psutil
-        import ray
-
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time())
-
-
-class NotEnded(RuntimeError):
-    """Processes are still there after they were killed."""
-
-
-def end_processes(processes: Sequence[ActorProcess], seconds: float) -> None:
-    """Kill processes of actors on any node with SIGKILL, and wait until they have ended.
-
-    :func:`kill` asks the process itself to exit, which one that is stopped or hangs in the kernel does not do.
-
-    Raises:
-        NotEnded: Some still run after ``seconds``.
-        RayError: A node does not answer.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here, left = ray.get_runtime_context().get_node_id(), []
-    for node in dict.fromkeys(process.node for process in processes):
-        there = [process for process in processes if process.node == node]
-        if node == here:
-            left += _end_here(there, seconds)
-        else:
-            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            ending = ray.remote(_end_here).options(num_cpus=0, scheduling_strategy=strategy)
-            left += list(ray.get([ending.remote(there, seconds)], timeout=2 * seconds)[0])
-    if left:
-        raise NotEnded(f"processes {', '.join(map(str, left))} do not end after SIGKILL")
 
 
 def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
@@ -129,3 +200,44 @@ def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     return [each.pid for each in wait_gone(killed, seconds)]
+
+
+class RayBundles:
+    """A placement group."""
+
+    def __init__(self, group: PlacementGroup) -> None:
+        self._group = group
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self._group.wait(timeout_seconds=seconds))
+
+    def options(self, index: int, gpus: float, cpus: float) -> Mapping[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
+        return {"num_gpus": gpus, "num_cpus": cpus, "scheduling_strategy": strategy}
+
+    def places(self, count: int, seconds: float) -> list[Place]:
+        import ray
+
+        # Ray does not tell which GPU a bundle has, so a small task in each bundle looks it up.
+        where: Any = ray.remote(_where)
+        refs = [where.options(**self.options(index, 1, 1)).remote() for index in range(count)]
+        places = []
+        for bundle, (address, gpu) in enumerate(RayActors().get(refs, timeout=seconds)):
+            node = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
+            places.append(Place(node, gpu, bundle, address))
+        return places
+
+    def remove(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        with _translated():
+            remove_placement_group(self._group)
+
+
+def _where() -> tuple[str, int]:
+    """Address of the node and number of the GPU of this task."""
+    import ray
+
+    return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])

@@ -1,4 +1,4 @@
-"""Wait for results from Ray actors. Every wait has a name, a deadline and a live status, and ends if one rank fails."""
+"""Wait for results from actors. Every wait has a name, a deadline and a live status, and ends if one rank fails."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from slime.cluster.actors import door
 from slime.cluster.polling import WaitExpired
 from slime.cluster.stop_signals import StopSignals
 from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from slime.cluster.ray_actors import ActorHandle
+    from slime.cluster.actors import ActorHandle, Ref
 
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ class NoStatus(WaitExpired):
 
 
 class Waiter:
-    """``ray.get`` for the driver's main thread.
+    """Waits for results in the driver's main thread.
 
     Args:
         stop: Checked during the wait, unless the wait must not be interrupted.
@@ -51,7 +50,7 @@ class Waiter:
 
     def get(
         self,
-        refs: Sequence[ObjectRef[T]],
+        refs: Sequence[Ref[T]],
         what: str,
         deadline: float,
         *,
@@ -75,18 +74,18 @@ class Waiter:
             WaitExpired: The deadline has passed; the message tells what each actor is doing.
             NoStatus: An actor has not answered for ``silence`` seconds.
             StopRequested: The user asked to stop, and the stop is not deferred.
-            RayError: One of the refs failed; others may still be running.
+            ActorError: One of the refs has no result; others may still be running.
+            Exception: What one of the calls has raised.
         """
-        import ray
-
+        actors_door = door()
         start, began = time.monotonic(), time.time()
         status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            ready, pending = actors_door.wait(pending, POLL_SECONDS)
             # Ranks that wait in a collective for one that failed would never return, so its failure ends the wait.
             if ready:
-                ray.get(ready)
+                actors_door.get(ready)
             if pending and status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
             if pending and self.state is not None:
@@ -107,7 +106,7 @@ class Waiter:
                 )
         if self.state is not None:  # after an error, the state keeps what was waited for
             self.state.wait_over()
-        return list(ray.get(list(refs)))
+        return actors_door.get(refs)
 
 
 @dataclass
@@ -115,7 +114,7 @@ class _Poll:
     """The status of one actor, as far as it is known."""
 
     actor: ActorHandle
-    asked: ObjectRef[Progress] | None = None  # the answer that has not come yet
+    asked: Ref[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
     said: Progress = field(default_factory=Progress)  # the last answer
     answered: bool = False  # whether it ever did: an actor that is still starting is silent, but not lost
@@ -139,17 +138,15 @@ class _StatusPoll:
 
     def poll(self) -> bool:
         """Collect answers, and ask those actors again; returns whether an answer came."""
-        import ray
-
         names, self._turn = self._turn[:POLLED_ACTORS], self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
         asked = {poll.asked: name for name in names if (poll := self.polls[name]).asked is not None}
-        done = ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
+        done = door().wait(list(asked), 0)[0] if asked else []
         for ref in done:
             poll = self.polls[asked[ref]]
             poll.asked = None
             try:
-                poll.said, poll.answered = ray.get(ref), True
-            except ray.exceptions.RayError as error:
+                poll.said, poll.answered = door().get([ref])[0], True
+            except Exception as error:
                 poll.said = {"phase": f"does not answer: {type(error).__name__}"}
             self.latest[asked[ref]] = poll.said
         # At most one question per actor is open, so calls do not pile up at an actor that is frozen.
@@ -165,10 +162,8 @@ class _StatusPoll:
         late = {n: poll for n, poll in self.polls.items() if poll.answered and poll.asked and poll.asked_at < before}
         if not late:
             return []
-        import ray
-
         # With many actors, the last poll of one may be a while ago: its answer may have come since.
-        came = set(ray.wait([poll.asked for poll in late.values()], num_returns=len(late), timeout=0)[0])
+        came = set(door().wait([poll.asked for poll in late.values() if poll.asked is not None], 0)[0])
         return [name for name, poll in late.items() if poll.asked not in came]
 
     def report(self) -> str:

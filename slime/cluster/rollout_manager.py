@@ -1,4 +1,4 @@
-"""The Ray actor between data and training: it owns the data source and the engines, and runs the rollout functions."""
+"""The actor between data and training: it owns the data source and the engines, and runs the rollout functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.cluster.actors import door
 from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
 from slime.cluster.garbage import GarbageCollection
 from slime.cluster.generation import Generation
@@ -23,9 +24,8 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
     from slime.checkpoint.shared_folder import Answer
+    from slime.cluster.actors import Ref
     from slime.cluster.manager_client import RolloutBatch
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
@@ -51,8 +51,6 @@ class RolloutManager(EngineManager):
     def __init__(
         self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys, in_program: bool = False
     ) -> None:
-        import ray
-
         from slime.cluster.logs import redirect_output
         from slime.cluster.rollout_state import RolloutState
         from slime.engines.process import exempt_from_proxy
@@ -61,7 +59,7 @@ class RolloutManager(EngineManager):
         self.run_dir = Path(run_dir)
         redirect_output(self.run_dir / "logs", "rollout-manager")
         # For HTTP clients in user code and in agent programs, which use the proxy that the environment names.
-        os.environ.update(exempt_from_proxy(ray.util.get_node_ip_address()))
+        os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()
         self.layout = layout
         self.data_source: DataSource = load_function(args.data_source_path)(args)
@@ -99,8 +97,6 @@ class RolloutManager(EngineManager):
             return self._generate(rollout_id)
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
-        import ray
-
         from slime.cluster.manager_client import RolloutBatch
         from slime.data.convert import parts_of_ranks
 
@@ -109,11 +105,11 @@ class RolloutManager(EngineManager):
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
-        stored: list[ObjectRef[Wire]] = []
+        stored: list[Ref[Wire]] = []
         used: set[int] = set()
         numbered = True
         for part in parts_of_ranks(self.args, groups, rollout_id, self.layout):
-            stored.append(ray.put(part))
+            stored.append(door().put(part))
             used.update(map(int, part.get("group_indices", ())))
             numbered = numbered and "group_indices" in part
         # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.

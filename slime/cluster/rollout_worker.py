@@ -1,4 +1,4 @@
-"""The Ray actor of one rollout worker: it generates and scores groups that the rollout manager hands out."""
+"""The actor of one rollout worker: it generates and scores groups that the rollout manager hands out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.engines.background import background_loop
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
-    from slime.cluster.ray_actors import ActorProcess
+    from slime.cluster.actors import ActorProcess
     from slime.config.args import Args
     from slime.data.sample import Group
     from slime.engines.keys import ServerKeys
@@ -81,8 +81,7 @@ class RolloutWorker:
     """
 
     def __init__(self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]) -> None:
-        import ray
-
+        from slime.cluster.actors import door
         from slime.cluster.garbage import GarbageCollection
         from slime.cluster.logs import redirect_output
         from slime.config.machine import raise_file_limit
@@ -91,7 +90,7 @@ class RolloutWorker:
         from slime.engines.process import exempt_from_proxy
 
         redirect_output(Path(log_dir), f"rollout-worker-{index}")
-        os.environ.update(exempt_from_proxy(ray.util.get_node_ip_address()))
+        os.environ.update(exempt_from_proxy(door().address()))
         raise_file_limit()
         send_keys(keys)
         init_http_client(args)
@@ -108,7 +107,7 @@ class RolloutWorker:
 
     async def process(self) -> ActorProcess:
         """Return the process of this worker; the first answer means that it has started."""
-        from slime.cluster.ray_actors import ActorProcess
+        from slime.cluster.actors import ActorProcess
 
         return ActorProcess.own()
 

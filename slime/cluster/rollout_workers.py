@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.cluster.ray_actors import ActorProcess, NotEnded, actor_class, end_processes, kill
+from slime.cluster.actors import ActorError, ActorLost, ActorProcess, NotEnded, door
 from slime.cluster.rollout_worker import REPORT_SECONDS, GroupCall, GroupResult, Report, RolloutWorker
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
@@ -29,9 +29,7 @@ from slime.rollout.verifier.pool import default_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ray import ObjectRef
-
-    from slime.cluster.ray_actors import ActorHandle
+    from slime.cluster.actors import ActorHandle, Ref
     from slime.config.args import Args
     from slime.types import SamplingParams
 
@@ -137,8 +135,6 @@ class RolloutWorkers:
             WorkersLost: :data:`MOST_TRIES` workers were lost while they generated this group, or a worker was lost too
                 often.
         """
-        from ray.exceptions import ObjectLostError, RayActorError
-
         state = GenerateState(args)
         for _ in range(MOST_TRIES):
             worker = await self._least_loaded()
@@ -152,7 +148,7 @@ class RolloutWorkers:
             )  # fmt: skip
             try:
                 result = await self._ask(worker, handle, call)
-            except (RayActorError, ObjectLostError) as error:
+            except ActorLost as error:
                 await self._lost(worker, handle, str(error))
                 continue
             if schedule is not None:
@@ -169,7 +165,7 @@ class RolloutWorkers:
         size = len(call.group)
         worker.samples += size
         try:
-            return await _result(handle.generate.remote(call))
+            return await door().result(handle.generate.remote(call))
         except asyncio.CancelledError:
             # Like a cancelled task of this process, the call must have ended when this returns: its requests would meet
             # engines whose weights or memory change.
@@ -203,15 +199,15 @@ class RolloutWorkers:
         """Start a worker, and watch it from then on.
 
         Raises:
-            RayActorError: It could not be started.
+            ActorLost: It could not be started.
             TimeoutError: It did not answer within ``start_seconds``.
         """
         handle = self._launch(worker.index)
         try:
             async with asyncio.timeout(self._start_seconds):
-                worker.process = await _result(handle.process.remote())
+                worker.process = await door().result(handle.process.remote())
         except BaseException:
-            kill(handle)
+            door().kill(handle)
             raise
         worker.handle, worker.samples = handle, 0
         self._changed.set()
@@ -224,10 +220,8 @@ class RolloutWorkers:
 
     async def _watch(self, worker: _Worker, handle: ActorHandle) -> None:
         """Take a worker's reports until it is lost."""
-        from ray.exceptions import RayError
-
         while worker.handle is handle:
-            answer = asyncio.ensure_future(_result(handle.report.remote(known_keys())))
+            answer = asyncio.ensure_future(door().result(handle.report.remote(known_keys())))
             try:
                 # In two parts: if something blocked this loop for long, the first one expires, and the answer arrives
                 # in the second.
@@ -235,7 +229,7 @@ class RolloutWorkers:
                 if not done:
                     done, _ = await asyncio.wait([answer], timeout=REPORT_SECONDS)
                 report: Report | None = answer.result() if done else None
-            except RayError as error:
+            except ActorError as error:
                 await self._lost(worker, handle, str(error))
                 return
             finally:
@@ -282,16 +276,14 @@ class RolloutWorkers:
 
     async def _end(self, worker: _Worker, lost: ActorHandle | None = None) -> None:
         """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more requests."""
-        from ray.exceptions import RayError
-
         process, handle = worker.process, lost or worker.handle
         worker.handle = worker.process = None
         if handle is not None:
-            kill(handle)
+            door().kill(handle)
         if process is not None:
             try:
-                await asyncio.to_thread(end_processes, [process], KILL_SECONDS)
-            except (NotEnded, RayError) as error:  # for example, its node is gone
+                await asyncio.to_thread(door().end_processes, [process], KILL_SECONDS)
+            except (NotEnded, ActorError) as error:  # for example, its node is gone
                 logger.error("rollout worker %d: %s", worker.index, error)
 
 
@@ -322,21 +314,18 @@ def worker_launcher(
         parts: The part of the engines that each worker uses.
         environment: The environment variables of the workers.
     """
-    import ray
-
     # Objects of classes of the hooks' files come back with samples; they are found only if the files are loaded here.
     for path, name in _sample_hooks(args[0]):
         load_function(path, name)
-    count, nodes = len(args), sum(node["Alive"] for node in ray.nodes())
+    count, nodes = len(args), door().nodes()
     given = args[0].reward_workers
     verifiers = math.ceil(given / count) if given else math.ceil(default_workers() / math.ceil(count / nodes))
     # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.
-    options = {"num_cpus": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": "SPREAD"}
-    actor = actor_class(RolloutWorker).options(**options, runtime_env={"env_vars": environment})
 
     def launch(index: int) -> ActorHandle:
         own = args[index].with_values(reward_workers=verifiers)
-        return actor.remote(own, index, str(log_dir), parts[index], known_keys())
+        arguments = own, index, str(log_dir), parts[index], known_keys()
+        return door().create(RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True)
 
     return launch
 
@@ -346,16 +335,10 @@ def _sample_hooks(args: Args) -> list[tuple[str, str | None]]:
     return [(path, name) for path, name in [*named, *((hook, None) for hook in args.rollout_sample_hook_path)] if path]
 
 
-async def _result(ref: ObjectRef[Any]) -> Any:
-    return await asyncio.wrap_future(ref.future())
-
-
-async def _quiet(ref: ObjectRef[Any]) -> None:
+async def _quiet(ref: Ref[Any]) -> None:
     """Wait for a call that fails only if its worker is lost, which is noticed elsewhere."""
-    from ray.exceptions import RayError
-
-    with contextlib.suppress(RayError):
-        await _result(ref)
+    with contextlib.suppress(Exception):
+        await door().result(ref)
 
 
 def _owned(group: Group) -> Group:

@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from slime.cluster.actors import ActorError, ActorLost, door
 from slime.cluster.polling import WaitExpired
-from slime.cluster.ray_actors import kill
 from slime.cluster.ray_wait import NoStatus
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
+    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.phases import Run
-    from slime.cluster.ray_actors import ActorHandle
     from slime.cluster.start import Parts
     from slime.config.args import Args
 
@@ -194,38 +192,35 @@ def shut_down(parts: Parts, failed: bool) -> None:
 
     Errors of actors that are dead already are suppressed, so that the steps after them still run.
     """
-    import ray
-
     from slime.cluster.leftovers import sweep_leftovers
-    from slime.cluster.session import disconnect
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
-    if not ray.is_initialized():
+    if not door().connected:
         return
     note = parts.log.note
     if parts.manager is not None:
         manager = parts.manager.handle
         if failed and not answers(manager):
-            with contextlib.suppress(ray.exceptions.RayError):
-                kill(manager)  # It is frozen or gone. Its engines end with it.
+            with contextlib.suppress(ActorError):
+                door().kill(manager)  # It is frozen or gone. Its engines end with it.
         else:
             if failed and parts.engines_started:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    note(ray.get(manager.engine_report.remote(), timeout=REPORT_SECONDS))
-            with contextlib.suppress(ray.exceptions.RayError):
-                for warning in ray.get(manager.shutdown.remote(), timeout=SHUTDOWN_SECONDS):
+                with contextlib.suppress(Exception):
+                    note(door().get([manager.engine_report.remote()], timeout=REPORT_SECONDS)[0])
+            with contextlib.suppress(Exception):
+                for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")
     for group in parts.groups:
-        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        with contextlib.suppress(Exception):
             group.close()
     if failed:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
     parts.log.close(failed)
     if parts.placement is not None:
-        # After a failure, Ray itself may be gone; its error must not hide the one that ended the run.
-        with contextlib.suppress(*((ray.exceptions.RayError, RuntimeError, OSError) if failed else ())):
+        # After a failure, the cluster itself may be gone; its error must not hide the one that ended the run.
+        with contextlib.suppress(*((RuntimeError, OSError) if failed else ())):
             parts.placement.remove()
-    disconnect()
+    door().disconnect()
     # Last, since files of living processes are kept. Ray kills its workers before torch's own cleanup has run in them.
     sweep_shared_memory()
     sweep_leftovers()
@@ -242,13 +237,11 @@ def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]
     Args:
         actors: The actors that hold the run's state, by the name that a message uses for them.
     """
-    import ray
-
     try:
-        return _lost_actors(actors, error) if ray.is_initialized() else []
-    except (ray.exceptions.RayError, RuntimeError, OSError):  # Ray itself does not answer.
-        from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
-        return [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
+        return _lost_actors(actors, error) if door().connected else []
+    except (RuntimeError, OSError):  # The cluster itself does not answer.
+        from_cluster = isinstance(error, ActorError | WaitExpired | OSError)
+        return [f"the Ray cluster ({type(error).__name__})"] if from_cluster else []
 
 
 def report_loss(
@@ -261,50 +254,44 @@ def report_loss(
 
 
 def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    import ray
-
     # All actors are asked at the same time, so the question takes ASK_SECONDS even if many of them are silent.
     asked = {actor.status.remote(): name for name, actor in actors.items()}
     if not asked:
         return []
-    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
+    answered, silent = door().wait(list(asked), ASK_SECONDS)
     lost = [asked[answer] for answer in answered if _has_died(answer)]
     # A silent actor counts only if a wait expired. If every actor answers, an expired wait is not a loss: the same work
     # would not be faster after a restart.
     if isinstance(error, WaitExpired):
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
     # An actor was lost, even if every actor answers by now: it may have been unreachable only for a while.
-    if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _failed_to_start(error):
+    if not lost and isinstance(error, ActorLost | NoStatus) and not _failed_to_start(error):
         return [f"an answer ({type(error).__name__})"]
     return lost
 
 
-def _has_died(answer: ObjectRef[object]) -> bool:
-    import ray
-
+def _has_died(answer: Ref[object]) -> bool:
     try:
-        ray.get(answer)
-    except ray.exceptions.RayActorError as error:
-        return not _failed_to_start(error)
-    except ray.exceptions.RayError:  # The call failed for another reason, so the actor is alive.
+        door().get([answer])
+    except ActorLost as error:
+        return not error.at_creation
+    except Exception:  # The call failed for another reason, so the actor is alive.
         return False
     return False
 
 
 def answers(actor: ActorHandle) -> bool:
     """Whether an actor answers ``status()`` within :data:`ASK_SECONDS`."""
-    import ray
-
     try:
-        ray.get(actor.status.remote(), timeout=ASK_SECONDS)
-    except ray.exceptions.RayError:
+        door().get([actor.status.remote()], timeout=ASK_SECONDS)
+    except Exception:
         return False
     return True
 
 
 def _failed_to_start(error: Exception) -> bool:
     """Whether the error comes from an actor's constructor, which would fail again after a restart."""
-    return "creation task" in str(error)
+    return isinstance(error, ActorLost) and error.at_creation
 
 
 def exit_for_restart() -> NoReturn:

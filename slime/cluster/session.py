@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.cluster.actors import ClusterError
+
 if TYPE_CHECKING:
     import psutil
-
-    from slime.config.args import Args
 
 QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -31,10 +31,6 @@ that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
 _connected = False
-
-
-class ClusterError(RuntimeError):
-    """The cluster cannot provide what the flags ask for; the message says what to change."""
 
 
 def connect() -> None:
@@ -175,31 +171,3 @@ def python_path() -> str:
     here = str(Path(__file__).resolve().parents[2])
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return os.pathsep.join(dict.fromkeys([*known, os.getcwd(), here]))
-
-
-def check_resources(args: Args, gpus_needed: int) -> None:
-    """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
-    import ray
-
-    from slime.config.engine import engines_beside_trainer
-
-    have = int(ray.cluster_resources().get("GPU", 0))
-    if have > 0 and (problems := engines_beside_trainer(args)):
-        raise ClusterError(problems[0])
-    if gpus_needed > have > 0:
-        raise ClusterError(
-            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
-            f"{args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
-            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: "
-            "lower them, add nodes or pass --colocate"
-        )
-
-
-def cluster_report() -> str:
-    """One line for error messages: Ray's nodes and its free and total resources."""
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    total, free = ray.cluster_resources(), ray.available_resources()
-    parts = [f"{name} {free.get(name, 0):g} of {total[name]:g} free" for name in ("CPU", "GPU") if name in total]
-    return f"Ray: {len(alive)} node(s) alive; {', '.join(parts)}"

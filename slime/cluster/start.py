@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.cluster.actors import door
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.folder_lock import FolderLock, lock_run, lock_save
 from slime.cluster.manager_client import ManagerClient
 from slime.cluster.phases import Run
-from slime.cluster.ray_actors import actor_class
 from slime.cluster.ray_wait import Waiter
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
@@ -25,10 +25,8 @@ from slime.config.parser import ConfigError
 from slime.engines.keys import RunKeys
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
+    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.placement import Placement
-    from slime.cluster.ray_actors import ActorHandle
     from slime.cluster.train_actor import Role
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
@@ -90,7 +88,7 @@ class Parts:
     lost: list[str] = field(default_factory=list)
 
     def actors(self) -> dict[str, ActorHandle]:
-        """The Ray actors that hold the run's state, by the name that a message uses for them."""
+        """The actors that hold the run's state, by the name that a message uses for them."""
         named = {"the rollout manager": self.manager.handle} if self.manager is not None else {}
         for group in self.groups:
             named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
@@ -126,12 +124,11 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     share of the GPU memory that is free when it starts, so in that case the ranks only import their libraries, and load
     their models when the engines have started and released their memory again.
     """
-    from slime.cluster.placement import Placement, plan_slots
-    from slime.cluster.session import check_resources, connect
+    from slime.cluster.placement import Placement, check_resources, plan_slots
 
     begin, log = parts.begin, parts.log
     with log.phase("start"):
-        connect()
+        door().connect()
         parts.stop.install()  # again: ray.init has installed signal handlers of its own
         slots = plan_slots(args)
         check_resources(args, slots.total)
@@ -179,7 +176,7 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
 
     Raises:
         NotEnded: A rank cannot be ended, so it may hold the accelerator of its successor.
-        RayError: The rollout manager could not go back to the snapshot, or a new rank did not start.
+        ActorError: The rollout manager could not go back to the snapshot, or a new rank did not start.
         WaitExpired: One of them did not do so in time.
     """
     from slime.weights.transports.shared_memory import sweep_shared_memory
@@ -240,13 +237,12 @@ def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waite
 
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     # With several threads, status() and engine_status() can answer while generate() runs.
-    options = actor_class(RolloutManager).options(num_cpus=0, max_concurrency=8)
-    handle = options.remote(args, str(parts.dir.path), layout, keys, parts.stop.in_program)
+    handle = door().create(RolloutManager, *(args, str(parts.dir.path), layout, keys, parts.stop.in_program), threads=8)
     return ManagerClient(handle, waiter, args.phase_timeout)
 
 
 def _wait_for_engines(
-    seconds: float, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
+    seconds: float, parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool
 ) -> list[str]:
     """Wait until all engines answer, and return their URLs; with ``release``, they then release their memory."""
     urls = manager.wait(starting, "the engines to start", seconds + START_MARGIN_SECONDS, flag="--start-timeout")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
-from slime.cluster.ray_actors import ActorProcess
+from slime.cluster.actors import ActorProcess, door
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
@@ -15,7 +15,6 @@ from slime.observability.timers import Span, Timers
 
 if TYPE_CHECKING:
     import torch
-    from ray import ObjectRef
     from torch.distributed import Store
     from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
+    from slime.cluster.actors import Ref
     from slime.config.args import Args
     from slime.data.wire import Wire
     from slime.engines.keys import ServerKeys
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from slime.weights.update import UpdateReport
 
 Role = Literal["actor", "critic"]
-Batches: TypeAlias = "Sequence[ObjectRef[Wire]]"
+Batches: TypeAlias = "Sequence[Ref[Wire]]"
 """References to the parts of a rollout, one for each data-parallel rank."""
-Values: TypeAlias = "Sequence[ObjectRef[list[torch.Tensor]]]"
+Values: TypeAlias = "Sequence[Ref[list[torch.Tensor]]]"
 """One reference to a critic's values for the samples of one rank, computed before the critic's update."""
 
 
@@ -94,11 +94,9 @@ class TrainActor:
 
     def address(self) -> tuple[str, int]:
         """Address and port on which rank 0 will listen for the rendezvous of the process group."""
-        import ray
-
         from slime.engines.process import free_port
 
-        host = str(ray.util.get_node_ip_address())
+        host = door().address()
         return host, free_port(host)
 
     def process(self) -> ActorProcess:
@@ -108,8 +106,6 @@ class TrainActor:
     def import_backend(self) -> None:
         """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if the backend can. The
         GPU may belong to an engine that is still starting."""
-        import ray
-
         from slime.backends.create import backend_class
         from slime.models.cpu_memory import large_imports
 
@@ -118,19 +114,17 @@ class TrainActor:
         if self.args.compile_layers:
             with large_imports():
                 importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
-        if backend.read_ahead is not None and self.rank == 0 and ray.get_gpu_ids():
+        if backend.read_ahead is not None and self.rank == 0 and door().own_gpus():
             progress.report("read the checkpoint")
             self.read = backend.read_ahead(self.args)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
-        import ray
-
         from slime.backends.create import create_backend
 
         progress.report(f"load {self.role}")
         self.master = (master_addr, master_port)
-        local_rank = 0 if ray.get_gpu_ids() else self.rank  # Ray shows an actor only its own GPU, as device 0.
+        local_rank = 0 if door().own_gpus() else self.rank  # an actor sees only its own GPU, as device 0.
         self.backend = create_backend(
             self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank, self.read
         )
@@ -147,16 +141,14 @@ class TrainActor:
                 data instead.
             values_ref: The critic's values, from which the actor's advantages are computed.
         """
-        import ray
-
         from slime.backends.train_loop import train_on_rollout
         from slime.data.wire import to_rank_batch
         from slime.observability.debug_data import save_train_batches
 
         with self.timers("get_batch"):
-            batch = to_rank_batch(ray.get(batch_ref[0]))
+            batch = to_rank_batch(door().get(batch_ref[:1])[0])
             if values_ref is not None:
-                batch["old_values"] = ray.get(values_ref[0])
+                batch["old_values"] = door().get(values_ref[:1])[0]
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler, self.timers)
         # After a step, since the first one creates the optimizer's state, of which the memory must hold a copy.
@@ -168,7 +160,7 @@ class TrainActor:
         if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
             self.backend.clear_memory()
         # As a reference, so that the values go from the critic's rank to the actor's without the driver in between.
-        values: Values | None = [ray.put(batch["old_values"])] if self.role == "critic" else None
+        values: Values | None = [door().put(batch["old_values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
 
     def update_weights(

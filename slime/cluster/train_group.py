@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
+from slime.cluster.actors import ActorProcess, door
 from slime.cluster.placement import pinning_environment, thread_environment
-from slime.cluster.ray_actors import ActorProcess, actor_class_with_own_threads, end_processes, kill
 from slime.cluster.train_actor import TrainActor
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
     from slime.backends.base import ModelTag
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
+    from slime.cluster.actors import Ref
     from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import Waiter
     from slime.cluster.train_actor import Batches, Role, TrainResult, Values
@@ -52,17 +51,20 @@ class TrainGroup:
         args = role_args(args, role)
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
-        actors = actor_class_with_own_threads(TrainActor)
         # A collective that times out leaves a record of each rank's last operations, which slime doctor compares.
         recorder = {
             "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }
         own = {**thread_environment(args.threads_per_process), **environment_texts(args.train_env_vars)}
-        environment = {"env_vars": {**recorder, **own, **pinning_environment(own)}}
+        environment = {**recorder, **own, **pinning_environment(own)}
         self.ranks = [
-            actors.options(**placement.train_options(rank), runtime_env=environment).remote(
-                args, role, rank, world_size, str(log_dir), engine_keys
+            door().create(
+                TrainActor,
+                *(args, role, rank, world_size, str(log_dir), engine_keys),
+                options=placement.train_options(rank),
+                environment=environment,
+                own_threads=True,
             )
             for rank in range(world_size)
         ]
@@ -202,24 +204,22 @@ class TrainGroup:
 
     def close(self) -> None:
         """Release what would outlive the processes. The wait is short, so a rank that hangs does not delay the end."""
-        import ray
-
-        ray.get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
+        door().get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
 
     def end(self) -> None:
         """Kill all ranks, also frozen ones, and wait until their processes have ended and their memory is free.
 
         Raises:
             NotEnded: A process still runs.
-            RayError: The node of a rank does not answer.
+            ActorError: The node of a rank does not answer.
         """
         for rank in self.ranks:
-            kill(rank)
-        end_processes(self._processes, END_SECONDS)
+            door().kill(rank)
+        door().end_processes(self._processes, END_SECONDS)
 
     def _start(
         self, method: Callable[Concatenate[TrainActor, P], T], *arguments: P.args, **keywords: P.kwargs
-    ) -> list[ObjectRef[T]]:
+    ) -> list[Ref[T]]:
         """Start a call on all ranks."""
         return [getattr(rank, method.__name__).remote(*arguments, **keywords) for rank in self.ranks]
 
@@ -229,5 +229,5 @@ class TrainGroup:
         """Call all ranks and wait for their results."""
         return self._call(self._start(method, *arguments, **keywords), what, self.args.phase_timeout)
 
-    def _call(self, refs: Sequence[ObjectRef[T]], what: str, deadline: float, flag: str = "--phase-timeout") -> list[T]:
+    def _call(self, refs: Sequence[Ref[T]], what: str, deadline: float, flag: str = "--phase-timeout") -> list[T]:
         return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag)

@@ -28,7 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if server.fails:
             raise ServerFailed("it did not answer")
 
-    monkeypatch.setattr(module, "_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(module, "door", lambda: SimpleNamespace(address=lambda: "127.0.0.1"))
     monkeypatch.setattr("slime.cluster.logs.redirect_output", lambda *_: None)
     monkeypatch.setattr("slime.engines.launch.start_engine", lambda *_: server)
     monkeypatch.setattr("slime.engines.sglang.sampler.warm_up", warm_up)
@@ -92,8 +92,10 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
     server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[module.EngineActor] = []
-    here = SimpleNamespace(remote=lambda *settings: started.append(module.EngineActor(*settings)))
-    monkeypatch.setattr("ray.remote", lambda _: SimpleNamespace(options=lambda **_: here))
+    here = SimpleNamespace(
+        create=lambda cls, *settings, **_: started.append(cls(*settings)), address=lambda: "127.0.0.1"
+    )
+    monkeypatch.setattr(module, "door", lambda: here)
     placement: Any = SimpleNamespace(
         engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
     )

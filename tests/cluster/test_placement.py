@@ -3,16 +3,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.cluster.actors import ClusterError, Place
 from slime.cluster.placement import (
     ALLOCATOR_SETTINGS,
     PINNING,
-    Place,
     Placement,
     Slots,
     pinning_environment,
     plan_slots,
 )
-from slime.cluster.session import ClusterError
 from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.config.rollout import staleness_bound
 

@@ -103,7 +103,7 @@ class Run:
 def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr(ray, "get", lambda ref, timeout=None: ref())
+    monkeypatch.setattr(ray, "get", lambda refs, timeout=None: [ref() for ref in refs])
 
 
 def settled(condition: Callable[[], bool]) -> bool:
@@ -225,10 +225,10 @@ def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.Monkey
     """Ray only says that some objects were not ready; and a manager that froze is a loss only after a WaitExpired."""
     import ray
 
-    def get(ref: Callable[[], Any], timeout: float | None = None) -> Any:
+    def get(refs: list[Callable[[], Any]], timeout: float | None = None) -> Any:
         if timeout is not None:
             raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
-        return ref()
+        return [ref() for ref in refs]
 
     monkeypatch.setattr(ray, "get", get)
     said = r"waited 10 s \(deadline 10 s, --phase-timeout\) for rollout 0 to be generated"

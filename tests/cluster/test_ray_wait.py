@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slime.cluster.actors import ActorLost
 from slime.cluster.polling import WaitExpired, wait_for
 from slime.cluster.ray_wait import Waiter
 from slime.cluster.stop_signals import StopRequested, StopSignals
@@ -45,10 +46,10 @@ def worker_class() -> Iterator:
     connect()
     import ray
 
-    from slime.cluster.ray_actors import actor_class_with_own_threads
+    from slime.cluster.actors import door
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
-    yield actor_class_with_own_threads(Worker).options(num_cpus=0.01)
+    yield lambda: door().create(Worker, own_threads=True)
     ray.shutdown()
 
 
@@ -61,7 +62,7 @@ def test_a_wait_that_lasts_is_in_the_state_of_the_run(worker_class, tmp_path, mo
             super()._write(**changes)
             seen.append(self._state)
 
-    one, other, waited = worker_class.remote(), worker_class.remote(), Watched(tmp_path)
+    one, other, waited = worker_class(), worker_class(), Watched(tmp_path)
     stop = StopSignals()
     Waiter(stop, state=waited).get([one.work.remote(3)], "the product", 60, actors={"rank 0": other})
     assert {state.waiting for state in seen[:-1]} == {"the product"} and seen[-1].waiting == ""
@@ -86,7 +87,7 @@ def test_the_private_cluster_listens_on_the_loopback_only(worker_class) -> None:
 
 
 def test_results_in_order_with_status(worker_class) -> None:
-    workers = [worker_class.remote() for _ in range(2)]
+    workers = [worker_class() for _ in range(2)]
     seen: list[dict] = []
     waiter = Waiter(StopSignals(), seen.append)
     refs = [workers[0].work.remote(1.5), workers[1].work.remote(0.0)]
@@ -96,7 +97,7 @@ def test_results_in_order_with_status(worker_class) -> None:
 
 
 def test_expiry_says_what_the_processes_do(worker_class) -> None:
-    worker = worker_class.remote()
+    worker = worker_class()
     waiter = Waiter(StopSignals())
     waiter.get([worker.work.remote(0.0)], "warm up", 30)
     with pytest.raises(WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"):
@@ -106,7 +107,7 @@ def test_expiry_says_what_the_processes_do(worker_class) -> None:
 def test_status_answers_while_a_folder_hangs_and_a_step_runs(worker_class) -> None:
     import ray
 
-    worker = worker_class.remote()
+    worker = worker_class()
     ray.get(worker.work.remote(0.0))
     hanging = [worker.try_folder.remote(300), worker.work.remote(300)]
     assert ray.get(worker.status.remote(), timeout=60)["phase"] == "multiply"
@@ -116,15 +117,13 @@ def test_status_answers_while_a_folder_hangs_and_a_step_runs(worker_class) -> No
 
 @pytest.mark.parametrize("failure", ["die", "fail"])
 def test_one_failed_rank_ends_the_wait_for_all(worker_class, failure: str) -> None:
-    import ray
-
-    healthy, broken = worker_class.remote(), worker_class.remote()
-    with pytest.raises((ray.exceptions.ActorDiedError, ValueError)):  # and not that the wait has expired
+    healthy, broken = worker_class(), worker_class()
+    with pytest.raises((ActorLost, ValueError)):  # and not that the wait has expired
         Waiter(StopSignals()).get([healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60)
 
 
 def test_a_signal_ends_a_wait_unless_the_stop_is_deferred(worker_class) -> None:
-    worker = worker_class.remote()
+    worker = worker_class()
     with StopSignals() as stop:
         waiter = Waiter(stop)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -140,7 +139,7 @@ def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.Monkey
 
     from slime.cluster import run
 
-    worker, dead = worker_class.remote(), worker_class.remote()
+    worker, dead = worker_class(), worker_class()
     pid = ray.get(worker.work.remote(0.0))
     assert run.answers(worker) and run.answers(dead)
     monkeypatch.setattr(run, "ASK_SECONDS", 1.0)

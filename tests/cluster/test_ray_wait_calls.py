@@ -36,7 +36,7 @@ class FakeRay:
             self.turn += 1
         return ready, [ref for ref in refs if ref not in ready]
 
-    def get(self, refs: Any) -> Any:
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
         self.calls += 1
         return [ref.value for ref in refs] if isinstance(refs, list) else refs.value
 

@@ -64,9 +64,10 @@ def lost(patch: pytest.MonkeyPatch, error: Exception, manager: str, *ranks: str)
     def wait(refs: list[Status], num_returns: int, timeout: float) -> Any:
         return [ref for ref in refs if ref.kind != "silent"], [ref for ref in refs if ref.kind == "silent"]
 
-    def get(ref: Status) -> None:
-        if ref.kind == "dead":
+    def get(refs: list[Status], timeout: float | None = None) -> list[None]:
+        if any(ref.kind == "dead" for ref in refs):
             raise ray.exceptions.ActorDiedError()
+        return [None for _ in refs]
 
     patch.setattr(ray, "wait", wait)
     patch.setattr(ray, "get", get)

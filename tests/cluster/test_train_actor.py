@@ -58,7 +58,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     monkeypatch.setattr("slime.backends.train_loop.train_on_rollout", lambda *_: ({}, {}))
     monkeypatch.setattr("slime.data.wire.to_rank_batch", lambda batch: dict(batch))
     monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, **__: None)
-    monkeypatch.setattr("ray.get", lambda ref: ref)
+    monkeypatch.setattr("ray.get", lambda refs, timeout=None: refs)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS
     actor.timers = Timers()
