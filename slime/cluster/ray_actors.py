@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.cluster.actors import (
+from slime.cluster.actor_types import (
     OWN_THREADS,
     ActorError,
     ActorHandle,

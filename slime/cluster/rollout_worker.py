@@ -107,9 +107,9 @@ class RolloutWorker:
 
     async def process(self) -> ActorProcess:
         """Return the process of this worker; the first answer means that it has started."""
-        from slime.cluster.actors import ActorProcess
+        from slime.cluster.actors import door
 
-        return ActorProcess.own()
+        return door().own_process()
 
     async def generate(self, call: GroupCall) -> GroupResult:
         """Generate and score a group, with the rollout function's hooks for a single sample."""

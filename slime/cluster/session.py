@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.actors import ClusterError
+from slime.cluster.actor_types import ClusterError
 
 if TYPE_CHECKING:
     import psutil

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
-from slime.cluster.actors import ActorProcess, door
+from slime.cluster.actors import door
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import Ref
+    from slime.cluster.actors import ActorProcess, Ref
     from slime.config.args import Args
     from slime.data.wire import Wire
     from slime.engines.keys import ServerKeys
@@ -101,7 +101,7 @@ class TrainActor:
 
     def process(self) -> ActorProcess:
         """The process of this rank."""
-        return ActorProcess.own()
+        return door().own_process()
 
     def import_backend(self) -> None:
         """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if the backend can. The
