@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     from slime.backends.megatron.config import merged_settings
     from slime.config.parser import read_settings
+    from slime.models.checked import require_tied
     from slime.models.loading import ModelError, check_checkpoint, load_hf_config
     from slime.weights import torch_dist
     from slime.weights.hf_folder import HfFolder
@@ -45,6 +46,7 @@ def main() -> None:
     try:
         folder = HfFolder(checkpoint)
         notices = check_checkpoint(folder.folder, options.trust_remote_code)
+        require_tied(notices, "Megatron")
     except ModelError as error:
         parser.error(str(error))
     if rank == 0 and notices:

@@ -6,7 +6,7 @@
 
 ``--input-dir`` is a snapshot, a folder of snapshots (the newest is taken), what convert_hf_to_torch_dist.py wrote, or a
 checkpoint of Megatron-LM (a folder with a tracker file, or one iteration in it), which also needs ``--origin-hf-dir``.
-Config, tokenizer and the like are copied from ``--origin-hf-dir``.
+All other files are copied from ``--origin-hf-dir``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _find(options: argparse.Namespace) -> Found:
 
 
 def main() -> None:
-    from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
+    from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True)
@@ -88,9 +88,8 @@ def main() -> None:
         write_tensors(chain(named, mtp.tensors()), options.output_dir, writer=True)
     except (KeyError, ValueError) as error:
         parser.error(str(error.args[0]))
-    copy_companions(origin, options.output_dir)
     changes = {"vocab_size": options.vocab_size} if options.vocab_size else {}
-    copy_config(origin, options.output_dir, mtp, **changes)
+    write_side_files(origin, options.output_dir, mtp, changes)
     if mtp.notice:
         print(mtp.notice, file=sys.stderr)
     print(f"{options.output_dir}: {weights.family} from {weights.folder}")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.models.loading import ModelError
-    from slime.weights.hf_folder import HfFolder, copy_companions, copy_config, write_tensors
+    from slime.weights.hf_folder import HfFolder, write_side_files, write_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")
@@ -34,8 +34,7 @@ def main() -> None:
         write_tensors(((name, folder.get(name)) for name in names), options.save, writer=True)
     except ModelError as error:
         parser.error(str(error))
-    copy_companions(folder.folder, options.save)
-    copy_config(folder.folder, options.save)
+    write_side_files(folder.folder, options.save, None, {})
     print(f"{options.save}: {len(names)} tensors, {len(folder.plan.weights)} of them dequantized")
 
 

@@ -143,13 +143,16 @@ def check_family(args: Args) -> list[str]:
 
 def _check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
-    from slime.models.checked import check_checkpoint_once
+    from slime.models.checked import check_checkpoint_once, require_tied
 
     problems = []
+    believers = {"Megatron": args.train_backend == "megatron", "SGLang": args.rollout_backend == "sglang"}
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
     for option, path in _read_checkpoints(args).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
+            for who in (name for name, used in believers.items() if used):
+                require_tied(notices, who)
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")

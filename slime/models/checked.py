@@ -1,8 +1,9 @@
 """Checkpoints that have been compared with their model before.
 
 The comparison of :func:`slime.models.loading.check_checkpoint` builds the model of transformers without memory. The
-imports for this take seconds, at the start of every run. The result depends only on config.json, the headers of the
-tensors, the releases of transformers and torch, and the code of this folder. It is therefore stored in the user's
+imports for this take seconds, at the start of every run. The result depends only on config.json,
+generation_config.json, the headers of the tensors, whether the output layer is the embedding, the releases of
+transformers and torch, and the code of this folder. It is therefore stored in the user's
 cache folder under a digest of these. A checkpoint that does not fit is compared again each time.
 """
 
@@ -12,12 +13,12 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from slime.models.folder import local_folder
-from slime.models.shards import TensorHeader, read_headers
+from slime.models.shards import UNTIES, ModelError, TensorHeader, own_head, read_headers
 
 
 def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
@@ -36,7 +37,7 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     if folder is None or not headers or trust_remote_code or not (folder / "config.json").is_file():
         return _compare(path, trust_remote_code, by_transformers)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
-    file = cache / f"{_digest((folder / 'config.json').read_bytes(), headers, by_transformers)}.json"
+    file = cache / f"{_digest(folder, headers, by_transformers)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not written completely
         return [str(notice) for notice in json.loads(file.read_bytes())]
     notices = _compare(path, trust_remote_code, by_transformers)
@@ -47,16 +48,33 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     return notices
 
 
+def require_tied(notices: Iterable[str], who: str) -> None:
+    """Refuse a checkpoint whose config.json wrongly ties its embeddings, for a program that believes it.
+
+    Args:
+        notices: Those about the checkpoint.
+
+    Raises:
+        ModelError: One of them says so.
+    """
+    for notice in notices:
+        if notice.startswith(UNTIES):
+            raise ModelError(f"{who} would ignore it. The checkpoint {notice}")
+
+
 def _compare(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
     from slime.models.loading import check_checkpoint  # imports torch and transformers
 
     return check_checkpoint(path, trust_remote_code, by_transformers)
 
 
-def _digest(config: bytes, headers: Mapping[str, TensorHeader], by_transformers: bool) -> str:
-    digest = hashlib.sha256(config)
+def _digest(folder: Path, headers: Mapping[str, TensorHeader], by_transformers: bool) -> str:
+    digest = hashlib.sha256()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        digest.update(file.read_bytes() if file.is_file() else b"")
     releases = [version("transformers"), version("torch")]
-    digest.update(json.dumps([sorted(headers.items()), by_transformers, releases]).encode())
+    known = [sorted(headers.items()), own_head(folder, headers), by_transformers, releases]
+    digest.update(json.dumps(known).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()

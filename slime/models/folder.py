@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
-COPIED_FILES = (
-    "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.jinja", "*processor*.json", "*.py",
+_FETCHED = [
+    "*.safetensors", "*.json", "tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py", "LICENSE*",
+]  # fmt: skip
+_WEIGHTS = (
+    "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*",
+    "config.json", ".*",
 )  # fmt: skip
+"""Files of a checkpoint that an export has of its own or not at all."""
+
+
+def side_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint besides weights and config.json, relative to its folder.
+
+    Of subfolders these are only templates and model code, and none of one that is a checkpoint itself.
+    """
+    inside = [file for file in folder.glob("*/*") if file.suffix in (".jinja", ".py")]
+    for file in (*folder.glob("*"), *(file for file in inside if not (file.parent / "config.json").exists())):
+        if file.is_file() and not any(fnmatch(part, w) for part in file.relative_to(folder).parts for w in _WEIGHTS):
+            yield file.relative_to(folder)
 
 
 def resolve_folder(path: str | Path) -> Path:
@@ -17,7 +34,7 @@ def resolve_folder(path: str | Path) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", *COPIED_FILES]))
+    return Path(snapshot_download(str(path), allow_patterns=_FETCHED))
 
 
 def local_folder(path: str | Path) -> Path | None:

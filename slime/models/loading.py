@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -11,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from slime.models.cpu_linear import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
 from slime.models.folder import local_folder, resolve_folder
-from slime.models.shards import ModelError, read_headers, shorten
+from slime.models.shards import UNTIES, ModelError, own_head, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights, is_finite
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -69,7 +70,8 @@ def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
 def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False) -> list[str]:
     """Compare a checkpoint's files with the model that its config.json describes. Only headers are read.
 
-    A hub id that is not downloaded yet, and PyTorch's older file format, are not checked here but when they are loaded.
+    A hub id that is not downloaded yet is not checked here but when it is loaded; so are the shapes of tensors in
+    PyTorch's older file format.
 
     Args:
         by_transformers: The run uses the model of transformers, so it is an error if transformers cannot build it.
@@ -82,8 +84,12 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
         ModelError: As :func:`load_hf_model`, except for values that are not finite.
     """
     folder = local_folder(path)
-    headers = {} if folder is None else read_headers(folder)
-    if folder is None or (not headers and any(folder.glob("*.bin*"))):
+    if folder is None:
+        return []
+    _generation_config(folder)
+    headers = read_headers(folder)
+    if not headers and any(folder.glob("*.bin*")):
+        _check_pickles(folder)
         return []
     stored = StoredWeights(folder)
     try:
@@ -105,7 +111,9 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
         return [f"was not compared with the model, which transformers cannot build ({reason})"]
     differences = compare(model, stored)
     require_fit(str(folder), model, differences)
-    return notices(differences)
+    head = own_head(folder, headers) if getattr(model, "all_tied_weights_keys", None) else None
+    untied = [] if head is None else [f'{UNTIES}: {head}. Set "tie_word_embeddings": false there']
+    return [*untied, *notices(differences)]
 
 
 def load_hf_model(
@@ -169,15 +177,13 @@ def _with_weights(
         source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
         if source == str(folder) and not any(folder.glob("*.bin*")):
             raise ModelError(f"checkpoint {folder} has no weights (*.safetensors)")
+        _check_pickles(folder)
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
     stored = weights or StoredWeights(folder)
     require_fit(str(stored.folder), empty, compare(empty, stored))
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = GenerationConfig.from_model_config(config)
+    generation = _generation_config(folder) or GenerationConfig.from_model_config(config)
     common |= {"state_dict": stored.lazy(), "generation_config": generation}
     architecture: Any = type(empty)
     try:
@@ -189,6 +195,39 @@ def _with_weights(
     model.config.name_or_path = str(folder)
     require_fit(str(stored.folder), model, from_loading_info(model, info))
     return model
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    """Return what generation_config.json says; None if there is no such file.
+
+    Raises:
+        ModelError: transformers refuses to load the file. It loads some files that it would refuse to save.
+    """
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # a wrong value can raise anything
+        what = " ".join(str(error).split())[:300]
+        raise ModelError(f"transformers cannot read {file}: {what}. Correct or remove the file") from error
+
+
+def _check_pickles(folder: Path) -> None:
+    """Refuse weights in PyTorch's older format that cannot be read without running code. No tensor is read.
+
+    Raises:
+        ModelError: There is such a file.
+    """
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+        except Exception as error:  # of a damaged file, anything
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            advice = "Download it again, or use the model's safetensors files"
+            raise ModelError(f"{file} does not hold plain tensors and is not loaded ({what}). {advice}") from error
 
 
 def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:

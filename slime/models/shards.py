@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,12 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SHOWN = 5
+_PART = 2**20
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight(?:_packed)?$")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embeddings?|wte|embed_in)\.weight$")
+
+UNTIES = "has an output layer that is not its embedding, but config.json says that it is"
+"""The beginning of a notice: transformers unties such a model, other programs drop its output layer."""
 
 DTYPE_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
@@ -145,6 +152,36 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
     if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):
         raise ValueError(f"has a damaged header: {name!r} of {dtype} {list(shape)} cannot have {end - begin} bytes")
     return TensorHeader(file, dtype, shape)
+
+
+def own_head(folder: Path, headers: Mapping[str, TensorHeader]) -> str | None:
+    """Return the name of an output layer that differs from the input embedding; None if the files have no such one.
+
+    A model whose config.json ties the two can only be loaded without loss if there is none.
+    """
+    for head in filter(_HEAD.search, headers):
+        shape = headers[head].shape
+        embeddings = [name for name in headers if _EMBEDDING.search(name) and headers[name].shape == shape]
+        if not any(_same_bytes(folder, headers, head, name) for name in embeddings):
+            return head
+    return None
+
+
+def _same_bytes(folder: Path, headers: Mapping[str, TensorHeader], one: str, other: str) -> bool:
+    if headers[one].dtype != headers[other].dtype:
+        return False
+    parts = (_parts(folder / headers[name].file, name) for name in (one, other))
+    return all(a == b for a, b in zip(*parts, strict=True))
+
+
+def _parts(path: Path, name: str) -> Iterator[bytes]:
+    """Yield the bytes of a tensor in parts of at most a megabyte."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        begin, end = json.loads(file.read(length))[name]["data_offsets"]
+        file.seek(8 + length + begin)
+        for left in range(end - begin, 0, -_PART):
+            yield file.read(min(left, _PART))
 
 
 def shorten(names: Iterable[str], shown: int = _SHOWN) -> str:

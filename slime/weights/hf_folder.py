@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
-from slime.models.folder import COPIED_FILES, resolve_folder
+from slime.models.folder import resolve_folder, side_files
 from slime.models.quantized import without_quantization
-from slime.models.shards import INDEX, read_headers
+from slime.models.shards import INDEX, own_head, read_headers
 from slime.models.stored import StoredWeights
 
 SHARD_BYTES = 4 * 1024**3
@@ -90,13 +90,6 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
         (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
-def copy_companions(source: str | Path, path: Path) -> None:
-    """Copy tokenizer, processor and model code of the checkpoint from which a model was made."""
-    for pattern in COPIED_FILES:
-        for file in Path(source).glob(pattern):
-            shutil.copy2(file, path / file.name)
-
-
 class MtpLayers:
     """The layers for multi-token prediction of a checkpoint. slime does not train them; an export contains them
     unchanged.
@@ -169,14 +162,45 @@ def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], in
     return changes, count
 
 
-def copy_config(source: str | Path, path: Path, mtp: MtpLayers | None = None, **changes: object) -> None:
-    """Copy config.json and generation_config.json, without ``quantization_config`` and with ``changes``.
+def write_side_files(
+    source: Path | None,
+    path: Path,
+    mtp: MtpLayers | None,
+    changes: Mapping[str, object],
+    config: Mapping[str, object] | None = None,
+) -> None:
+    """Write what an export holds besides its weights, which must be there. config.json is the last file: without it,
+    a folder cannot be loaded.
+
+    All files are copies of those of ``source``, byte for byte. Only config.json has no ``quantization_config``, has
+    ``changes``, and ties the embeddings only if the weights do.
 
     Args:
+        source: The folder of the checkpoint from which the model was made; None if it is not on this machine.
         mtp: The layers for multi-token prediction that are written too; None if every tensor of ``source`` is.
+        config: The content of config.json if there is no ``source``.
     """
-    config = without_quantization(json.loads((Path(source) / "config.json").read_text()))
-    config.update(mtp.config_changes(config) if mtp is not None else {})
-    (path / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n")
-    if (Path(source) / "generation_config.json").is_file():
-        shutil.copy2(Path(source) / "generation_config.json", path / "generation_config.json")
+    if source is not None:
+        for file in side_files(source):
+            (path / file).parent.mkdir(exist_ok=True)
+            shutil.copy2(source / file, path / file)
+        config = json.loads((source / "config.json").read_text())
+    plain = without_quantization(config or {})
+    plain.update(mtp.config_changes(plain) if mtp is not None else {})
+    if "dtype" in changes:
+        plain = _with_dtype(plain, changes["dtype"])
+    if own_head(path, read_headers(path)):
+        plain = _untied(plain)
+    (path / "config.json").write_text(json.dumps({**plain, **changes}, indent=2) + "\n")
+
+
+def _with_dtype(config: Mapping[str, object], dtype: object) -> dict[str, object]:
+    """Replace the dtype wherever a config or a part of it gives one."""
+    changed = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
+    return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in changed.items()}
+
+
+def _untied(config: Mapping[str, object]) -> dict[str, object]:
+    text = config.get("text_config")
+    parts = {"text_config": _untied(text)} if isinstance(text, dict) else {}
+    return {**config, **parts, "tie_word_embeddings": False}

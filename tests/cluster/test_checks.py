@@ -163,3 +163,23 @@ def test_an_environment_that_cannot_be_created_or_needs_a_template_is_told(tmp_p
     assert "has no chat template, which --environment needs" in _check_environment(args)[0]
     args.environment = "reasoning_gim:chain_sum"
     assert "there is no environment 'reasoning_gim'" in _check_environment(args)[0]
+
+
+def test_an_output_layer_that_config_json_denies_is_refused_where_it_would_be_dropped(tmp_path: Path) -> None:
+    tied = save_model(llama_config(tie_word_embeddings=True), tmp_path / "tied")
+    tensors = read_tensors(tied)
+    for name, value in (("same", 0.0), ("another", 1.0)):
+        rewrite(tied, tmp_path / name, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + value})
+    for train, engine, who in (
+        ("fsdp", "embedded", ""),
+        ("fsdp", "sglang", "SGLang"),
+        ("megatron", "embedded", "Megatron"),
+    ):
+        args = make_args(hf_checkpoint=str(tmp_path / "same"), train_backend=train, rollout_backend=engine)
+        args.notices.clear()
+        assert (_check_checkpoints(args), args.notices) == ([], [])
+        args = make_args(hf_checkpoint=str(tmp_path / "another"), train_backend=train, rollout_backend=engine)
+        args.notices.clear()
+        problems, said = _check_checkpoints(args), "output layer that is not its embedding"
+        assert [said in text and f"{who} would ignore it" in text for text in problems] == [True] * bool(who)
+        assert [said in text for text in args.notices] == [True] * (not who)

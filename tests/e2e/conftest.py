@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,14 +67,16 @@ def save_tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from slime.weights.hf_folder import copy_companions
+    from slime.models.folder import side_files
 
     def save(architecture: type[PreTrainedModel], config: PretrainedConfig, bfloat16: bool = False) -> Path:
         folder = tmp_path_factory.mktemp(str(config.model_type)) / "model"
         torch.manual_seed(0)
         model = architecture(config)
         (model.to(torch.bfloat16) if bfloat16 else model).save_pretrained(folder)
-        copy_companions(tiny_model, folder)
+        for file in side_files(tiny_model):
+            if not (folder / file).exists():
+                shutil.copy2(tiny_model / file, folder / file)
         return folder
 
     return save

@@ -17,7 +17,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.config.parser import check_args
 from slime.models.loading import check_checkpoint, load_hf_model
-from slime.weights.hf_folder import MtpLayers, copy_config
+from slime.weights.hf_folder import MtpLayers, write_side_files
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LAYERS = 2
@@ -101,7 +101,7 @@ def test_counts_inside_the_text_part_are_set_to_zero(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     mtp = MtpLayers(tmp_path)
     (tmp_path / "out").mkdir()
-    copy_config(tmp_path, tmp_path / "out", mtp)
+    write_side_files(tmp_path, tmp_path / "out", mtp, {})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
     assert mtp.notice and "2 layer(s)" in mtp.notice
 

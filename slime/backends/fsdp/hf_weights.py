@@ -22,8 +22,9 @@ from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.quantized_base import rounded_weights
 from slime.models.folder import local_folder
 from slime.models.loading import ModelError
+from slime.models.lora import lora_layers
 from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, copy_companions, write_tensors
+from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -138,20 +139,21 @@ def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the state dict in order, with tied parameters once, weights in place of their codes and without adapters,
-    and whether each tensor is a parameter."""
+    """Yield the state dict in order, with weights in place of their codes and without adapters, and whether each tensor
+    is a parameter. Tied parameters come once, unless the second has an adapter, which unties it."""
     yield from rounded_weights(_stored(model), model)
 
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    adapted = {f"{name}.weight" for name in lora_layers(model)}
     seen: set[int] = set()
     for name, value in model.state_dict().items():
         if name.endswith((".lora_A", ".lora_B")):
             continue
         parameter = parameters.get(name)
         if parameter is not None:
-            if id(parameter) in seen:
+            if id(parameter) in seen and name not in adapted:
                 continue
             seen.add(id(parameter))
         yield name, value.detach(), parameter is not None
@@ -166,7 +168,7 @@ def save_hf_checkpoint(
 
     Args:
         dtype: That of the export, unless ``choice`` names another.
-        source: The folder or hub id of the original model. Its tokenizer and processor files are copied.
+        source: The folder or hub id of the original model. Its files besides the weights are copied.
         choice: The value of ``--save-hf-dtype``.
 
     Raises:
@@ -179,21 +181,9 @@ def save_hf_checkpoint(
     if writer:
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
-        else:
-            copy_companions(folder, path)
-        _write_config(
-            model, path, {"dtype": str(dtype).removeprefix("torch."), **form.config_changes()}, mtp
-        )  # last: without it, a folder cannot be loaded
+        config = json.loads(model.config.to_json_string(use_diff=False)) if folder is None else None
+        name = type(model).__name__.removeprefix("FSDP")  # FSDP2 renames the class
+        changes = {"dtype": str(dtype).removeprefix("torch."), "architectures": [name], **form.config_changes()}
+        write_side_files(folder, path, mtp, changes, config)
         if mtp.notice:
             logger.warning("%s: %s", path, mtp.notice)
-
-
-def _write_config(model: PreTrainedModel, path: Path, changes: dict[str, object], mtp: MtpLayers) -> None:
-    model.config.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
-    config.update(mtp.config_changes(config))  # transformers does not build such layers, but keeps their count
-    config.update(changes)
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(path)

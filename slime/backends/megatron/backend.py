@@ -39,7 +39,7 @@ from slime.models.folder import resolve_folder
 from slime.models.fused import fuse
 from slime.models.peft_files import factor_names, named_factors
 from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, copy_companions, copy_config, write_tensors
+from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
 from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)
@@ -255,8 +255,7 @@ class MegatronBackend(SharedBackend):
         try:
             write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
             if source is not None:
-                copy_companions(source, path)
-                copy_config(source, path, mtp, **form.config_changes())
+                write_side_files(source, path, mtp, form.config_changes())
                 if mtp.notice:
                     logger.warning("%s: %s", path, mtp.notice)
         finally:
