@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import dis
+import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Self
 
 from slime.config.agent import AgentConfig
@@ -52,6 +56,29 @@ class UnknownName(AttributeError):
         return f"args has no attribute {self._name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
+@functools.cache
+def _has_default_of_its_own(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at ``offset`` calls ``getattr`` with a default, or ``hasattr``.
+
+    Python asks an object in the same way for ``args.name`` and for ``getattr(args, "name", default)``. Only the
+    instruction of the caller tells them apart. In all other forms, such as a function of C code, the answer is False.
+    """
+    instructions = list(dis.get_instructions(code))
+    call = [instruction for instruction in instructions if instruction.offset <= offset][-1]
+    if "CALL" not in call.opname or call.positions is None:
+        return False
+    start = call.positions[::2]  # line and column: a call begins where the name of its function begins
+    loads = (each for each in instructions if each.opname.startswith("LOAD"))
+    name = next((each.argval for each in loads if each.positions is not None and each.positions[::2] == start), None)
+    return name == "hasattr" or (name == "getattr" and call.arg == 3)
+
+
+def _is_asked_with_default() -> bool:
+    """Whether the code that reads an attribute of ``args`` has a default of its own for it."""
+    caller = sys._getframe(2)
+    return _has_default_of_its_own(caller.f_code, caller.f_lasti)
+
+
 @dataclass
 class Args(
     UnsupportedConfig,
@@ -83,8 +110,12 @@ class Args(
 ):
     """All settings of a run as attributes, such as ``args.rollout_temperature``.
 
-    Reading or assigning an unknown attribute raises :class:`UnknownName`. The user's own attributes are keys of
-    ``--custom-config-path``, or options that ``add_custom_arguments`` adds.
+    Reading an unknown attribute raises :class:`UnknownName`. The user's own attributes are keys of
+    ``--custom-config-path``, options that ``add_custom_arguments`` adds, or names that a function has assigned, which
+    exist in its process.
+
+    A flag that was not given and has no default is None: ``args.max_turns``. But code with a default of its own gets
+    that one, as if the flag did not exist: ``getattr(args, "max_turns", 15)`` is 15, and ``hasattr`` is False.
 
     Flags of SGLang, its router and Megatron that were given are in the dicts ``sglang``, ``router`` and ``megatron``.
     They are also attributes: ``args.sglang_mem_fraction_static``, ``args.tensor_model_parallel_size``. A flag that was
@@ -103,27 +134,25 @@ class Args(
     notices: list[str] = dataclasses.field(default_factory=list)
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
-    # Python calls this only for names that are not fields. Private names fail at once: copy and pickle look for
-    # methods such as __setstate__ before the instance has any values.
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if value is None and name in FLAGS and name not in self.explicit and _is_asked_with_default():
+            raise UnknownName(name, self.__dict__)
+        return value
+
+    # Python calls this for names that are not fields, and for those that the method above refuses. Private names fail
+    # at once: copy and pickle look for methods such as __setstate__ before the instance has any values.
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         values = self.__dict__
         if name in SHAPE and name not in values.get("megatron", {}):
-            return model_dimension(values.get("hf_checkpoint"), name)
-        found, value = option_value(name, values)
-        if found:
-            return value
-        raise UnknownName(name, values)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dict__ and name not in type(self).__dataclass_fields__:
-            raise UnknownName(name, self.__dict__)
-        object.__setattr__(self, name, value)
-
-    def declare(self, name: str, value: object) -> None:
-        """Set an attribute of the user's own, whether it exists or not."""
-        self.__dict__[name] = value
+            found, value = True, model_dimension(values.get("hf_checkpoint"), name)
+        else:
+            found, value = option_value(name, values)
+        if not found or (value is None and _is_asked_with_default()):
+            raise UnknownName(name, values)
+        return value
 
     def with_values(self, **changes: Any) -> Self:
         """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.

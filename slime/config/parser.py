@@ -251,7 +251,7 @@ def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
         flag = passthrough.by_name(family)[name].flag
         target = name
     else:
-        args.declare(dest, value)
+        setattr(args, dest, value)
         return None
     try:
         converted = convert(flag, value)

@@ -150,7 +150,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     except ValueError as error:
         return f"{key}: {error}"
     if new_names or name in args.__dict__:
-        args.declare(name, value)
+        setattr(args, name, value)
         args.explicit |= {name}
         return None
     reason = why_missing(f"--{name}")

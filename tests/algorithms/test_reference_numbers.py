@@ -83,7 +83,7 @@ def run_args(changes: dict[str, Any] | None) -> Args:
     """The run's own defaults, and what the case changes; also names of ``--custom-config-path``."""
     args = Args()
     for name, value in ({"eps_clip_high": args.eps_clip} | (changes or {})).items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return args
 
 

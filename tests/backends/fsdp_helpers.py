@@ -97,7 +97,7 @@ def make_args(checkpoint: Path | str, **changes: Any) -> Args:
         threads_per_process=1,
     )
     for name, value in (settings | changes).items():
-        args.declare(name, value)
+        setattr(args, name, value)
     args.use_critic = args.advantage_estimator == "ppo"
     return args
 

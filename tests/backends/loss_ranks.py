@@ -49,7 +49,7 @@ def run_args(changes: dict[str, Any]) -> Args:
     args = Args()
     defaults = {"eps_clip_high": 0.28, "rollout_max_response_len": 8, "kl_loss_type": "k1"}
     for name, value in (defaults | changes).items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return args
 
 

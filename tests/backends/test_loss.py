@@ -36,7 +36,7 @@ def make_args(**changes: Any) -> Args:
     own = {name: changes.pop(name) for name in list(changes) if name not in FLAGS}
     args = resolved_args(**(dict(kl_loss_type="k3", rollout_max_response_len=7) | changes))
     for name, value in own.items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return args
 
 
@@ -546,7 +546,7 @@ def test_dr_grpo_divides_every_response_by_the_same_constant(flag: dict[str, str
     tokens = make_tokens([4, 3], seed=2)
     args = make_args(**flag, rollout_max_response_len=20)
     if divisor:
-        args.declare("dr_grpo_divisor", divisor)
+        args.dr_grpo_divisor = divisor
     tokens.old_log_probs = None
     loss, _ = compute_loss(args, tokens, **counts(tokens))
     assert tokens.advantages is not None

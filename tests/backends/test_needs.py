@@ -17,7 +17,7 @@ def needs(**changes: Any) -> TrainNeeds:
     shape = dict(num_steps_per_rollout=1, rollout_batch_size=8, n_samples_per_prompt=8)
     args = resolved_args(**(shape | changes))
     for name, value in own.items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return TrainNeeds.from_args(args)
 
 

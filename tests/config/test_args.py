@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -57,18 +58,31 @@ def test_nothing_that_is_derived_is_none_after_parsing(workplace) -> None:
         assert [name for name, flag in FLAGS.items() if flag.derived and getattr(args, name) is None] == []
 
 
-def test_a_misspelt_name_raises_whether_it_is_read_or_assigned() -> None:
+def test_a_misspelt_name_raises_when_it_is_read_and_assigning_declares_it() -> None:
     args = make_args()
-    with pytest.raises(AttributeError, match="no attribute 'rollout_temprature'; did you mean 'rollout_temperature'"):
-        args.rollout_temprature = 3.0
     with pytest.raises(AttributeError, match="no attribute 'rollout_temprature'; did you mean 'rollout_temperature'"):
         _ = args.rollout_temprature
     assert getattr(args, "of_nobody", 5) == 5
     args.rollout_temperature = 0.5
-    args.declare("of_nobody", 6)
+    args.of_nobody = 6
     assert (args.rollout_temperature, args.of_nobody, copy.deepcopy(args).of_nobody) == (0.5, 6, 6)
-    args.of_nobody = 7
-    assert args.of_nobody == 7
+    assert args.with_values(seed=3).of_nobody == pickle.loads(pickle.dumps(args)).of_nobody == 6
+
+
+def test_a_flag_that_was_not_given_never_shadows_a_default_of_the_users(workplace) -> None:
+    args = workplace.load("--sglang-log-level debug")
+    for name in [name for name, flag in FLAGS.items() if vars(args)[name] is None]:
+        assert getattr(args, name, 15) == 15
+        assert not hasattr(args, name)
+        assert (getattr(args, name) or 15) == 15  # without a default, it is None as before
+    assert (getattr(args, "max_turns", 15), args.max_turns, args.max_turns or 15) == (15, None, 15)
+    assert getattr(args, "sglang_tool_call_parser", "qwen") == "qwen"
+    assert getattr(args, "sglang_log_level", "info") == "debug"
+    assert args.sglang_tool_call_parser is None
+    assert dataclasses.asdict(args)["max_turns"] is copy.copy(args).max_turns is None
+    given = workplace.load(f"--max-turns 3 --custom-config-path {workplace.write('own.yaml', 'reward_key: null')}")
+    assert (getattr(given, "max_turns", 15), hasattr(given, "max_turns")) == (3, True)
+    assert getattr(given, "reward_key", "score") is None  # that is what the file says
 
 
 def test_the_message_about_an_unknown_name_survives_pickling() -> None:

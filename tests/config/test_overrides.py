@@ -103,8 +103,8 @@ def test_a_file_takes_the_options_of_packages_as_the_command_line_does(workplace
 
 def test_dump_holds_everything_and_no_secret(workplace) -> None:
     args = workplace.load("--wandb-key s3cret --tensor-model-parallel-size 1 --sglang-log-level debug --lr 1e-5")
-    args.declare("from_a_hook", {"depth": [1, 2]})
-    args.declare("not_plain", object())
+    args.from_a_hook = {"depth": [1, 2]}
+    args.not_plain = object()
     text = yaml.safe_dump(to_dict(args))
     assert "s3cret" not in text
     loaded = yaml.safe_load(text)

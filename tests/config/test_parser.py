@@ -297,7 +297,7 @@ def test_user_arguments_are_added_and_slimes_definition_wins() -> None:
 
 def test_args_survive_pickling_and_take_declared_attributes() -> None:
     args, _ = read_command_line(["--sglang-log-level", "debug", "--tensor-model-parallel-size", "2", "--lr", "0.5"])
-    args.declare("from_a_hook", [1])
+    args.from_a_hook = [1]
     copy = pickle.loads(pickle.dumps(args))
     assert copy == args and copy.from_a_hook == [1]
     assert (copy.sglang_log_level, copy.tensor_model_parallel_size, copy.lr) == ("debug", 2, 0.5)

@@ -154,7 +154,7 @@ def test_a_buffer_filter_may_be_assigned() -> None:
 
     for method in (False, True):
         args = make_args()
-        args.declare("method", method)
+        args.method = method
         source = Newest(args)
         groups = [[Sample(index=2 * i), Sample(index=2 * i + 1)] for i in range(3)]
         source.add_samples(groups)

@@ -51,5 +51,5 @@ def rollout_args(model: Path, url: str, **more: Any) -> Args:
     } | more
     args = make_args(**{name: value for name, value in changes.items() if name in FLAGS})
     for name in changes.keys() - FLAGS.keys():
-        args.declare(name, changes[name])
+        setattr(args, name, changes[name])
     return args

@@ -42,7 +42,7 @@ class Script:
         changes = {"hf_checkpoint": str(folder), "rollout_max_response_len": 2000, "max_turns": 6} | more
         self.args = make_args(**{name: value for name, value in changes.items() if name in FLAGS})
         for name in changes.keys() - FLAGS.keys():  # those of the example's settings file
-            self.args.declare(name, changes[name])
+            setattr(self.args, name, changes[name])
         self.params = GenerateState(self.args).sampling_params
         self.tokenizer = GenerateState(self.args).tokenizer
         self.says: list[str] = []

@@ -99,7 +99,7 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         sglang_router_ip=host, sglang_router_port=int(port),
     )  # fmt: skip
     for name, value in {"url": url, "task": "products", "ahead": 2, "key_file": str(tmp_path / "new" / "key")}.items():
-        place.args.declare(f"buffer_server_{name}", value)
+        setattr(place.args, f"buffer_server_{name}", value)
     yield place
     await close_session()
     await buffer.cleanup()

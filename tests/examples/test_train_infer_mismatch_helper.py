@@ -24,7 +24,7 @@ def limits(**given: float) -> Args:
     """Args with the keys of a settings file."""
     args = make_args()
     for name, value in given.items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return args
 
 

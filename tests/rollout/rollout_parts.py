@@ -97,7 +97,7 @@ def arguments(folder: Path | str, own: dict[str, Any] | None = None, **more: Any
     values |= more
     args = make_args().with_values(**values)
     for name, value in (own or {}).items():
-        args.declare(name, value)
+        setattr(args, name, value)
     return args
 
 

@@ -37,13 +37,15 @@ def leave_no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# The form of multi_agent: agents that answer in turn. Each answer is a sample of its own; the list is returned.
+# The form of multi_agent: agents that answer in turn. Each answer is a sample of its own; the list is returned. What
+# the agents share is assigned to args, and their number is a flag of its own with a default.
 AGENTS = (
     COMMON
     + """
 import asyncio
 
-async def answer(args, sample, params, prompt):
+async def answer(args, sample, prompt):
+    params = args.sampling_params
     mine = copy.deepcopy(sample)
     mine.prompt, mine.tokens = prompt, encode(args, prompt)
     output, ids, log_probs = await ask(args, mine.tokens, params)
@@ -53,9 +55,12 @@ async def answer(args, sample, params, prompt):
     return mine
 
 async def fn(args, sample, sampling_params):
-    solved = await asyncio.gather(*(answer(args, sample, sampling_params, sample.prompt) for _ in range(2)))
+    args.sampling_params = sampling_params
+    args.tokenizer = GenerateState(args).tokenizer
+    solvers = getattr(args, "max_turns", 2) if not hasattr(args, "num_solvers") else args.num_solvers
+    solved = await asyncio.gather(*(answer(args, sample, sample.prompt) for _ in range(solvers)))
     texts = " or ".join(each.response for each in solved)
-    chosen = await answer(args, sample, sampling_params, f"{sample.prompt}choose {texts}: ")
+    chosen = await answer(args, sample, f"{sample.prompt}choose {texts}: ")
     for number, each in enumerate([*solved, chosen]):
         each.reward = float(number)
     return [*solved, chosen]
@@ -215,6 +220,7 @@ async def test_from_the_prompt_to_the_weights(model: Path, tmp_path: Path, form:
     code, hooks, count = FORMS[form]
     (tmp_path / "plugin.py").write_text(code)
     settings: dict[str, Any] = {name: f"{tmp_path / 'plugin.py'}:{fn}" for name, fn in hooks.items()}
+    settings["max_turns"] = None  # not given
     settings |= {"use_tis": form == "a correction", "loss_type": "custom_loss" if form == "a loss" else "policy_loss"}
     args = arguments(model, train_backend="fsdp", train_dtype="float32", lr=1e-2, global_batch_size=8, **settings)
     source = load_function(args.data_source_path)(args) if "data_source_path" in hooks else source_of(args)
