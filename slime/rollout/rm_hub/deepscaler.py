@@ -8,7 +8,7 @@ from slime.rollout.rm_hub.text import answer_after_reasoning, last_boxed
 __all__ = ["get_deepscaler_rule_based_reward"]
 
 
-def get_deepscaler_rule_based_reward(response: str, label: str | float | None) -> int:
+def get_deepscaler_rule_based_reward(response: str | None, label: str | float | None) -> int:
     """Return 1 if the box after ``</think>`` or ``###Response`` equals the label, else 0."""
     tail = answer_after_reasoning(response)
     answer = None if tail is None else last_boxed(tail)

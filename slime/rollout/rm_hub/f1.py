@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import after_thinking
+from slime.rollout.rm_hub.text import after_thinking, without_styles
 
 
 class F1Score(NamedTuple):
@@ -33,9 +33,9 @@ def f1_reward(sample: Sample) -> float:
     return max(f1_score(response, str(label)).f1 for label in labels)
 
 
-def f1_score(prediction: str, ground_truth: str) -> F1Score:
+def f1_score(prediction: str | None, ground_truth: str | None) -> F1Score:
     """Compare the tokens of two texts after normalization (case, punctuation, articles, white space)."""
-    left, right = normalize_answer(prediction), normalize_answer(ground_truth)
+    left, right = normalize_answer(prediction or ""), normalize_answer(ground_truth or "")
     if left != right and (left in _CLOSED or right in _CLOSED):
         return F1Score(0.0, 0.0, 0.0)
     prediction_tokens, gold_tokens = left.split(), right.split()
@@ -52,6 +52,6 @@ def normalize_answer(text: str) -> str:
 
     A text that consists only of punctuation and articles (the band ``The The``) would become empty, so it keeps them.
     """
-    text = text.lower()
+    text = without_styles(text).lower()
     words = re.sub(r"\b(a|an|the)\b", " ", text.translate(_PUNCTUATION)).split()
     return " ".join(words or text.split())

@@ -15,12 +15,17 @@ from collections.abc import Mapping, Sequence
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
 from slime.rollout.rm_hub.outcome import mark_unscored
-from slime.rollout.rm_hub.text import after_thinking, last_boxed
+from slime.rollout.rm_hub.text import after_thinking, last_boxed, without_styles
 
 _LETTERS = string.ascii_uppercase[:10]
 _MINUS = re.compile(r"(?<![\w.)])[-−](?=[\d.])")
 _BETWEEN = re.compile(r"(?<=[\w)])([./^])(?=[({]*(?:minus)?\d)")
-_STYLES = r"(?:\\(?:text|math)(?:bf|rm|it|sf|tt)?\s*\{\s*)*"
+_NAMES = r"(?i:answer|choice|option)"
+_BEFORE_A_CHOICE = (  # the first of these that is followed by a choice decides, where it stands last
+    rf"(?i:answer)[\s*]*(?i:is|:|=)[\s:=*]*(?:{_NAMES})?[\s*]*",
+    rf"{_NAMES}\**\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*",
+    r"(?i:settle[ds]? on|choose|chose|select(?:ed)?|pick(?:ed)?|go with)\s+",
+)
 _TAIL = 4000  # characters at the end of a response in which the choice is searched
 
 
@@ -32,7 +37,9 @@ def gpqa_reward(sample: Sample) -> float | None:
     return reward
 
 
-def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float | None:
+def compute_gpqa_reward(
+    response: str | None, label: object, metadata: Mapping[str, object] | None = None
+) -> float | None:
     """Score a response by its letter, or by the text of the choice if it names no letter.
 
     Returns:
@@ -44,18 +51,23 @@ def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, obj
     text = _correct_text(label, metadata, correct)
     if correct is None and text is None:
         return None
-    response = after_thinking(response)
-    said = _normal(last_boxed(response) or response.strip().split("\n")[-1])
+    response = after_thinking(response or "")
+    boxed, last_line = last_boxed(response), response.strip()[-_TAIL:].split("\n")[-1]
+    if boxed == "":
+        return 0.0
+    said = _normal(boxed or last_line)
     # The text of a choice is that choice, also where it has a letter in it: "A proton".
     exact = [
         a for a, choice in _choice_texts(metadata, letters).items() if len(said) > 1 and said == _normal(str(choice))
     ]
     found = exact[0] if len(exact) == 1 else extract_letter(response, letters)
-    letter = (found or _chosen_text(response, metadata, letters)) if correct else None
-    if letter is not None:
-        return float(letter == correct)
+    if found is None and correct:
+        found = _chosen_text(_normal(last_line), metadata, letters)
+    if found is not None and correct:
+        return float(found == correct)
     wanted = _normal(text) if text is not None else ""
-    return float(wanted != "" and (said == wanted or f" {wanted} " in f" {said} "))
+    several = boxed is not None and re.search(r"[,;/&]|\b(?:and|or)\b", boxed)
+    return float(wanted != "" and (said == wanted or (not several and _says(said, wanted))))
 
 
 def _normal(text: str) -> str:
@@ -64,45 +76,83 @@ def _normal(text: str) -> str:
     return normalize_answer(_BETWEEN.sub(lambda found: words[found[1]], _MINUS.sub("minus", text)))
 
 
-def _chosen_text(response: str, metadata: Mapping[str, object], letters: str) -> str | None:
-    """Return the letter of the only choice whose text is in the last line of a response, or None."""
-    last = f" {_normal(response.strip()[-_TAIL:].split(chr(10))[-1])} "
+def _says(said: str, wanted: str) -> bool:
+    """Whether a normalized text contains another one, neither denied nor as one of several."""
+    denied = rf" (?:not|isnt|never|neither|nor|or) {re.escape(wanted)} | {re.escape(wanted)} or "
+    return f" {wanted} " in f" {said} " and not re.search(denied, f" {said} ")
+
+
+def _chosen_text(said: str, metadata: Mapping[str, object], letters: str) -> str | None:
+    """Return the letter of the only choice whose text is in the normalized last line of a response, or None."""
     texts = {letter: _normal(str(text)) for letter, text in _choice_texts(metadata, letters).items()}
-    found = {letter: text for letter, text in texts.items() if text and f" {text} " in last}
+    found = {letter: text for letter, text in texts.items() if text and _says(said, text)}
     # A choice that is part of another one, like "2 cm" of "12.2 cm and 2 cm", does not count beside it.
     longest = [letter for letter, text in found.items() if not any(text != t and text in t for t in found.values())]
     return longest[0] if len(longest) == 1 else None
 
 
 def extract_letter(response: str, letters: str) -> str | None:
-    """Return the letter that a response chooses, or None.
+    """Return the letter that a response chooses; None if it names none, and an empty text if it names several.
 
-    The first of these that is found decides: a boxed letter, a letter after "answer", "choice" or "option", a letter on
-    a line of its own, a letter before a closing parenthesis, the only separate letter in the last 100 characters.
+    The first of these that is found decides: a boxed letter, a letter after "answer is", after "choice" or "option", a
+    letter on a line of its own, a letter before a closing parenthesis, the only separate letter in the last 100
+    characters. Letters that a response denies ("not A", "A is wrong") do not count.
     """
     one = f"[{letters}]"
     boxed = last_boxed(response)
+    choice = None if boxed is None else _choice_at_start(_not_denied(without_styles(boxed), one), one, whole=True)
+    if choice is not None:
+        return choice
     # The patterns below would take quadratic time on long runs of white space.
     response = re.sub(r"[^\S\n]+", " ", re.sub(r"\s*\n\s*", "\n", response[-_TAIL:]))
-    if boxed is not None:
-        found = re.fullmatch(rf"\(?{_STYLES}\(?({one})\)?[.)]?\s*\}}*.*", boxed.strip(), re.DOTALL)
-        found = found or re.fullmatch(rf"\(?{_STYLES}\(?((?i:{one}))\)?[.)]?\s*\}}*\)?", boxed.strip())
-        # A box that begins with two letters contains a word: the A of "Answer" is not a choice.
-        if found and not re.match(r"[A-Za-z]{2}", boxed.strip()):
-            return found[1].upper()
-    for pattern in (
-        rf"(?i:answer|choice|option)\**\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*\(?({one})\)?(?![A-Za-z'])",
-        rf"(?i:answer|choice|option)\s*(?i:is|:|=)+\s*\**\s*\(?((?i:{one}))\)?\**[.]?\s*$",
-        rf"(?i:settle[ds]? on|choose|chose|select(?:ed)?|pick(?:ed)?|go with)\s+\(?({one})\)?(?![A-Za-z'])",
-        rf"^\s*\**\(?({one})\)?[.):]?\**\s*$",
-        rf"(?<![A-Za-z'])\(?({one})\)(?![A-Za-z])",
-    ):
+    response = _not_denied(without_styles(response).replace("$", ""), one)
+    for before in _BEFORE_A_CHOICE:
+        ends = [match.end() for match in re.finditer(before, response)]
+        choices = (_choice_at_start(response[end : end + 80].split("\n")[0], one) for end in reversed(ends))
+        choice = next((choice for choice in choices if choice is not None), None)
+        if choice is not None:
+            return choice
+    for pattern in (rf"^\s*\**\(?({one})\)?[.):]?\**\s*$", rf"(?<![A-Za-z'])\(?({one})\)(?![A-Za-z])"):
         matches = re.findall(pattern, response, re.MULTILINE)
         if matches:
-            return str(matches[-1]).upper()
+            return str(matches[-1])
     # An I before a word of small letters is the pronoun.
     alone = re.findall(rf"(?<![A-Za-z'])(?!I\s+[a-z])({one})(?![A-Za-z'])", response[-100:])
     return alone[-1] if len(set(alone)) == 1 else None
+
+
+def _not_denied(text: str, one: str) -> str:
+    """Remove the letters that a text says are not the answer."""
+    several = rf"\(?{one}\)?(?:(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)\(?{one}\)?)*(?![A-Za-z'])"
+    denial = r"(?i:(?:\b|can)not|n['’]t|\b(?:never|rul\w+ out|eliminat\w+|exclud\w+|except|rather than|neither|nor))"
+    between = rf"(?:(?i:be|the|choose|pick|select|{_NAMES}s?) )*"
+    wrong = r"(?i:not|n['’]t|wrong|incorrect|false|impossible|ruled out|eliminated|excluded)"
+    text = re.sub(rf"{denial} {between}{several}", "no", text)
+    return re.sub(rf"(?:{_NAMES}s? )?(?<![A-Za-z']){several} ?(?:\w+ ){{0,2}}(?i:can)?{wrong}\b", "no", text)
+
+
+def _choice_at_start(text: str, one: str, whole: bool = False) -> str | None:
+    """Return the letter with which a text begins, an empty text if more letters follow as other choices, else None.
+
+    A letter of a formula (``E = mc^2``, ``C_6``) and an article before a word of small letters are no choices.
+
+    Args:
+        whole: Whether the text is a whole answer. It then can also begin with words, as in "both A and B".
+    """
+    if re.fullmatch(rf"(?:[^A-Za-z]|\b(?:and|or)\b|\b(?i:{one})\b)*", text):
+        text = re.sub(r"\b[a-z]\b", lambda letter: letter[0].upper(), text)
+    # not in a word, not in a formula, and no article
+    free = r"(?![A-Za-z'’\d_^{(]|\s*[=<>^*\\]|\s*[+-]\s*(?![A-Za-z]{2})|\s+[a-z](?![A-Za-z]))"
+    letter = rf"\(?({one}){free}"
+    article = r"(?<!A)(?<!I)|(?!\s+[a-z])"
+    first = re.match(rf"[\s*(\[]*{letter}(?:{article})", text)
+    joined = rf"\s*[)\].:]*\s*(?:[,;/&+|]|\b(?:and|or)\b)[\s,;/&+|]*(?:and|or)?\s*{letter}"
+    listed = rf"[\s).:\]]+{letter}(?!\s+[a-z])"
+    if first is None:
+        other = re.search(rf"(?<![A-Za-z']){letter}{joined}", text) if whole else None
+        return None if other is None else ""
+    after = re.match(rf"{joined}|{listed}", text[first.end() :])
+    return "" if after and first[1] not in after.groups() else first[1]
 
 
 def valid_letters(metadata: Mapping[str, object]) -> str:

@@ -46,7 +46,8 @@ def _math(label: object, _: Mapping[str, object]) -> str | None:
     gold = gold_answer(label)
     if not normalize_math(gold):
         return f"label {str(label)[:80]!r} contains nothing but spaces and signs"
-    if gold.count("{") - gold.count("\\{") != gold.count("}") - gold.count("\\}"):
+    braces = re.sub(r"\\.", "", gold, flags=re.DOTALL)
+    if braces.count("{") != braces.count("}"):
         return f"label {gold[:80]!r} has unbalanced braces"
     prose = re.sub(r"\\[A-Za-z]+", " ", gold)
     if not re.search(r"[\d=^_+*/<>\\]", gold) and len(re.findall(r"[A-Za-z]{2,}", prose)) > 4:

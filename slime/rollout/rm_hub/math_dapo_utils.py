@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime.rollout.rm_hub.dapo import NO_ANSWER, final_answer, normal_answer
+from slime.rollout.rm_hub.dapo import final_answer, judged, normal_answer
 from slime.rollout.rm_hub.math_utils import last_boxed_only_string, remove_boxed
 from slime.rollout.rm_hub.text import last_boxed
 
@@ -43,9 +43,8 @@ def is_correct_minerva(
     else:
         matches = re.findall(answer_pattern, solution_str)
         found = matches[-1] if matches else None
-    pred = NO_ANSWER if found is None else normal_answer(found)
     gold = last_boxed(gt) if gt_need_extract else None
-    return pred == normal_answer(str(gt) if gold is None else gold), pred
+    return judged(found, str(gt) if gold is None else gold)
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
@@ -56,7 +55,7 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
             are included as well.
     """
     start = pause_tokens_index[-1] - _BOX_TAIL if pause_tokens_index else len(pred) - _BOX_TAIL
-    answer = last_boxed(pred[max(start, 0) :])
+    answer = last_boxed(pred[max(start, 0) :]) or None
     return (1 if answer == gt else -1), answer
 
 
@@ -71,11 +70,11 @@ def verify(
 
 
 def compute_score(
-    solution_str: str,
+    solution_str: str | None,
     ground_truth: str,
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str or None}`` for the last 300 characters of a response."""
-    correct, pred = verify(solution_str[-_TAIL:], str(ground_truth), strict_box_verify, pause_tokens_index)
+    correct, pred = verify((solution_str or "")[-_TAIL:], str(ground_truth), strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}

@@ -24,19 +24,19 @@ _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 def last_boxed_only_string(string: str) -> str | None:
     r"""Return the last complete box of a text with its command, as in ``\boxed{5}``, or None."""
     inner = last_boxed(string)
-    return None if inner is None else f"\\boxed{{{inner}}}"
+    return None if not inner else f"\\boxed{{{inner}}}"
 
 
 def remove_boxed(s: str | None) -> str | None:
     r"""Return the content of ``\boxed{...}``; None if ``s`` is not a box."""
     if s is None or not s.lstrip().startswith(("\\boxed", "\\fbox")):
         return None
-    return last_boxed(s)
+    return last_boxed(s) or None
 
 
 def extract_boxed_answer(solution: str | None) -> str | None:
     """Return the content of the last box of a text, or None."""
-    return None if solution is None else last_boxed(solution)
+    return last_boxed(solution or "") or None
 
 
 def extract_answer(passage: str | None) -> str | None:
@@ -49,17 +49,17 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     return None if answer is None else normalize_math(answer)
 
 
-def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
+def grade_answer_mathd(given_answer: str | None, ground_truth: str) -> bool:
     """Whether two answers have the same normal form."""
-    return normalize_math(given_answer) == normalize_math(ground_truth)
+    return given_answer is not None and normalize_math(given_answer) == normalize_math(ground_truth)
 
 
-def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
+def grade_answer_sympy(given_answer: str | None, ground_truth: str) -> bool:
     """Whether two answers are equal, by normal form, by value or symbolically.
 
     A symbolic comparison that takes more than 10 s counts as unequal.
     """
-    gold, answer = as_latex(ground_truth).strip(), as_latex(given_answer).strip()
+    gold, answer = as_latex(ground_truth).strip(), as_latex(given_answer or "").strip()
     decided = decide(gold, answer)
     if decided is not None:
         return decided
@@ -68,9 +68,9 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     return verdict.ok and bool(verdict.value)
 
 
-def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
+def grade_answer_verl(solution_str: str | None, ground_truth: str) -> bool:
     """Whether the last box of a response equals the label, whose own box is removed if it has one."""
     if not ground_truth:
         return False
-    answer, gold = last_boxed(solution_str), last_boxed(str(ground_truth))
+    answer, gold = extract_boxed_answer(solution_str), last_boxed(str(ground_truth))
     return answer is not None and grade_answer_sympy(answer, str(ground_truth) if gold is None else gold)

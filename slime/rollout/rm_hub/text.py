@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from decimal import Decimal
 from fractions import Fraction
 
 _NUMBER = re.compile(
@@ -14,38 +15,31 @@ _NUMBER = re.compile(
     r"|(?<![\w.])[-+−]?\.\d+"
 )
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3})?")
-_BOXES_TRIED = 16  # from the end; a text that repeats an unclosed \\boxed{ would otherwise take quadratic time
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?!\s|\{\s*\})")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\frac\{(\d+)\}\{(\d+)\})")  # 3 1/2
 _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; else None.
+    r"""Return the contents of the last ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; None if there is no box.
 
-    Braces inside the box must be balanced.
+    The contents of a box that is not closed are empty, because an answer before it has been taken back. An empty box,
+    as in "the answer in \boxed{}", is no box.
     """
-    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
-    for start in starts[: -_BOXES_TRIED - 1 : -1]:
-        inner = _braced(text, start)
-        if inner is not None:
-            return inner
-    return None
+    starts = list(_BOX.finditer(text))
+    return _braced(text, starts[-1].end()) if starts else None
 
 
-def _braced(text: str, start: int) -> str | None:
-    while start < len(text) and text[start] == " ":
-        start += 1
-    if start >= len(text):
-        return None
-    if text[start] != "{":
-        return re.split(r"[\s$]", text[start : start + 200], maxsplit=1)[0] or None
+def _braced(text: str, start: int) -> str:
+    if text[start : start + 1] != "{":
+        return re.split(r"[\s$]", text[start : start + 200], maxsplit=1)[0]
     depth = 0
-    for position in range(start, len(text)):
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[start + 1 : position].strip()
-    return None
+    for mark in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return text[start + 1 : mark.start()].strip()
+    return ""
 
 
 def last_number(text: str) -> Fraction | None:
@@ -54,7 +48,7 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("7 times 8 is 56.")
     Fraction(56, 1)
     """
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(_without_number_words(text))
     return as_number(found[-1]) if found else None
 
 
@@ -66,7 +60,8 @@ def as_number(text: str) -> Fraction | None:
     A percent sign is dropped, so that ``5%`` equals the label ``5``.
     """
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
-    plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    plain = re.sub("[€£¥₹]", "", plain).replace("\\!", "").replace("{,}", ",")
+    plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\").rstrip()
     mixed = _MIXED.fullmatch(plain)
     if mixed and len(plain) <= 200 and int(bottom := mixed[4] or mixed[6]):
@@ -102,35 +97,45 @@ def normalize_math(text: str) -> str:
     out = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", "", out)
     out = re.sub(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~", "", out)
     out = out.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").replace("−", "-")
-    # Drop the left side of "x = 5", "f(x) = 5" and "x \in (0, 1)".
-    out = re.sub(r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))\s*(?:=|\\in(?![A-Za-z]))\s*", "", out.strip())
+    out = re.sub(r"\\varnothing|\\\{\s*\\\}", r"\\emptyset", out)
+    # Drop the left side of "x = 5", "f(x) = 5", "x \in (0, 1)" and "\approx 5".
+    left = r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z])|\\approx(?![A-Za-z]))\s*"
+    out = re.sub(left, "", out.strip())
     # Drop thousands separators, but not the commas of a tuple, an interval or a set.
     out = (
         re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
     )
     out = re.sub(r"(?<![\d.])\.(?=\d)", "0.", out)
-    words = re.fullmatch(r"[A-Za-z\s]{3,}", out)  # "East" is "east", but the variable A is not a
+    words = re.fullmatch(r"[A-Za-z\s]{3,}|(?i:no)", out)  # "East" is "east", but the variable A is not a
     out = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), out)  # 10 000
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", out.lower() if words else out)  # "2 3" is not 23
 
 
-def after_thinking(text: str) -> str:
+def after_thinking(text: str | None) -> str:
     """Return the text without reasoning: after the last ``</think>``, and before a ``<think>`` that is not closed."""
-    return text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+    return (text or "").rsplit("</think>", 1)[-1].split("<think>", 1)[0]
 
 
-def answer_after_reasoning(text: str) -> str | None:
+def answer_after_reasoning(text: str | None) -> str | None:
     """Return the text after ``</think>`` or ``###Response``, or None if it has neither."""
     for marker in ("</think>", "###Response"):
-        if marker in text:
+        if text and marker in text:
             return text.rsplit(marker, 1)[-1]
     return None
+
+
+def without_styles(text: str) -> str:
+    r"""Return a text without LaTeX's styles, spaces and escapes: ``\text{New York}`` becomes ``New York``."""
+    text = re.sub(r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?", r"\1", text)
+    text = re.sub(r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?", r"\1", text)
+    return re.sub(r"\\[,;:! ]|~", " ", re.sub(r"\\([&%$#_])", r"\1", text))
 
 
 _SYMBOLS = {
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "⁄": "/", "√": "\\sqrt ", "π": "\\pi ",
     "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
     "°": "^\\circ", "±": "\\pm ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "\u00a0": " ", "\u202f": " ",
+    "∅": "\\emptyset ", **{letter: f"\\mathbb{{{unicodedata.normalize('NFKC', letter)}}}" for letter in "ℝℤℚℕℂ"},
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
@@ -140,22 +145,36 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\w+))")
 def as_latex(text: str) -> str:
     r"""Convert Unicode mathematics to LaTeX: ``√2`` to ``\sqrt{2}``, ``x²`` to ``x^{2}``, ``½`` to ``1/2``.
 
-    Full-width digits become ASCII digits.
+    Full-width digits become ASCII digits, and ``18 million`` becomes ``18000000``.
     """
+    text = _without_number_words(text)
     if text.isascii():
         return text
+    text = re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
     text = _RAISED.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = "".join(_SYMBOLS.get(c, c) for c in text)
     return "".join(_SYMBOLS.get(c, c) for c in unicodedata.normalize("NFKC", text))
 
 
-def without_unit(text: str) -> str:
-    """Remove the unit after a number: ``18 dollars`` becomes ``18``. ``18 million`` stays, as its value is another."""
-    found = _WITH_UNIT.fullmatch(text.strip())
-    return text if found is None or _MULTIPLIERS.search(found[2].lower()) else found[1]
-
-
-_WITH_UNIT = re.compile(r"([-+]?\$?[-+]?[\d,]*\.?\d+\$?)((?:\s+[A-Za-z]{2,}){1,3})(?:\^\{?[23]\}?)?\.?")
-_MULTIPLIERS = re.compile(
-    r"\b(?:hundred|thousand|million|billion|trillion|dozen|percent|half|halve|third|quarter|pi|and|or|to)s?\b"
+_WORD_VALUES = {
+    "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "lakh": 10**5, "crore": 10**7,
+}  # fmt: skip
+_NUMBER_WORD = re.compile(
+    r"(?:(?<![\d.,])(\d[\d,]{0,30}(?:\.\d{1,30})?)|(?<=\}))"
+    rf"((?:\s|\\[,;:! ]|[~$])*(?:\\(?:text|textrm|mathrm|mbox)\s*\{{\s*)?)({'|'.join(_WORD_VALUES)})s?(?![A-Za-z])",
+    re.IGNORECASE,
 )
+
+
+def _without_number_words(text: str) -> str:
+    """Replace the word of a large number and the number before it by its value: ``18 million`` by ``18000000``."""
+
+    def value(found: re.Match[str]) -> str:
+        factor = _WORD_VALUES[found[3].lower()]
+        if found[1] is None:
+            return f"\\times {factor}{found[2]}"
+        return f"{Decimal(found[1].replace(',', '')) * factor:f}{found[2]}"
+
+    return _NUMBER_WORD.sub(value, text)
