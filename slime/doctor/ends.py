@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from slime.doctor.facts import Facts
+from slime.doctor.facts import Facts, shortened
 from slime.doctor.findings import Finding
 from slime.doctor.memory import memory_table
+from slime.observability.run_state import message_lines
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LONG_SECONDS = 120.0
@@ -127,6 +129,13 @@ PATTERNS = (
         "This is a defect of slime or of a custom rollout function: slime ledger shows the group; please report it.",
     ),
     _pattern(
+        "hidden_module",
+        r"hides Python's own module|: (?:partially initialized )?module '(?:%s)' has no attribute"
+        % "|".join(sys.stdlib_module_names),
+        "A file on the import path has the name of a module of Python's, and is imported in its place.",
+        "Rename the file (random.py, types.py or the like), or take its folder off PYTHONPATH.",
+    ),
+    _pattern(
         "wait_expired",
         r"waited \d+ s( \(deadline \d+ s[^)\n]*\))? for [^\n]+|"
         r"did not finish within \S+ s (\(--phase-timeout\)|before a)|"
@@ -160,6 +169,9 @@ _DROPPED = re.compile(
 """What a rollout says at its deadline if groups were dropped, with the number for each reason."""
 _BY_FILTER = re.compile(r"(\d+) dropped as (?!prompt_too_long\b)")
 
+_AT_CREATION = "raised in its creation task"
+"""Part of Ray's message when the constructor of an actor raised an error."""
+
 CONSEQUENCES = frozenset(pattern.kind for pattern in PATTERNS if pattern.with_logs)
 """What the driver sees when another process failed first."""
 END_CHARACTERS = 4000
@@ -175,6 +187,8 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
     own = None if facts.died else _own_function(error)
     # In the error first: logs may also contain troubles that the run has survived.
     found = _match(facts, {"the error that ended the run": error}) or (None if own else _match(facts, facts.logs))
+    if found is not None and found.kind == "process_lost" and _AT_CREATION in error:
+        found = None  # the process did not die by itself: its constructor raised an error, and would again
     if found is not None and found.kind in CONSEQUENCES:
         found = _cause_in_logs(facts, found) or found
     if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
@@ -191,11 +205,11 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
             "or a job of a cluster ended. Continue from the last snapshot (--load); --max-restarts does so by itself.",
         )
     else:
-        lines = error.strip().splitlines()
+        what = "A process of the run raised an error when it was set up" if _AT_CREATION in error else ""
         yield Finding(
             "error",
-            f"The run ended with an error, {_phase(facts)}.",
-            (*lines[-1:], *facts.last_lines()),
+            f"{what or 'The run ended with an error'}, {_phase(facts)}.",
+            (*_message(error), *facts.last_lines()),
             "The whole traceback is in state.json in the folder of the run.",
         )
 
@@ -286,17 +300,16 @@ def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] =
         for where, text in texts.items():
             if (found := pattern.text.search(text)) is not None:
                 line = _line_at(text, found.start())
+                message = _message(text)
+                more = message[1:] if message[:1] == [line] else ()
                 memory = memory_table(facts, text[found.start() :]) if pattern.kind == "gpu_memory" else ()
-                said = _said(text[found.end() :]) if pattern.kind == "wait_expired" else ()
-                shown = f"{where}: {line}", *memory, *said, *(facts.last_lines() if pattern.with_logs else ())
+                shown = f"{where}: {line}", *more, *memory, *(facts.last_lines() if pattern.with_logs else ())
                 return Finding(pattern.kind, f"{pattern.title[:-1]} ({_phase(facts)}).", shown, pattern.advice)
     return None
 
 
-def _said(rest: str) -> Iterator[str]:
-    """Yield what the processes said, which follows the line of a wait that has expired."""
-    head, _, lines = rest.partition("what the processes say:\n")
-    yield from (line.strip() for line in lines.splitlines()[:4] if not head.strip())
+def _message(error: str) -> list[str]:
+    return shortened(message_lines(error) or error.strip().splitlines()[-1:])
 
 
 def _own_function(error: str) -> Finding | None:
@@ -310,7 +323,7 @@ def _own_function(error: str) -> Finding | None:
     return Finding(
         "own_function",
         f"Your function {function} raised an error.",
-        (f"{file}:{line}", error.strip().splitlines()[-1]),
+        (f"{file}:{line}", *_message(error)),
         "Correct it; slime check-hooks calls it on many kinds of samples in seconds.",
     )
 

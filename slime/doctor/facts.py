@@ -16,7 +16,7 @@ from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, UnreadableRun, no_run, read_settings
 from slime.observability.run_state import FILE as STATE
-from slime.observability.run_state import RunState, read_state
+from slime.observability.run_state import RunState, message_lines, read_state
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
@@ -47,8 +47,17 @@ class Process:
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
 
 
-def _telling(lines: Sequence[str]) -> str:
+def _telling(text: str) -> str:
+    if message := message_lines(text):
+        return " … ".join(shortened(message, 2))
+    lines = text.splitlines()
     return next((line for line in reversed(lines) if line[:1].strip() and not _WARNING.search(line)), "")
+
+
+def shortened(lines: Sequence[str], most: int = 12) -> list[str]:
+    """Return the lines that say something, without most of those in the middle if there are more than ``most``."""
+    said = [line.strip()[:300] for line in lines if line.strip()]
+    return said if len(said) <= most else [*said[: most - 1], said[-1]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class Facts:
 
         Warnings of Python, and the indented lines of warnings and tracebacks, tell nothing.
         """
-        ends = ((name, _telling(text.splitlines())) for name, text in self.logs.items() if part in name)
+        ends = ((name, _telling(text)) for name, text in self.logs.items() if part in name)
         return tuple(f"{name}: {line[:200]}" for name, line in ends if line)[-most:]
 
     def looked_into(self) -> tuple[str, ...]:

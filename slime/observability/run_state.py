@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +29,8 @@ Status = Literal["running", "completed", "stopped", "failed", "restarting"]
 FILE = "state.json"
 _MOST_CHARACTERS = 20_000
 _MOST_SAID = 16
+_HEAD = re.compile(r"[A-Za-z_][\w.]*(:|$)")
+_FRAME = re.compile(r'\s+File "[^"]+", line \d+')
 _NO_WAIT: Mapping[str, Any] = {"waiting": "", "waiting_since": 0.0, "deadline": 0.0, "said": {}}
 WAIT_SECONDS = 2.0
 """A wait is recorded when it has lasted so long, and again after each such time."""
@@ -106,6 +109,22 @@ class StateFile:
             self._state = replace(self._state, **changes)
             with best_effort(FILE), replacing(self._path) as temporary:
                 temporary.write_text(json.dumps(asdict(self._state)), encoding="utf-8")
+
+
+def message_lines(text: str) -> list[str]:
+    """Return the whole message of the last error in a traceback, also of another process; empty if there is none.
+
+    It begins with the class of the error and may have several lines.
+    """
+    lines = text.rstrip().splitlines()
+    heads = [i for i, line in enumerate(lines) if i and _HEAD.match(line) and _ends_frame(lines, i)]
+    # The first of the last traceback: later lines that look like one belong to the message.
+    return [line.rstrip() for line in lines[heads[-1] :]] if heads else []
+
+
+def _ends_frame(lines: Sequence[str], i: int) -> bool:
+    """Whether the line before is the end of a frame: its place, its code, or the marks below the code."""
+    return lines[i - 1].startswith("  ") and any(_FRAME.match(line) for line in lines[max(i - 3, 0) : i])
 
 
 def _without_nan(said: Progress) -> Progress:

@@ -190,6 +190,7 @@ ERRORS = {
     "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
     "data_exhausted": "RuntimeError: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
+    "hidden_module": "AttributeError: module 'random' has no attribute 'Random'",
     "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
     "to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",

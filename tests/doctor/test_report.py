@@ -328,7 +328,7 @@ def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
     )
     first = diagnose(facts([], state=state("failed", "rollout", TRACE + error), processes=[]))[0]
     assert first.kind == "wait_expired" and first.evidence[0].endswith("for rollout 0 to be made")
-    assert first.evidence[1:] == ("rollout manager: generate 0/4 for 30 s",)
+    assert first.evidence[1:] == ("what the processes say:", "rollout manager: generate 0/4 for 30 s")
 
 
 def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
@@ -346,6 +346,41 @@ def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
         "Unhandled exception: system_error. what(): signal_set_service pipe: Too many open files [system:24]"
     )
     assert kinds(facts(quickstart(), state=state("failed", error=told), processes=[])) == ["open_files"]
+
+
+CREATION = """Traceback (most recent call last):
+  File "/site-packages/slime/cluster/ray_actors.py", line 41, in get
+    raise ActorLost(str(error)) from error
+slime.cluster.actor_types.ActorLost: The actor died because of an error raised in its creation task, ray::T.__init__()
+  File "/site-packages/slime/cluster/train_actor.py", line 7, in __init__
+    self.backend = create()
+                   ^^^^^^^^
+"""
+LINES = ("ValueError: GenerationConfig is invalid: ", "- `temperature`: `do_sample` is off.", "Fix these to save.")
+
+
+@pytest.mark.parametrize("before", [TRACE, CREATION])
+def test_an_error_of_several_lines_is_shown_whole(before: str) -> None:
+    failed = state("failed", error=before + "\n".join(LINES) + "\n")
+    (found,) = diagnose(facts(quickstart(), state=failed, processes=[], logs={}))
+    assert found.evidence[: len(LINES)] == tuple(line.strip() for line in LINES)
+    many = "\n".join([LINES[0], *(f"- {i}" for i in range(40)), LINES[-1]])
+    (found,) = diagnose(facts(quickstart(), state=replace(failed, error=before + many), processes=[], logs={}))
+    assert len(found.evidence) == 12 and (found.evidence[0], found.evidence[-1]) == (LINES[0].strip(), LINES[-1])
+
+
+def test_a_constructor_that_raised_is_no_death_of_a_process() -> None:
+    failed = state("failed", error=CREATION + LINES[0])
+    (found,) = diagnose(facts(quickstart(), state=failed, processes=[]))
+    assert "raised an error when it was set up" in found.title and "--max-restarts" not in found.advice
+    known = replace(failed, error=CREATION + ERRORS["bad_checkpoint"])
+    assert kinds(facts(quickstart(), state=known, processes=[])) == ["bad_checkpoint"]
+
+
+def test_an_error_of_several_lines_at_the_end_of_a_log_has_its_first_and_its_last() -> None:
+    logs = {"train.log": "step 3\n" + TRACE + "\n".join(LINES)}
+    (line,) = facts(quickstart(), logs=logs).last_lines()
+    assert line == f"train.log: {LINES[0].strip()} … {LINES[-1]}"
 
 
 def test_a_driver_that_was_killed() -> None:
