@@ -7,6 +7,8 @@ imports neither torch nor Ray: the names below are loaded when they are first us
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +28,42 @@ _NAMES = {
     "dry_run": "slime.api.run",
     "train": "slime.api.run",
 }
+
+
+def _working_directory_last() -> None:
+    """Put the working directory of a run, which Ray puts first, to the end of the import path of its processes.
+
+    Users' modules are found there, but never in place of Python's own or of installed ones.
+    """
+    folder = os.environ.get("SLIME_WORKING_DIRECTORY")
+    if folder and folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        sys.path[:] = [*(entry for entry in sys.path if entry != folder), folder]
+
+
+def _require_standard_library() -> None:
+    """Refuse files that hide modules of Python's standard library.
+
+    Raises:
+        ImportError: The message names the file.
+    """
+    for folder in sys.path:
+        if folder == os.path.dirname(os.__file__):
+            return
+        try:
+            names = os.listdir(folder or ".") if not folder.endswith("-packages") else []
+        except OSError:  # the library as an archive, or an entry that does not exist
+            continue
+        for name in names:
+            module, end = os.path.splitext(name)
+            path = os.path.join(folder, name)
+            code = end == ".py" or (not end and os.path.isfile(os.path.join(path, "__init__.py")))
+            if code and module in sys.stdlib_module_names and module not in ("test", "idlelib", "this"):
+                hides = f"{os.path.abspath(path)} hides Python's own module {module}"
+                raise ImportError(f"{hides}: rename it, or take its folder off the import path (PYTHONPATH)")
+
+
+_working_directory_last()
+_require_standard_library()
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,6 @@ import numbers
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from slime.agent.settings import AgentSettings
 from slime.config.hooks import is_async, load_function
-from slime.config.process_environment import reduced_environment
+from slime.config.process_environment import module_command, reduced_environment
 from slime.engines.background import background_loop
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
@@ -154,7 +153,7 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
     Without such a line the result is None. The command gets a reduced environment, and the ``variables`` of the run's
     environment that have these names."""
     # The guard ends the command with all its descendants, also if this process dies.
-    guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
+    guard = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
         *guard,
         *words,

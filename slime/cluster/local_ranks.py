@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.cluster.placement import thread_environment
-from slime.cluster.session import python_path
+from slime.config.process_environment import import_environment, module_command
 from slime.engines.process import free_port
 
 POLL_SECONDS = 0.05
@@ -63,12 +63,12 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port("127.0.0.1")
     (folder / TASK).write_bytes(pickle.dumps((function, world_size, port, argument)))
-    environment = {**os.environ, **thread_environment(threads), "PYTHONPATH": python_path(), **(variables or {})}
+    environment = {**os.environ, **thread_environment(threads), **import_environment(), **(variables or {})}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
-                command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(folder), str(rank)]
+                command = [*module_command("slime.cluster.local_ranks"), str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         _wait(ranks, folder, seconds)
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actor_types import ClusterError
+from slime.config.process_environment import import_environment
 
 if TYPE_CHECKING:
     import psutil
@@ -48,10 +49,14 @@ def connect() -> None:
 
     if ray.is_initialized():
         return
+    package, other = Path(__file__).parents[1], Path("slime").absolute()
+    if (other / "__init__.py").is_file() and not other.samefile(package):
+        # Ray puts the working directory first, before anything that could be set here.
+        raise ClusterError(f"Ray's workers would import {other} in place of {package}: start in another folder")
     _connected, before = True, psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
-        common["runtime_env"] = {"env_vars": {"PYTHONPATH": python_path()}}
+        common["runtime_env"] = {"env_vars": import_environment()}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
@@ -164,10 +169,3 @@ def _object_store_bytes(shared: str = "/dev/shm") -> int:
     with contextlib.suppress(OSError):
         most = min(most, psutil.disk_usage(shared).free * 4 // 5)
     return int(max(most, 256 * 2**20))
-
-
-def python_path() -> str:
-    """The import path for actors, so that they find hooks in the working directory, and this package."""
-    here = str(Path(__file__).resolve().parents[2])
-    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return os.pathsep.join(dict.fromkeys([*known, os.getcwd(), here]))

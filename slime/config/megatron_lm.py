@@ -45,7 +45,7 @@ def is_there() -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> str | None:
     """Add those options of Megatron-LM that ``parser`` does not have. Return the problem, or None."""
-    command = [sys.executable, "-c", _PROGRAM]
+    command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     except subprocess.TimeoutExpired:

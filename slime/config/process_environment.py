@@ -1,9 +1,13 @@
-"""The part of the environment of a run that programs get which need not know its secrets."""
+"""The environment of the processes of a run: where they import modules from, and what programs get which need not know
+the secrets of the run."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from slime.config.settings import is_secret
 
@@ -30,3 +34,18 @@ def reduced_environment(environment: Mapping[str, str], more: Sequence[str] = ()
         return bool(_PASSED.fullmatch(name)) and not is_secret(name) and not re.search(r"://[^/]*@", value)
 
     return {name: value for name, value in environment.items() if name in more or passed(name, value)}
+
+
+def import_environment() -> dict[str, str]:
+    """Return the variables with which processes find this package, and modules in the working directory.
+
+    The latter come after all others (:mod:`slime`), so that a ``random.py`` there never takes the place of Python's.
+    """
+    here = str(Path(__file__).resolve().parents[2])
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*known, here])), "SLIME_WORKING_DIRECTORY": os.getcwd()}
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command that runs a module as a program, without the working directory on its import path."""
+    return [sys.executable, "-P", "-m", module]

@@ -130,8 +130,7 @@ PATTERNS = (
     ),
     _pattern(
         "hidden_module",
-        r"hides Python's own module|: (?:partially initialized )?module '(?:%s)' has no attribute"
-        % "|".join(sys.stdlib_module_names),
+        rf"hides Python's own module|: (partially initialized )?module '({'|'.join(sys.stdlib_module_names)})' has no",
         "A file on the import path has the name of a module of Python's, and is imported in its place.",
         "Rename the file (random.py, types.py or the like), or take its folder off PYTHONPATH.",
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.process_environment import module_command
 from slime.engines.keys import send_key
 from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
@@ -52,8 +52,8 @@ def start_engine(
     # SGLang's own choice can be taken by an outgoing connection before the ranks have loaded their modules and listen.
     meeting = free_port(host) if num_nodes == 1 else None
     place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap, meeting)
-    command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
-    command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(settings, spec, place)]
+    command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
+    command += [*module_command("slime.engines.sglang.server"), *server_words(settings, spec, place)]
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
     if takes_keys(settings, spec):
         env |= settings.keys.environment()

@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from slime.config.process_environment import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import send_key
 
@@ -203,7 +203,7 @@ def start_embedded_engine(
     The engine ends when the calling process ends, even if the caller is killed.
     """
     port = port or free_port(host)
-    command = [sys.executable, "-m", "slime.engines.embedded.server", "--parent-pid", str(os.getpid())]
+    command = [*module_command("slime.engines.embedded.server"), "--parent-pid", str(os.getpid())]
     command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
     options = {
         "--dtype": settings.dtype,

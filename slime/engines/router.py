@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config.engine import DEFAULT_MODEL, WorkerType
+from slime.config.process_environment import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import CONTROL_VARIABLE, send_key, worker_key
 from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port, without_proxy
@@ -149,8 +149,8 @@ def start_router(
         ServerFailed: The router did not come up, or did not accept a worker.
     """
     port = port or free_port(host)
-    command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
-    command += [sys.executable, "-m", "slime.engines.router_server", "--host", host, "--port", str(port)]
+    command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
+    command += [*module_command("slime.engines.router_server"), "--host", host, "--port", str(port)]
     # The page of metrics cannot be turned off and has no key, so it is not on the address of this node in the cluster.
     metrics_port = free_port()
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), *FORCED]

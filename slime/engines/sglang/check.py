@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.config.machine import cache_folder, installed, remember, version_of
+from slime.config.process_environment import import_environment, module_command
 
 if TYPE_CHECKING:
     from slime.engines.plan import EngineSpec
@@ -46,8 +47,8 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     if not lines and not router_lines:
         return []
     cpu = bool(lines) and runs_on_cpu(settings, specs[0])
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"} if cpu else dict(os.environ)
-    command = [sys.executable, "-m", "slime.engines.sglang.check"]
+    env = {**os.environ, **import_environment(), **({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})}
+    command = module_command("slime.engines.sglang.check")
     asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
     accepted = _mark_of_acceptance(asked, cpu)
     if accepted.is_file():

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 from slime.config.machine import cache_folder, count_gpus, installed, remember, version_of
+from slime.config.process_environment import import_environment, module_command
 
 
 def compile_meanwhile() -> threading.Thread | None:
@@ -31,8 +32,8 @@ def compile_meanwhile() -> threading.Thread | None:
     if done is None or done.is_file():
         return None
     # With the list, FlashInfer does not ask the GPU, which would take memory of it while SGLang measures what is free.
-    environment = {"FLASHINFER_CUDA_ARCH_LIST": capability, **os.environ}
-    command = [sys.executable, "-m", __name__, str(done)]
+    environment = {"FLASHINFER_CUDA_ARCH_LIST": capability, **os.environ, **import_environment()}
+    command = [*module_command(__name__), str(done)]
     thread = threading.Thread(target=lambda: subprocess.run(command, env=environment, check=False), daemon=True)
     thread.start()
     return thread

@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 
-from slime.config.process_environment import reduced_environment
+from slime.config.process_environment import module_command, reduced_environment
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
 
@@ -76,7 +76,7 @@ class _Worker:
     def __init__(self, memory_bytes: int, variables: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "slime.rollout.verifier.worker"]
+            command = module_command("slime.rollout.verifier.worker")
             command += [str(theirs.fileno()), str(memory_bytes), str(os.getpid())]
             # The import path of this process, so that the worker finds the same modules. "" is the current folder.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
