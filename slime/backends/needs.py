@@ -41,6 +41,9 @@ class TrainNeeds:
     """Whether this entropy has a gradient."""
     logits: bool
     """Whether the loss uses the logits (``TokenBatch.logits``), which only a custom loss does."""
+    temperature: float
+    """The logits of training are divided by it: ``--rollout-temperature``, with which the engines sampled; 1 for
+    supervised fine-tuning, whose tokens nobody sampled."""
     skips_zero_advantages: bool
     """Whether the actor may skip the forward and backward of samples whose final advantages are all exactly 0, because
     their gradient is exactly 0. ``num_rollouts`` and ``num_tokens`` of the step do not change. It is False if another
@@ -67,6 +70,7 @@ class TrainNeeds:
             entropy=policy,
             entropy_grad=policy and args.entropy_coef != 0,
             logits=args.loss_type == "custom_loss",
+            temperature=1.0 if args.loss_type == "sft_loss" else args.rollout_temperature,
             skips_zero_advantages=args.skip_zero_advantage_groups
             and policy
             and args.entropy_coef == 0

@@ -122,6 +122,10 @@ def _correct_by_default(args: Args, asynchronous: bool) -> None:
 
 def check_kl(args: Args) -> list[str]:
     problems = []
+    if args.loss_type == "sft_loss":
+        terms = {name: getattr(args, name) for name in ("use_kl_loss", "kl_loss_coef", "kl_coef", "entropy_coef")}
+        idle = ", ".join(f"--{name.replace('_', '-')}" for name, value in terms.items() if value)
+        return [f"--loss-type sft_loss has neither a KL nor an entropy term: leave out {idle}"] if idle else []
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         problems.append(
             f"--kl-coef {args.kl_coef} (KL in the reward) and --kl-loss-coef {args.kl_loss_coef} (KL in the loss) "

@@ -329,6 +329,18 @@ def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:
     assert_close(weights_of(sft), weights_of(custom), rtol=1e-4)
 
 
+def test_fine_tuning_minimises_the_likelihood_at_temperature_1(llama: Path) -> None:
+    flags = dict(loss_type="sft_loss", compute_advantages_and_returns=False)
+    backend, batch = make_backend(make_args(llama, rollout_temperature=0.6, **flags)), whole_batch(make_samples())
+    model, losses = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64), []
+    for tokens, n, mask in zip(batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True):
+        log_p = model(torch.as_tensor(tokens)[None]).logits[0].log_softmax(-1)[-n - 1 : -1]
+        chosen = -log_p.gather(-1, torch.as_tensor(tokens)[-n:, None])[:, 0]
+        losses.append((chosen * mask).sum() / max(float(mask.sum()), 1.0))
+    metrics, _ = train_on_rollout(backend, backend.args, batch)
+    assert metrics["train/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize("attention", [None, "sdpa"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_padding_tokens_embedding_is_trained_as_any_other(tmp_path: Path, attention: str | None, role: str) -> None:

@@ -99,6 +99,13 @@ ONE_PROBLEM = [
     ("--rollout-num-gpus 0", "leaves no engine"),
     ("--micro-batch-size 5", "is not a multiple of --micro-batch-size"),
     ("--actor-num-gpus-per-node 8", "2 CPU cores"),
+    (
+        "--loss-type sft_loss --use-kl-loss --kl-loss-coef 0.5 --entropy-coef 0.1",
+        "leave out --use-kl-loss, --kl-loss-coef",
+    ),
+    ("--loss-type sft_loss --kl-loss-coef 0.5", "leave out --kl-loss-coef"),
+    ("--loss-type sft_loss --entropy-coef 0.1", "leave out --entropy-coef"),
+    ("--loss-type sft_loss --kl-coef 0.1", "leave out --kl-coef"),
     ("--update-weight-mode delta", "add --update-weight-transport disk"),
     ("--rollout-data-transport nixl", "is not supported"),
     ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),

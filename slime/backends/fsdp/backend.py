@@ -220,8 +220,7 @@ class FsdpBackend(SharedBackend):
         needs = self.needs
         if isinstance(self.scorer, ValueScorer):
             return Scores(values=self.scorer(inputs))
-        temperature = self.args.rollout_temperature
-        scores, logits = self.scorer(inputs, temperature, needs.entropy, needs.entropy_grad, needs.logits)
+        scores, logits = self.scorer(inputs, needs.temperature, needs.entropy, needs.entropy_grad, needs.logits)
         return Scores(scores.log_probs, scores.entropy, logits)
 
     def rehearse(self, tokens: int) -> None:

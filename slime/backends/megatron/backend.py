@@ -172,7 +172,7 @@ class MegatronBackend(SharedBackend):
         if self.role != "actor":
             return Scoring()
         return Scoring(
-            temperature=self.args.rollout_temperature,
+            temperature=self.needs.temperature,
             with_entropy=self.needs.entropy,
             entropy_grad=self.needs.entropy_grad,
             with_logits=self.needs.logits,

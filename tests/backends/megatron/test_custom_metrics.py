@@ -1,4 +1,4 @@
-"""Metrics of a user's loss that depend on the samples, so that not all ranks have them."""
+"""Losses other than the policy's: metrics that not all ranks have, and the temperature of fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ def test_a_metric_that_one_rank_has_is_that_of_the_step(tmp_path: Path) -> None:
         for ours, theirs in zip(found["metrics"], whole, strict=True):
             for name in ("train/loss", "train/of_group_0"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+def test_fine_tuning_has_no_temperature(tmp_path: Path) -> None:
+    paths = {"llama": save_family("llama", tmp_path / "llama"), "output": tmp_path}
+    flags = dict(loss_type="sft_loss", compute_advantages_and_returns=False)
+    layout = Layout("llama", 1, {}, {**flags, "rollout_temperature": 0.6})
+    run_ranks("megatron_ranks:worker", 1, paths, [layout], seconds=120)
+    found = torch.load(tmp_path / "rank0.pt", weights_only=False)[layout.name]
+    assert "error" not in found, found["error"]
+    args = make_arguments(Layout("llama", 1, {}, {**flags, "rollout_temperature": 1.0}), paths, "fsdp")
+    plain = results_of(make_backend(args), args, lambda seed, zero: rank_batch(seed, zero, 0, 1))["metrics"]
+    for ours, theirs in zip(found["metrics"], plain, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5)
