@@ -98,6 +98,8 @@ class Tokenizer(Protocol):
 
     chat_template: str | dict[str, str] | None
     all_special_ids: list[int]
+    added_tokens_decoder: Mapping[int, Any]
+    """Id -> token of each added token; its ``special`` says whether it is no text."""
     eos_token: str | None
     bos_token_id: int | None
     eos_token_id: int | None

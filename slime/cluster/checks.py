@@ -35,7 +35,11 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if args.dry_run:
         from slime.cluster.dry_run import dry_run
 
-        dry_run(args, asynchronous)
+        try:
+            dry_run(args, asynchronous)
+        except ConfigError as error:
+            print(f"slime: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
         raise SystemExit(0)
     warn_of_memory(args, asynchronous)
     if words is None and args.max_restarts and not REPORTS.attached:

@@ -35,10 +35,19 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
         args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
         asynchronous: Whether the run is that of ``train_async.py``.
         say: Called with each line.
+
+    Raises:
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
     """
+    from slime.config.parser import ConfigError
+    from slime.data.rows import DataError
+
     _settings(args, say)
-    source = _source(args, say)
-    firsts = _first_samples(source) if source is not None else []
+    try:
+        source = _source(args, say)
+        firsts = _first_samples(source) if source is not None else []
+    except DataError as error:
+        raise ConfigError(error.problems) from error
     ids = _prompt_ids(args, firsts)
     _batches(args, len(source) if source is not None else 0, len(ids), asynchronous, say)
     say("\nmemory (without activations and KV cache)")

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.seeds import derive_seed
 from slime.data.chunks import CHUNK, Chunks, Made
-from slime.data.media import collect_media, processor_inputs
+from slime.data.masks import MultiTurnLossMaskGenerator, untrained
+from slime.data.media import collect_media, is_remote, processor_inputs
 from slime.data.order import shuffled
 from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
-from slime.data.tokenizers import render_chat
+from slime.data.tokenizers import check_shown, render_prompt
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 logger = logging.getLogger(__name__)
+
+PROCESSED_ROWS = 500  # rows with media that the processor is tried on before the start; it takes some 20 ms for each
 
 
 class PromptDataset(Protocol):
@@ -40,7 +43,11 @@ class PromptDataset(Protocol):
 
 @dataclass
 class PromptMaker:
-    """Converts rows to prompts. Each worker process gets a copy, so all fields must be picklable."""
+    """Converts rows to prompts. Each worker process gets a copy, so all fields must be picklable.
+
+    ``rendered_later`` says that the run itself renders prompts that stay messages, and ``mask_type`` that it trains
+    conversations with loss masks of this type. Both are tried in :meth:`problem` only.
+    """
 
     keys: RowKeys
     tokenizer: Tokenizer | None = None
@@ -48,33 +55,91 @@ class PromptMaker:
     max_length: int | None = None
     apply_chat_template: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    rendered_later: bool = False
+    mask_type: str | None = None
+    checks: bool = False
+    """Whether :meth:`problem` is asked about every row that is read, because nobody has asked before (streaming)."""
+
+    processed: int = field(default=0, init=False)
+    masks: MultiTurnLossMaskGenerator | None = field(default=None, init=False)
 
     def __call__(self, raws: list[RawRow]) -> Made:
         """Return a sample for each valid row, or None if it is too long, and the report on all rows."""
-        rows, report = parse_rows(raws, self.keys, as_messages=self.apply_chat_template)
+        rows, report = self.parse(raws)
         samples = [sample for row in rows if (sample := self._sample(row, report)) is not None]
         long = self._too_long(samples)
         return [None if i in long else sample for i, sample in enumerate(samples)], report
 
-    def _sample(self, row: PromptRow, report: Report) -> Sample | None:
-        from jinja2 import TemplateError
+    def parse(self, raws: list[RawRow]) -> tuple[list[PromptRow], Report]:
+        """Parse rows as the run needs them; see :func:`parse_rows`."""
+        wants_messages = self.apply_chat_template or self.mask_type is not None
+        return parse_rows(raws, self.keys, self.apply_chat_template, json_messages=wants_messages)
 
+    def problem(self, row: PromptRow) -> str | None:
+        """Explain why the run could not use a row: what the chat template, the loss masks or the processor refuse."""
+        prompt = row.prompt
+        try:
+            if self.mask_type is not None and (unfit := untrained(prompt)):
+                return unfit
+            if not isinstance(prompt, list) or self.tokenizer is None:
+                return None
+            media = collect_media(prompt)
+            if self.mask_type is not None:
+                self.masks = self.masks or MultiTurnLossMaskGenerator(
+                    self.tokenizer, self.mask_type, self.template_kwargs
+                )
+                text = self.masks.check(prompt, row.tools)
+            elif self.apply_chat_template or self.rendered_later:
+                text = self._render(row, media)
+            else:
+                return None
+            renderer = self._renderer(media)
+            check_shown(renderer, prompt, text, tools=row.tools, **self.template_kwargs)
+            if media and self.rendered_later:
+                self._process(text, media)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _sample(self, row: PromptRow, report: Report) -> Sample | None:
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
         prompt = row.prompt
-        if self.apply_chat_template:
-            assert isinstance(prompt, list), "rows were parsed as messages"
-            renderer: Any = (self._processor() if media else None) or self.tokenizer
-            try:
-                prompt = render_chat(
-                    renderer, prompt, tools=row.tools, add_generation_prompt=True, **self.template_kwargs
-                )
-            except (TemplateError, TypeError, ValueError, KeyError) as error:
-                # Templates refuse messages for which their model was not trained, and fail on unexpected parts.
-                report.add(row.where, ValueError(f"the chat template refuses these messages: {error}"))
-                return None
+        try:
+            if self.checks and (problem := self.problem(row)):
+                raise ValueError(problem)
+            if self.apply_chat_template:
+                prompt = self._render(row, media)
+        except ValueError as error:
+            report.add(row.where, error)
+            return None
         sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)
         sample.apply_chat_template_kwargs = dict(self.template_kwargs)
         return sample
+
+    def _render(self, row: PromptRow, media: Mapping[str, object] | None) -> str:
+        assert isinstance(row.prompt, list), "rows were parsed as messages"
+        return render_prompt(self._renderer(media), row.prompt, tools=row.tools, **self.template_kwargs)
+
+    def _renderer(self, media: Mapping[str, object] | None) -> Any:
+        processor = self._processor() if media else None
+        if media and processor is None and self.rendered_later:
+            raise ValueError(f"it has {', '.join(media)}, but the model of --hf-checkpoint has no processor for media")
+        return processor or self.tokenizer
+
+    def _process(self, text: str, media: Mapping[str, Sequence[object]]) -> None:
+        """Try the processor on the first rows with images that need no download.
+
+        Raises:
+            ValueError: It fails.
+        """
+        if self.processed >= PROCESSED_ROWS or media.keys() != {"images"} or any(map(is_remote, media["images"])):
+            return
+        self.processed += 1
+        try:
+            self._processor()(text=[text], **processor_inputs(media))
+        except Exception as error:  # A processor is a program of the checkpoint and can fail in any way.
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(f"the processor refuses its images: {type(error).__name__}: {reason}") from error
 
     def _too_long(self, samples: list[Sample]) -> set[int]:
         """Indices of the text prompts, with or without media, that have more than ``max_length`` tokens."""
@@ -143,6 +208,17 @@ class Dataset:
         keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
         kwargs = dict(apply_chat_template_kwargs or {})
         make = PromptMaker(keys, tokenizer, load_processor, max_length, apply_chat_template, kwargs)
+        self._open(path, make, seed, streaming, workers)
+
+    @classmethod
+    def of(cls, path: str, make: PromptMaker, *, seed: int = 42, streaming: bool = False, workers: int = 0) -> Dataset:
+        """The prompts that ``make`` makes of the rows of a file; see the class."""
+        dataset = cls.__new__(cls)
+        dataset._open(path, make, seed, streaming, workers)
+        return dataset
+
+    def _open(self, path: str, make: PromptMaker, seed: int, streaming: bool, workers: int) -> None:
+        keys, max_length = make.keys, make.max_length
         self.path, self.seed, self.max_length = path, seed, max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file

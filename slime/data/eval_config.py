@@ -13,6 +13,7 @@ from slime.config.data import eval_pairs
 from slime.config.files import load_yaml
 from slime.config.flag import out_of_range
 from slime.config.named_data import NamedDataError, data_name, named_path
+from slime.data.dataset import PromptMaker
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
 
@@ -87,6 +88,15 @@ class EvalDatasetConfig:
         """The columns of this data set, after :func:`resolve_eval_datasets`."""
         return RowKeys(
             self.input_key or "prompt", self.label_key, self.metadata_key, self.tool_key, self.multimodal_keys or {}
+        )
+
+    def prompt_maker(self) -> PromptMaker:
+        """What makes prompts of the rows of this data set, after :func:`resolve_eval_datasets`; without a tokenizer."""
+        return PromptMaker(
+            self.row_keys(),
+            max_length=self.max_prompt_len,
+            apply_chat_template=bool(self.apply_chat_template),
+            template_kwargs=dict(self.apply_chat_template_kwargs or {}),
         )
 
 

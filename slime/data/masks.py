@@ -3,20 +3,25 @@
 The token ids are always those of the tokenizer's own template over the whole conversation. The position of an assistant
 message in the rendered text is found without knowledge of the template: the same conversation is rendered again with
 that message replaced by a mark, and the part that differs is the message (with its tool calls and reasoning). The
-end-of-turn marker after it belongs to the message; the generation header before it does not.
+end-of-turn marker after it belongs to the message; the generation header before it does not. Some templates (GLM's)
+have no such marker: the marker of the next message ends the turn there, so it is trained, and added after the last one.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+import logging
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 
-from slime.data.tokenizers import render_chat
+from slime.data.tokenizers import TemplateRefusal, joined_text, render_chat
 from slime.types import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _MARK = "\ue000slime\ue001"  # private-use characters, which appear in no text and no template
 _R1_ASSISTANT = "<｜Assistant｜>"
-_THINK = "<think>\n"
+_OPENED = ("<think>\n", "<think>")  # what opens the reasoning
 _HEADER_TOKENS = 4  # tokens of context before a response, which distinguish equal texts when masks are aligned
 TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
@@ -39,6 +44,10 @@ def untrained(prompt: object) -> str | None:
     return None
 
 
+def _is_trained(message: Mapping[str, object]) -> bool:
+    return message["role"] == "assistant" and bool(message.get("step_loss_mask", 1))
+
+
 class MultiTurnLossMaskGenerator:
     """Token ids and loss mask of conversations, for supervised training.
 
@@ -49,12 +58,17 @@ class MultiTurnLossMaskGenerator:
             masked out, since the template's generation header contains it. ``distill_qwen``: only the last message,
             which must be the assistant's, is trained.
         template_kwargs: Additional arguments of the chat template.
+        stop_ids: The ids at which the engine ends a response, if they are known. Otherwise every special token counts.
 
     A message with ``step_loss_mask: 0`` is not trained.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tokenizer_type: str = "qwen", template_kwargs: Mapping[str, object] | None = None
+        self,
+        tokenizer: Tokenizer,
+        tokenizer_type: str = "qwen",
+        template_kwargs: Mapping[str, object] | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         if tokenizer_type not in TYPES:
             raise ValueError(f"unknown --loss-mask-type {tokenizer_type!r} (known: {', '.join(TYPES)})")
@@ -64,6 +78,29 @@ class MultiTurnLossMaskGenerator:
             tokenizer_type = "distill_qwen"
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
         self.tokenizer_type = tokenizer_type
+        added = tokenizer.added_tokens_decoder
+        # The tokens whose place behind a turn ends it; and those with which a template ends a turn itself.
+        self._markers = frozenset(stop_ids or added)
+        special = {token: str(entry) for token, entry in added.items() if entry.special}
+        self._special_texts = list(special.values())
+        self._ends = frozenset({*stop_ids, *special})
+        self._warned = False
+
+    def check(self, messages: Messages, tools: Tools | None = None) -> str:
+        """Return the rendered conversation after a check, quicker than :meth:`get_loss_mask`, that it has a mask.
+
+        Raises:
+            ValueError: As :meth:`get_loss_mask`.
+        """
+        if self.tokenizer_type == "distill_qwen":
+            self._last_answer(messages, tools)
+            return self._render(messages, tools)
+        if problem := untrained(list(messages)):
+            raise ValueError(problem)
+        text = self._render(messages, tools)
+        trained = [i for i, message in enumerate(messages) if _is_trained(message)]
+        self._marked(messages, trained, tools)
+        return text
 
     def get_loss_mask(self, messages: Messages, tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Return the token ids of the whole conversation, and for each 1 if the assistant wrote it, otherwise 0.
@@ -71,20 +108,8 @@ class MultiTurnLossMaskGenerator:
         Raises:
             ValueError: There is no assistant message, or one cannot be found in the rendered template.
         """
-        if self.tokenizer_type == "distill_qwen":
-            return self._last_answer(messages, tools)
-        text = self._render(messages, tools)
-        spans = [
-            self._span(messages, i, text, tools)
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant" and message.get("step_loss_mask", 1)
-        ]
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("a conversation without an assistant message has nothing to train on")
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A token that begins before the message belongs to the header, even if it extends into the message.
-        mask = [int(any(a <= begin < b for a, b in spans)) for begin, _ in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), mask
+        ids, mask, ending = self._masked(messages, tools)
+        return [*ids, *ending], [*mask, *[1] * len(ending)]
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: Sequence[int], tools: Tools | None = None
@@ -94,7 +119,7 @@ class MultiTurnLossMaskGenerator:
         Raises:
             ValueError: An assistant message is not found in ``input_ids``.
         """
-        ids, mask = self.get_loss_mask(messages, tools)
+        ids, mask, ending = self._masked(messages, tools)
         input_ids = [int(i) for i in input_ids]
         aligned = [0] * len(input_ids)
         cursor = 0
@@ -107,7 +132,7 @@ class MultiTurnLossMaskGenerator:
                 )
             cursor = at + context + end - begin
             aligned[at + context : cursor] = [1] * (end - begin)
-        return input_ids, aligned
+        return [*input_ids, *ending], [*aligned, *[1] * len(ending)]
 
     @staticmethod
     def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -120,25 +145,107 @@ class MultiTurnLossMaskGenerator:
 
     def _render(self, messages: Messages, tools: Tools | None, ask: bool = False) -> str:
         clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
-        return render_chat(
-            self.tokenizer, copy.deepcopy(clean), tools=tools, add_generation_prompt=ask, **self.template_kwargs
-        )
+        return render_chat(self.tokenizer, clean, tools=tools, add_generation_prompt=ask, **self.template_kwargs)
 
-    def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int]:
-        """Begin and end of the i-th message, an assistant's, in the rendered text, with its end-of-turn marker."""
-        marked = [*messages[:i], {"role": "assistant", "content": _MARK}, *messages[i + 1 :]]
-        other = self._render(marked, tools)
-        if other.count(_MARK) != 1:
-            raise ValueError(f"the chat template does not show the content of message {i} exactly once")
+    def _masked(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int], list[int]]:
+        """The ids of the rendered conversation, their mask, and the ids that end the last turn if the template does
+        not end it."""
+        if self.tokenizer_type == "distill_qwen":
+            return *self._last_answer(messages, tools), []
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("a conversation without an assistant message has nothing to train on")
+        text = self._render(messages, tools)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        mask, ending = [0] * len(ids), list[int]()
+        for i, message in enumerate(messages):
+            if not _is_trained(message):
+                continue
+            begin, end, turn_end = self._span(messages, i, text, tools)
+            # A token that begins before the message belongs to the header, even if it extends into the message.
+            first = bisect_left(offsets, begin, key=itemgetter(0))
+            last, ended = self._turn_end(text, ids, offsets, end, turn_end)
+            mask[first:last] = [1] * max(last - first, 0)
+            if not ended and i == len(messages) - 1:
+                ending = self._ending(message, tools)
+            elif not ended:
+                self._warn_of_no_end()
+        return ids, mask, ending
+
+    def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int, str]:
+        """Begin and end of the i-th message, an assistant's, in the rendered text, and what the template writes after
+        the content of such a message at the end of a conversation."""
+        other = self._marked(messages, [i], tools)
         begin = _common_prefix(text, other)
         end = len(text) - _common_prefix(text[::-1], other[::-1])
-        # The end-of-turn marker: what the template writes after the content of an assistant message at the end.
         last = self._render([*messages[:i], {"role": "assistant", "content": _MARK}], tools)
         turn_end = last.partition(_MARK)[2]
         begin = self._after_header(text, begin, messages[:i], tools, turn_end.strip())
-        if self.tokenizer_type == "qwen3_5" and text.startswith(_THINK, begin):
-            begin += len(_THINK)
-        return begin, end + len(turn_end)
+        if self.tokenizer_type == "qwen3_5":
+            begin += len(next((opened for opened in _OPENED if text.startswith(opened, begin)), ""))
+        return begin, end, turn_end
+
+    def _marked(self, messages: Messages, numbers: Sequence[int], tools: Tools | None) -> str:
+        """The rendered conversation with a mark in place of the messages with these numbers, which are an assistant's.
+
+        Raises:
+            ValueError: The template does not write one of the marks exactly once.
+        """
+        marks = {i: _MARK.replace("slime", f"slime{i}") for i in numbers}
+        other = self._render(
+            [{"role": "assistant", "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools
+        )
+        for i, mark in marks.items():
+            if other.count(mark) != 1:
+                raise ValueError(f"the chat template does not show the content of message {i} exactly once")
+        return other
+
+    def _turn_end(
+        self, text: str, ids: list[int], offsets: list[tuple[int, int]], end: int, turn_end: str
+    ) -> tuple[int, bool]:
+        """The position after the last trained token of a turn whose content ends at the character ``end``, and whether
+        that turn has an end at which generation stops."""
+        stop = end + _common_prefix(text[end : end + len(turn_end)], turn_end)
+        last = bisect_left(offsets, stop, key=itemgetter(0))
+        if stop < end + len(turn_end):  # The template ends a turn at the end of a conversation in another way.
+            while last and offsets[last - 1][0] >= end and offsets[last - 1][1] > stop:
+                last -= 1
+        tail = last
+        while tail and offsets[tail - 1][1] > end:
+            tail -= 1
+        if self._ends.intersection(ids[tail:last]) or (stop == end + len(turn_end) and turn_end.strip()):
+            return last, True
+        following = last
+        while following < len(ids) and not text[slice(*offsets[following])].strip():
+            following += 1
+        if following < len(ids) and ids[following] in self._markers:
+            return following + 1, True
+        return last, False
+
+    def _ending(self, message: Mapping[str, object], tools: Tools | None) -> list[int]:
+        """The tokens that end a last message whose end the template does not write: up to the marker of the message
+        that would follow, if generation stops at it, otherwise the tokenizer's end of text."""
+        calls = message.get("tool_calls") or isinstance(message.get("metadata"), str)  # GLM-4 names its tool there
+        for role in ("tool", "observation") if calls else ("user",):
+            turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+            try:
+                after = self._render([*turns, {"role": role, "content": "-"}], tools).partition(_MARK)[2]
+            except TemplateRefusal:
+                continue
+            ids = list(self.tokenizer(after, add_special_tokens=False)["input_ids"])
+            marker = next((i for i, token in enumerate(ids) if token in self._markers), len(ids))
+            blank = not self.tokenizer.decode(ids[:marker]).strip()
+            if marker < len(ids) and blank:
+                return ids[: marker + 1]
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    def _warn_of_no_end(self) -> None:
+        if not self._warned:
+            logger.warning(
+                "the chat template ends a turn of the assistant with no token at which the model stops (eos_token_id "
+                "of generation_config.json): only the last turn of each conversation trains an end"
+            )
+        self._warned = True
 
     def _after_header(self, text: str, begin: int, before: Messages, tools: Tools | None, turn_end: str) -> int:
         """The end of the generation header before ``begin``, or ``begin`` itself if there is none.
@@ -146,11 +253,9 @@ class MultiTurnLossMaskGenerator:
         The model writes everything after that header, so a part that the template puts between header and content (an
         empty ``<think>`` block) is trained as well.
         """
-        from jinja2 import TemplateError
-
         try:
             history, asked = self._render(before, tools), self._render(before, tools, ask=True)
-        except (TemplateError, IndexError):  # Some templates refuse a conversation that ends (or starts) here.
+        except TemplateRefusal:  # of a conversation that ends here, or that has no message yet
             return begin
         if text.startswith(asked) and len(asked) <= begin:
             return len(asked)
@@ -159,18 +264,23 @@ class MultiTurnLossMaskGenerator:
         header = asked.removeprefix(history)
         at = text.rfind(header, 0, begin) if header and header != asked else -1
         between = text[at + len(header) : begin]
-        is_an_earlier_turns = turn_end in between if turn_end else bool(between)
+        ends = [turn_end] if turn_end else self._special_texts
+        is_an_earlier_turns = any(end in between for end in ends) if ends else bool(between)
         return begin if at < 0 or is_an_earlier_turns else at + len(header)
 
     def _last_answer(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("distill_qwen trains on the last message, which must be the assistant's")
         prompt = self._render(messages[:-1], tools, ask=True)
-        answer = str(messages[-1]["content"])
-        if prompt.endswith(_THINK) and answer.startswith(_THINK):
-            answer = answer[len(_THINK) :]  # Newer templates open the reasoning in their generation header.
+        answer = joined_text(messages[-1].get("content"))
+        if answer is None or messages[-1].get("tool_calls"):
+            raise ValueError("distill_qwen trains on the text of the last message, not on its tool calls")
+        # Newer templates open the reasoning in their generation header.
+        answer = answer.removeprefix(next((opened for opened in _OPENED if prompt.endswith(opened)), ""))
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer_ids = self.tokenizer(answer + str(self.tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
+        if self.tokenizer.eos_token is None:
+            answer_ids = [*answer_ids, *self._ending(messages[-1], tools)]
         trained = int(bool(messages[-1].get("step_loss_mask", 1)))
         return [*prompt_ids, *answer_ids], [0] * len(prompt_ids) + [trained] * len(answer_ids)
 

@@ -104,11 +104,15 @@ def absent_file(item: object) -> str | None:
     return None if path is None or os.path.isfile(path) else str(path)
 
 
+def is_remote(item: object) -> bool:
+    """Whether an image is given by an http(s) URL."""
+    return isinstance(item, str) and item.lower().startswith(("http://", "https://"))
+
+
 def _local_path(text: str) -> Path | None:
     """The file that a path or a file: URL names; None for an http(s): URL."""
-    remote = text.lower().startswith(("http://", "https://"))
     # Path.expanduser() raises an error for a user who does not exist; such a path is reported as a missing file.
-    return None if remote else Path(os.path.expanduser(text.removeprefix("file://")))
+    return None if is_remote(text) else Path(os.path.expanduser(text.removeprefix("file://")))
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.config.files import lookup
 from slime.data.json_text import parse_json
@@ -14,9 +14,6 @@ from slime.data.media import MultimodalTypes
 from slime.data.rows import SHOWN, Problems, RawRow, Row
 from slime.data.sample import Message
 from slime.types import JsonValue
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _MISSING = object()
 _OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"}
@@ -31,11 +28,6 @@ class RowKeys:
     metadata: str | None = "metadata"
     tools: str | None = "tools"
     multimodal: Mapping[str, str] = field(default_factory=dict)  # media type → column
-
-    @classmethod
-    def from_args(cls, args: Args) -> RowKeys:
-        """The keys from ``--input-key, --label-key, --metadata-key, --tool-key, --multimodal-keys``."""
-        return cls(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {})
 
 
 @dataclass
@@ -67,6 +59,7 @@ class Report:
         self.absent = _asked(keys)  # the expected columns that no row has had so far
         self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; position and problem
         self.counts = {False: 0, True: 0}  # number of problems, by whether only a column is missing
+        self.json_prompts = 0  # number of prompts that were messages as JSON text
 
     def add(self, where: str, error: ValueError) -> None:
         missing = isinstance(error, MissingColumn)
@@ -82,6 +75,7 @@ class Report:
     def merge(self, later: Report) -> None:
         """Add the report on the following rows to this one."""
         self.rows += later.rows
+        self.json_prompts += later.json_prompts
         self.names = self.names or later.names
         self.absent &= later.absent
         for missing, problem in later.wrong:
@@ -97,6 +91,8 @@ class Report:
         """
         if not self.rows:
             problems.add(f"{spec}: no rows")
+        if self.json_prompts:
+            problems.notices.append(f"{spec}: {self.json_prompts} prompts are JSON text, which is read as messages")
         absent = sorted(self.absent) if self.names else []
         for name, key in absent:
             said = f"{spec}: no row has the {name} column {key!r}; the rows have {self.names}"
@@ -111,11 +107,14 @@ class Report:
         problems.count += self.counts[False] + (0 if said_once else self.counts[True]) - len(told)
 
 
-def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False) -> tuple[list[PromptRow], Report]:
+def parse_rows(
+    raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False, json_messages: bool = False
+) -> tuple[list[PromptRow], Report]:
     """Parse rows; returns those that are valid, and a report on the others.
 
     Args:
         as_messages: Convert a prompt that is a string to one user message (for the chat template, or for media).
+        json_messages: Read a prompt that is the JSON text of messages as these messages.
     """
     report, prompts = Report(keys), []
     for raw in raws:
@@ -123,19 +122,42 @@ def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False)
         try:
             row = raw.decode()
             report.saw(row)
-            prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal)))
+            if json_messages and (messages := _json_messages(lookup(row.data, keys.prompt))):
+                report.json_prompts += 1
+                prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal), messages))
+            else:
+                prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal)))
         except ValueError as error:
             report.add(raw.where, error)
     return prompts, report
 
 
-def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
+def _json_messages(value: object) -> list[Any] | None:
+    """The messages whose JSON text a prompt is, or None if it is another text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        parsed = parse_json(value)
+    except ValueError:
+        return None
+    if not isinstance(parsed, list) or not all(isinstance(entry, dict) for entry in parsed):
+        return None
+    return parsed if any("role" in entry for entry in parsed) else None
+
+
+def parse_row(
+    row: Row, keys: RowKeys, as_messages: bool = False, messages: Sequence[Message] | None = None
+) -> PromptRow:
     """Parse one row.
+
+    Args:
+        as_messages: See :func:`parse_rows`.
+        messages: Used in place of the value of the prompt column.
 
     Raises:
         RowError: The row is not valid.
     """
-    prompt = _prompt(row.data, keys, as_messages)
+    prompt = _prompt(row.data, keys, as_messages, messages)
     metadata = _metadata(_optional(row.data, keys.metadata))
     tools = _tools(_optional(row.data, keys.tools))
     if row.filled:
@@ -163,8 +185,10 @@ def _names(data: Mapping[str, object]) -> str:
     return ", ".join(map(repr, data)) or "no columns at all"
 
 
-def _prompt(data: Mapping[str, object], keys: RowKeys, as_messages: bool) -> str | list[Message]:
-    value = lookup(data, keys.prompt, _MISSING)
+def _prompt(
+    data: Mapping[str, object], keys: RowKeys, as_messages: bool, messages: Sequence[Message] | None
+) -> str | list[Message]:
+    value = messages or lookup(data, keys.prompt, _MISSING)
     if value is _MISSING:
         raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
     if isinstance(value, str):
@@ -173,8 +197,8 @@ def _prompt(data: Mapping[str, object], keys: RowKeys, as_messages: bool) -> str
         if not as_messages:
             return value
         value = [{"role": "user", "content": value}]
-    messages = check_messages(value, repr(keys.prompt))
-    return _insert_media(messages, data, keys.multimodal) if keys.multimodal else messages
+    checked = check_messages(value, repr(keys.prompt))
+    return _insert_media(checked, data, keys.multimodal) if keys.multimodal else checked
 
 
 def check_messages(value: object, where: str) -> list[Message]:

@@ -40,6 +40,7 @@ class Problems:
     def __init__(self) -> None:
         self.shown: list[str] = []
         self.warnings: list[str] = []  # findings that may be intended
+        self.notices: list[str] = []  # how rows are read, where that is not plain
         self.count = 0
 
     def add(self, problem: str) -> None:

@@ -14,9 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
+from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
-from slime.data.dataset import Dataset, PromptDataset
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
+from slime.data.dataset import Dataset, PromptDataset, PromptMaker
 from slime.data.plain_files import load_plain, plain
+from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
 from slime.data.tokenizers import load_processor, load_tokenizer
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
+BUILT_IN_SOURCES = (DEFAULT_DATA_SOURCE.rpartition(".")[0], __name__)
 SourceState: TypeAlias = dict[str, Any]
 """The state of a data source: plain values by name. Users' subclasses may add entries."""
 
@@ -315,6 +319,27 @@ def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_sampl
     return chosen
 
 
+def prompt_maker(args: Args) -> PromptMaker:
+    """What makes prompts of the rows of ``--prompt-data``, without a tokenizer.
+
+    Messages that stay messages are rendered by slime's rollout functions, but maybe not by the user's own functions.
+    """
+    sft = args.rollout_function_path == SFT_FUNCTION
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    own_source = args.data_source_path.rpartition(".")[0] not in BUILT_IN_SOURCES
+    options = {"trust_remote_code": True} if args.trust_remote_code else {}
+    return PromptMaker(
+        RowKeys(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {}),
+        load_processor=functools.partial(load_processor, args.hf_checkpoint, **options),
+        max_length=args.rollout_max_prompt_len,
+        apply_chat_template=args.apply_chat_template,
+        template_kwargs=dict(args.apply_chat_template_kwargs or {}),
+        rendered_later=sft or not (own_rollout or own_source or args.custom_generate_function_path),
+        mask_type=args.loss_mask_type if sft else None,
+        checks=args.streaming_data,
+    )
+
+
 def load_dataset(args: Args) -> Dataset:
     """The data set of ``--prompt-data``.
 
@@ -324,24 +349,12 @@ def load_dataset(args: Args) -> Dataset:
     """
     if not args.prompt_data:
         raise ValueError("there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
-    needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
-    options = {"trust_remote_code": True} if args.trust_remote_code else {}
-    tokenizer = load_tokenizer(args.hf_checkpoint, **options) if needs_tokenizer else None
-    return Dataset(
-        args.prompt_data,
-        tokenizer,
-        functools.partial(load_processor, args.hf_checkpoint, **options),
-        args.rollout_max_prompt_len,
-        prompt_key=args.input_key,
-        multimodal_keys=args.multimodal_keys,
-        label_key=args.label_key,
-        tool_key=args.tool_key,
-        metadata_key=args.metadata_key,
-        seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-        streaming=args.streaming_data,
-        workers=args.num_data_workers,
+    make = prompt_maker(args)
+    if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
+        options = {"trust_remote_code": True} if args.trust_remote_code else {}
+        make.tokenizer = load_tokenizer(args.hf_checkpoint, **options)
+    return Dataset.of(
+        args.prompt_data, make, seed=args.rollout_seed, streaming=args.streaming_data, workers=args.num_data_workers
     )
 
 

@@ -64,23 +64,155 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
+_PROBE = "slime.probe.text"
+_ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+_template_takes_text: dict[str, bool] = {}
+
+
+class TemplateRefusal(ValueError):
+    """A chat template failed on messages; the message is one line and does not say which ones."""
+
+
+def render_prompt(
+    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object
+) -> str:
+    """Render messages as a prompt: up to the generation header, or, if the last message is an assistant's, up to the
+    end of its words, which the model continues.
+
+    Raises:
+        ValueError: The last message is an assistant's and has no words or calls tools, or the template changes it.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return render_chat(renderer, messages, add_generation_prompt=True, **options)
+    if last.get("tool_calls") or not (joined_text(last.get("content")) or "").strip():
+        raise ValueError("the prompt ends with an assistant's message that has no words which the model could continue")
+    try:
+        return render_chat(renderer, messages, continue_final_message=True, **options)
+    except TemplateRefusal as error:
+        raise TemplateRefusal(
+            f"the prompt ends with an assistant's message, which the model would continue, but {error}"
+        ) from error
+
+
+def check_shown(
+    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], text: str, **options: object
+) -> None:
+    """Check that the chat template writes each message that is not an assistant's, and an assistant's tool calls.
+
+    Args:
+        text: The rendered messages.
+
+    Raises:
+        TemplateRefusal: It leaves one out, or only writes the name of a role that it does not know.
+    """
+    template = str(getattr(renderer, "chat_template", None))
+    for i, message in enumerate(messages):
+        role, content = message["role"], joined_text(message.get("content"))
+        if role not in _ROLES and role not in template:
+            raise TemplateRefusal(
+                f"message {i} has the role {role!r}, which the chat template does not know; roles are "
+                f"{', '.join(_ROLES[:4])}"
+            )
+        calls = message.get("tool_calls") or ()
+        names = [call.get("name", call.get("function", {}).get("name")) for call in calls if isinstance(call, Mapping)]
+        if any(isinstance(name, str) and name not in text for name in names):
+            raise TemplateRefusal(f"the chat template leaves out the tool calls of message {i}")
+        if role == "assistant" or not content or content.strip() in text:
+            continue
+        # The template may write a text in another way (trimmed, as JSON), so see whether it makes a difference.
+        texts = [[*messages[:i], {**message, "content": word}, *messages[i + 1 :]] for word in ("one", "two")]
+        one, two = (render_chat(renderer, probe, **options) for probe in texts)
+        if one == two:
+            raise TemplateRefusal(f"the chat template leaves out message {i} (role {role!r})")
+
+
 def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
     """Render messages as text with the chat template of a tokenizer or processor.
 
-    Most templates write the arguments of tool calls as JSON or go through their names, so they need objects. In many
-    data sets arguments are JSON text, as in OpenAI's API, which such templates quote once more or refuse. Templates
-    that add arguments to a text need text.
+    Data sets write messages in ways that not every template takes; they are rendered in the way of the template:
+
+    * Most templates write the arguments of tool calls as JSON or go through their names, so they need objects. In many
+      data sets arguments are JSON text, as in OpenAI's API, which such templates quote once more or refuse. Templates
+      that add arguments to a text need text.
+    * A content of text parts is joined to a text, unless the template takes only parts; then texts become parts.
+    * A message with tool calls may have no content. Where a template refuses that or writes "None", it is empty.
 
     Args:
         options: Arguments of ``apply_chat_template``.
+
+    Raises:
+        TemplateRefusal: The template refuses the messages or fails on them.
     """
+    messages = _with_content(messages, _takes_text(renderer))
+    absent = [m for m in messages if m.get("content") is None]
+    emptied = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
+    try:
+        text = _rendered(renderer, messages, options)
+    except TemplateRefusal:
+        if not absent:
+            raise
+        return _rendered(renderer, emptied, options)
+    if absent and "None" in text:
+        empty = _rendered(renderer, emptied, options)
+        return empty if empty.count("None") < text.count("None") else text
+    return text
+
+
+def _rendered(
+    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], options: Mapping[str, object]
+) -> str:
     apply: Callable[..., object] = renderer.apply_chat_template
     try:
-        return str(apply(_with_arguments(messages, _as_object), tokenize=False, **options))
-    except TypeError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        return str(apply(_with_arguments(messages, _as_text), tokenize=False, **options))
+        try:
+            return str(apply(_with_arguments(messages, _as_object), tokenize=False, **options))
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return str(apply(_with_arguments(messages, _as_text), tokenize=False, **options))
+    except Exception as error:  # A template is a program of the checkpoint and can fail in any way.
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise TemplateRefusal(f"the chat template refuses these messages: {reason or type(error).__name__}") from error
+
+
+def joined_text(content: object) -> str | None:
+    """The text of a content: itself, or its parts joined if all of them are texts. Otherwise None."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _with_content(messages: Sequence[Mapping[str, Any]], takes_text: bool) -> list[Mapping[str, Any]]:
+    """Copy messages; a content of texts gets the form that the template takes."""
+    made = list[Mapping[str, Any]]()
+    for message in messages:
+        content = message.get("content")
+        text = joined_text(content)
+        if takes_text and isinstance(content, list) and text is not None:
+            message = {**message, "content": text}
+        elif not takes_text and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        made.append(message)
+    return made
+
+
+def _takes_text(renderer: Tokenizer | ProcessorMixin) -> bool:
+    """Whether the template writes a content that is a text. Those of some models with images take only parts."""
+
+    def shows(content: object) -> bool:
+        with contextlib.suppress(TemplateRefusal):
+            return _PROBE in _rendered(renderer, [{"role": "user", "content": content}], {})
+        return False
+
+    template = str(getattr(renderer, "chat_template", None))
+    if template not in _template_takes_text:
+        parts_only = not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+        _template_takes_text[template] = not parts_only
+    return _template_takes_text[template]
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]], convert: Callable[[object], object]) -> list[dict[str, Any]]:

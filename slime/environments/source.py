@@ -15,7 +15,7 @@ from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
 from slime.environments.registry import environment, own_seed
-from slime.rollout.prompts import encode, render
+from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class EnvironmentTasks:
     def _too_long(self, sample: Sample) -> bool:
         if self.tokenizer is None or self.longest is None:
             return False
-        text = sample.prompt if isinstance(sample.prompt, str) else render(self.tokenizer, sample, sample.prompt)
+        text = sample.prompt if isinstance(sample.prompt, str) else render_first(self.tokenizer, sample)
         return len(encode(self.tokenizer, text)) > self.longest
 
 

@@ -64,13 +64,11 @@ async def complete(
 
 async def _answered(place: int, answer: Awaitable[Sample]) -> Sample:
     """Await a response to the prompt ``place``."""
-    from jinja2 import TemplateError
-
     try:
         return await answer
     except HttpError as error:
         if error.retryable:
             raise
         raise NotCompleted(str(error)) from error
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise NotCompleted(f"prompt {place}: {type(error).__name__}: {error}") from error

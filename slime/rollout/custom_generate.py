@@ -22,7 +22,7 @@ from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
-from slime.rollout.prompts import encode, prompt_ids, render
+from slime.rollout.prompts import encode, prompt_ids, render, render_first
 from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
@@ -246,7 +246,7 @@ def split_conversation_ids(
     Returns:
         Prompt ids, response ids, and a mask with one entry per response id.
     """
-    first = sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
+    first = sample.prompt if isinstance(sample.prompt, str) else render_first(tokenizer, sample)
     turns = _turns(sample, conversation)
     if turns:
         parts = _parts(tokenizer, sample, turns, first)

@@ -150,20 +150,11 @@ def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
 def _dataset(checkpoint: str, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
     key = orjson.dumps([checkpoint, asdict(config)], default=str)
     if key not in state.eval_datasets:
-        keys = config.row_keys()
-        state.eval_datasets[key] = Dataset(
-            config.path,
-            state.tokenizer if config.apply_chat_template or config.max_prompt_len is not None else None,
-            lambda: state.processor,
-            config.max_prompt_len,
-            prompt_key=keys.prompt,
-            multimodal_keys=keys.multimodal,
-            label_key=keys.label,
-            tool_key=keys.tools,
-            metadata_key=keys.metadata,
-            apply_chat_template=bool(config.apply_chat_template),
-            apply_chat_template_kwargs=config.apply_chat_template_kwargs,
-        )
+        make = config.prompt_maker()
+        if make.apply_chat_template or make.max_length is not None:
+            make.tokenizer = state.tokenizer
+        make.load_processor = lambda: state.processor
+        state.eval_datasets[key] = Dataset.of(config.path, make)
     return state.eval_datasets[key]
 
 

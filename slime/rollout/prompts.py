@@ -10,7 +10,7 @@ import numpy as np
 
 from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
 from slime.data.sample import Message, Sample
-from slime.data.tokenizers import render_chat
+from slime.data.tokenizers import render_chat, render_prompt
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
 
@@ -38,7 +38,15 @@ def prompt_text(state: GenerateState, sample: Sample) -> str:
     """Return the prompt as text. A message list is rendered; with media, by the template of the processor."""
     if isinstance(sample.prompt, str):
         return sample.prompt
-    return render(_renderer(state, sample), sample, sample.prompt)
+    return render_first(_renderer(state, sample), sample)
+
+
+def render_first(renderer: Tokenizer | ProcessorMixin, sample: Sample) -> str:
+    """Render the messages of a prompt. If the last of them is an assistant's, the model continues its words."""
+    assert isinstance(sample.prompt, list), "a text needs no rendering"
+    return render_prompt(
+        renderer, sample.prompt, tools=sample.metadata.get("tools") or None, **sample.apply_chat_template_kwargs
+    )
 
 
 def _renderer(state: GenerateState, sample: Sample) -> Any:

@@ -19,6 +19,7 @@ from slime.data.tokenizers import load_tokenizer
 from slime.rollout.prompts import render
 
 TEMPLATES = Path(__file__).parent / "templates"
+GLM_TOKENS = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
 R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
 QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
 END, ASK = "<|im_end|>\n", "<|im_start|>assistant\n"
@@ -51,10 +52,17 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         answer("<think>\nnew\n</think>\n\ntwo"),
     ],
     "reasoning field": [user("q"), answer("one", reasoning_content="why")],
+    "last not trained": [user("Hi"), answer("Hello!"), user("2+2?"), answer("4", step_loss_mask=0)],
+    "assistant first": [answer("Welcome"), user("Hi"), answer("Hello!")],
+    "observation": [user("q"), answer("{}", metadata="add"), {"role": "observation", "content": "1"}, answer("done")],
+    "ends with a call": [user("q"), answer("{}", metadata="add")],
+    "last call": [user("q"), CALL],
     "tools": [user("q"), CALL, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, answer("done")],
 }
 JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+GLM, NO_THOUGHT = "[gMASK]<sop>", "\n<think></think>\n"
+GLM_CALL = f"{NO_THOUGHT}<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 BRIEF = f"<|im_start|>system\nBe brief.{END}"
 
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
@@ -80,6 +88,38 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
         "tools": f"{said('q')}{ASK}<think>\n⟦\n</think>\n\n{XML_CALL}{END}⟧{RESULTS}"
         f"{ASK}<think>\n⟦\n</think>\n\ndone{END}⟧",
     },
+    # The next message's marker ends a turn, and the engine stops at it.
+    ("glm4", "qwen"): {
+        "two turns": f"{GLM}<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧\n2+2?<|assistant|>⟦\n4<|user|>⟧",
+        "first not trained": f"{GLM}<|user|>\nHi<|assistant|>\nno<|user|>\n2+2?<|assistant|>⟦\n4<|user|>⟧",
+        "last not trained": f"{GLM}<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧\n2+2?<|assistant|>\n4",
+        "system": f"{GLM}<|system|>\nBe brief.<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧",
+        "assistant first": f"{GLM}<|assistant|>\n⟦Welcome<|user|>⟧\nHi<|assistant|>⟦\nHello!<|user|>⟧",
+        "observation": f"{GLM}<|user|>\nq<|assistant|>⟦add\n{{}}<|observation|>⟧\n1<|assistant|>⟦\ndone<|user|>⟧",
+        "ends with a call": f"{GLM}<|user|>\nq<|assistant|>⟦add\n{{}}<|observation|>⟧",
+    },
+    ("glm_z1", "qwen3"): {
+        "thoughts": f"{GLM}<|user|>\nq<|assistant|>\n⟦one<|user|>⟧\nr<|assistant|>\n"
+        "⟦<think>\nnew\n</think>\n\ntwo<|user|>⟧",
+    },
+    ("glm_z1", "qwen3_5"): {  # its header opens the thoughts
+        "thoughts": f"{GLM}<|user|>\nq<|assistant|>\n⟦one<|user|>⟧\nr<|assistant|>\n"
+        "<think>\n⟦new\n</think>\n\ntwo<|user|>⟧",
+    },
+    ("glm_z1", "distill_qwen"): {
+        "thoughts": f"{GLM}<|user|>\nq<|assistant|>\none<|user|>\nr<|assistant|>\n"
+        "<think>⟦\nnew\n</think>\n\ntwo<|endoftext|>⟧",
+    },
+    ("glm4_5", "qwen3"): {
+        "two turns": f"{GLM}<|user|>\nHi<|assistant|>⟦{NO_THOUGHT}Hello!<|user|>⟧\n2+2?"
+        f"<|assistant|>⟦{NO_THOUGHT}4<|user|>⟧",
+        "thoughts": f"{GLM}<|user|>\nq<|assistant|>⟦{NO_THOUGHT}one<|user|>⟧\nr"
+        "<|assistant|>⟦\n<think>new</think>\ntwo<|user|>⟧",
+        "reasoning field": f"{GLM}<|user|>\nq<|assistant|>⟦\n<think>why</think>\none<|user|>⟧",
+        "tools": f"<|user|>\nq<|assistant|>⟦{GLM_CALL}<|observation|>⟧\n<tool_response>\n1\n</tool_response>\n"
+        f"<tool_response>\n2\n</tool_response><|assistant|>⟦{NO_THOUGHT}done<|user|>⟧",
+        "last call": f"{GLM}<|user|>\nq<|assistant|>⟦{GLM_CALL}<|observation|>⟧",
+    },
     ("deepseek_r1_distill", "distill_qwen"): {  # the last answer alone
         "two turns": f"{BOS}<｜User｜>Hi<｜Assistant｜>Hello!{EOS}<｜User｜>2+2?<｜Assistant｜><think>\n⟦4{EOS}⟧",
         "system": f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>\n⟦Hello!{EOS}⟧",
@@ -100,11 +140,17 @@ def base(smollm2: Path) -> Any:
 def test_every_token_of_a_models_own_template(base: Any, template: str, kind: str, name: str) -> None:
     tokenizer = copy.deepcopy(base)
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    if kind == "distill_qwen":
+    if template.startswith("glm"):
+        tokenizer.add_tokens(GLM_TOKENS, special_tokens=True)
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+        tokenizer.eos_token = "<|endoftext|>"
+    elif kind == "distill_qwen":
         tokenizer.add_tokens(R1_TOKENS, special_tokens=True)
         tokenizer.bos_token, tokenizer.eos_token = BOS, EOS
     tools = [ADD] if name == "tools" else None
-    ids, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(CONVERSATIONS[name], tools=tools)
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    generator.check(CONVERSATIONS[name], tools)
+    ids, mask = generator.get_loss_mask(CONVERSATIONS[name], tools=tools)
     marked, inside = "", 0
     for token, trained in zip(ids, mask, strict=True):
         marked += {(0, 1): "⟦", (1, 0): "⟧"}.get((inside, trained), "") + tokenizer.decode([token])
@@ -112,8 +158,9 @@ def test_every_token_of_a_models_own_template(base: Any, template: str, kind: st
     marked += "⟧" * inside
     expected = EXPECTED[template, kind][name]
     if tools:  # before it the template describes the tools
-        assert "⟦" not in marked.partition(said("q"))[0]
-        marked = said("q") + marked.partition(said("q"))[2]
+        question = expected.partition("⟦")[0]
+        assert "⟦" not in marked.partition(question)[0]
+        marked = question + marked.partition(question)[2]
         ids = tokenizer(marked.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
     assert marked == expected
     assert ids == tokenizer(expected.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]

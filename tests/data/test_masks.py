@@ -194,6 +194,60 @@ def test_media_tokens_of_a_processor(tokenizer: Any) -> None:
         generator.get_loss_mask_with_multimodal_alignment(messages, ids[:-4])
 
 
+ROLES = """
+{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def test_the_end_at_which_the_engine_stops(tokenizer: Any) -> None:
+    """The stop ids of a checkpoint decide, where they are known."""
+    roles = with_template(tokenizer, ROLES)
+    roles.add_tokens(["<|user|>", "<|assistant|>"])  # not even special
+    user_id, end = roles.convert_tokens_to_ids("<|user|>"), roles.eos_token_id
+
+    def texts(stop_ids: set[int]) -> list[str]:
+        generator = MultiTurnLossMaskGenerator(roles, stop_ids=stop_ids)
+        return generator.get_text_from_loss_mask(*generator.get_loss_mask(TWO_TURNS))
+
+    assert texts(set()) == texts({user_id, end}) == ["Hello!<|user|>", "4<|user|>"]
+    assert texts({end}) == ["Hello!", "4<|im_end|>"]
+
+
+def test_a_template_that_ends_the_last_turn_otherwise(tokenizer: Any) -> None:
+    """Phi-3.5 writes the end of text behind the last turn, gpt-oss another token in place of the end of the others."""
+    phi = with_template(
+        tokenizer,
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}"
+        "{{- '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' -}}",
+    )
+    assert trained(phi, TWO_TURNS) == ["Hello!<|im_end|>\n", "4<|im_end|>\n<|endoftext|>"]
+    gpt = with_template(
+        tokenizer,
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + m.content -}}"
+        "{{- '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant' -}}{%- endif -%}",
+    )
+    assert trained(gpt, TWO_TURNS) == ["Hello!<|im_end|>", "4<|endoftext|>"]
+
+
+def test_an_added_end_follows_the_processors_tokens(tokenizer: Any) -> None:
+    roles = with_template(tokenizer, ROLES)
+    roles.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    generator = MultiTurnLossMaskGenerator(roles)
+    ids, mask = generator.get_loss_mask(TWO_TURNS)
+    assert generator.get_loss_mask_with_multimodal_alignment(TWO_TURNS, ids[:-1]) == (ids, mask)
+
+
+def test_r1_distilled_models_train_text(tokenizer: Any) -> None:
+    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
+    ids, mask = generator.get_loss_mask([user("a"), assistant([{"type": "text", "text": "b"}])])  # type: ignore[arg-type]
+    assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>"]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    with pytest.raises(ValueError, match="not on its tool calls"):
+        generator.get_loss_mask([user("a"), call])
+
+
 def test_mistakes(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="unknown --loss-mask-type 'gpt'"):
         MultiTurnLossMaskGenerator(tokenizer, "gpt")
