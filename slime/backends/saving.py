@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files, save_value
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
 from slime.weights.torch_dist import META
 
@@ -93,8 +93,8 @@ def small_files_writer(path: Path, rank: int, rng: RngState, description: Mappin
     text = None if description is None else json.dumps(description, indent=2) + "\n"
 
     def write() -> list[FileEntry]:
-        with DigestedFile(path / f"rng_{rank}.pt") as file:  # torch's own file would hide that the disk is full
-            torch.save(rng, cast("IO[bytes]", file))
+        with DigestedFile(path / f"rng_{rank}.pt") as file:
+            save_value(rng, file)
         if text is None:
             return [file.entry(path)]
         (path / META).write_text(text)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from slime.backends.offload import host_tensors
-from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files, save_value
 from slime.weights.dcp_metadata import require_tensors
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -243,7 +243,7 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
     assert isinstance(data, Tensor), "the planner has tensors only"
-    torch.save(_own_storage(data.detach().cpu()), cast("IO[bytes]", file))
+    save_value(_own_storage(data.detach().cpu()), file)
 
 
 def _own_storage(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NotRequired, TypedDict
+from typing import IO, Any, BinaryIO, NotRequired, TypedDict, cast
 
 import xxhash
 
@@ -32,8 +32,8 @@ class FileEntry(TypedDict):
 class DigestedFile:
     """A new file that is written sequentially, and whose digest is computed while it is written.
 
-    So the file need not be read again for its digest. It has the methods that ``torch.save`` uses. Closing it syncs it
-    to the disk.
+    So the file need not be read again for its digest. It has the methods that :func:`save_value` uses. Closing it syncs
+    it to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,6 +64,22 @@ class DigestedFile:
     def entry(self, root: Path) -> FileEntry:
         """Return the entry of the closed file, with its path relative to ``root``."""
         return {"path": self.path.relative_to(root).as_posix(), "size": self._size, "digest": self._digest.hexdigest()}
+
+
+def save_value(value: object, file: IO[bytes] | DigestedFile) -> None:
+    """Write a value to an open file with ``torch.save``. A full disk raises its :class:`OSError`.
+
+    torch itself raises a RuntimeError that does not name the cause: the error of the file is only its context, and
+    there is none if torch has opened the file.
+    """
+    import torch
+
+    try:
+        torch.save(value, cast("IO[bytes]", file))
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
@@ -117,9 +133,7 @@ def digest_files(paths: list[Path]) -> list[str]:
 
 def write_state(path: Path, state: object) -> None:
     """Write ``state`` atomically, in the format that ``torch.load`` reads."""
-    import torch
-
-    write_atomically(path, lambda file: torch.save(plain(state), file))
+    write_atomically(path, lambda file: save_value(plain(state), file))
 
 
 def read_state(path: Path) -> Any:

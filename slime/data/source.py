@@ -18,7 +18,7 @@ from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
 from slime.data.dataset import Dataset, PromptDataset, PromptMaker
-from slime.data.plain_files import load_plain, plain
+from slime.data.plain_files import load_plain
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
@@ -194,13 +194,9 @@ class RolloutDataSource:
 
     def save(self, rollout_id: int) -> None:
         """Write the state atomically to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``."""
-        import torch
+        from slime.checkpoint.files import write_state
 
-        path = _state_path(self.args.save, rollout_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.tmp")
-        torch.save(plain(self.state_dict()), aside)
-        aside.rename(path)
+        write_state(_state_path(self.args.save, rollout_id), self.state_dict())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, change nothing."""

@@ -9,11 +9,11 @@ continues, except with ``--debug-rollout-only``, where the files are the purpose
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from slime.checkpoint.files import save_value
 from slime.data.plain_files import UnsafeFileError, load_plain, plain
 from slime.data.sample import Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
@@ -183,12 +183,8 @@ def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
 
 
 def _save(value: Mapping[str, object], path: Path) -> Path:
-    import torch
-
-    packed = io.BytesIO()  # on a full disk, torch.save to a file raises a RuntimeError without the cause
-    torch.save(plain(value), packed)
-    with replacing(path) as temporary:
-        temporary.write_bytes(packed.getbuffer())
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        save_value(plain(value), file)
     return path
 
 

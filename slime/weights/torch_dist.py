@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from slime.checkpoint.files import save_value
 from slime.config.hf_config import megatron_folder
 from slime.weights.dcp_metadata import require_tensors
 from slime.weights.hf_folder import HfFolder
@@ -104,8 +105,8 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
 def mark_as_megatron(folder: Path) -> list[Path]:
     """Write the files that megatron-core expects in a checkpoint of this format, and return their paths."""
     files = [folder / "common.pt", folder / "metadata.json"]
-    with open(files[0], "wb") as file:  # given a path, torch would hide that the disk is full
-        torch.save({}, file)
+    with open(files[0], "wb") as file:
+        save_value({}, file)
     files[1].write_text(json.dumps(MEGATRON_FORMAT))
     return files
 

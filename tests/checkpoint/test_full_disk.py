@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from small_disk import small_disk
 
+from slime.backends.saving import small_files_writer
+from slime.backends.tensor_shards import TensorShard, write_shards
+from slime.checkpoint.files import write_state
 from slime.checkpoint.full_disk import MIB, MOST_SECONDS, is_full, wait_for_room
+from slime.weights.hf_folder import write_tensors
+
+LARGE = torch.arange(2**19, dtype=torch.float32)  # 2 MiB: more than any buffer between torch and the disk
 
 
 @pytest.mark.parametrize(
@@ -22,6 +31,26 @@ from slime.checkpoint.full_disk import MIB, MOST_SECONDS, is_full, wait_for_room
 )
 def test_what_counts_as_a_full_disk(error: Exception, full: bool) -> None:
     assert is_full(error) is full
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_shards([TensorShard("a", LARGE, (0,), LARGE.shape)], folder, folder),
+        lambda folder: write_state(folder / "state.pt", {"a": LARGE}),
+        lambda folder: small_files_writer(folder, 0, {"cpu": LARGE}, None)(),
+        lambda folder: write_tensors([("a", LARGE)], folder, True),
+    ],
+    ids=["tensors of a snapshot", "state of the rollouts", "random state", "export"],
+)
+def test_a_full_disk_is_recognized_whoever_writes(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    """A real one. torch raises "unexpected pos 704 vs 598" there."""
+    with small_disk(tmp_path / "disk", mib=4, free=1) as ballast:
+        with pytest.raises(Exception) as raised:
+            write(ballast.parent)
+        assert is_full(raised.value), raised.value
+        ballast.unlink()
+        write(ballast.parent)
 
 
 @pytest.mark.parametrize(("grows_at", "ends_at"), [(7.0, 7.0), (0.5, 1.0), (None, MOST_SECONDS)])

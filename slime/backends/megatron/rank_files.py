@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.optimizer import ScheduledOptimizer
-from slime.checkpoint.files import DigestedFile, FileEntry
+from slime.checkpoint.files import DigestedFile, FileEntry, save_value
 
 GRID = ("tp", "pp", "ep", "etp", "vpp")
 Content = dict[Path, list[dict[str, Tensor]]]
@@ -51,7 +50,7 @@ def write(files: Content, root: Path) -> list[FileEntry]:
     entries = []
     for path, state in files.items():
         with DigestedFile(path) as file:
-            torch.save(state, cast("IO[bytes]", file))
+            save_value(state, file)
         entries.append(file.entry(root))
     return entries
 

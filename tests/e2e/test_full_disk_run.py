@@ -1,0 +1,52 @@
+"""A run whose disk becomes full while it saves: it pauses, and goes on when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_disk import small_disk
+from test_train_megatron import on_cpu
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def larger_model(save_tiny: Callable[..., Path]) -> Path:
+    """A model with matrices of 2 MiB, which no buffer holds: a snapshot takes 22 MiB, an export 7."""
+    config = LlamaConfig(
+        vocab_size=258, hidden_size=256, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    return save_tiny(LlamaForCausalLM, config)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--save", "disk/saved"],
+        ["--save", "disk/saved", "--async-save"],
+        ["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"],
+        pytest.param(["--save", "disk/saved", *on_cpu()], marks=pytest.mark.megatron),
+    ],
+    ids=["fsdp", "async-save", "save-hf", "megatron"],
+)
+def test_a_full_disk_pauses_the_run(runner, flags, larger_model: Path, tmp_path: Path, more: list[object]) -> None:
+    flags[flags.index("--hf-checkpoint") + 1] = larger_model
+    with small_disk(tmp_path / "disk", mib=40, free=5) as ballast:
+        process = runner.start("--run-name", "run", *flags, *more, "--num-rollout", 1, "--save-interval", 1)
+        said = ""
+        while "the run is paused" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        ballast.unlink()
+        said += process.stdout.read()
+        assert process.wait() == 0, said
+        assert f"the disk of disk/{'hf' if '--save-hf' in more else 'saved'}" in said, said
+        assert "there is room again: rollout 0 is being saved" in said
+        name = "hf/0/model.safetensors" if "--save-hf" in more else "saved/iter_0000000/manifest.json"
+        assert (ballast.parent / name).is_file()
+    assert runner.wait_gone() == []
