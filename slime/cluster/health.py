@@ -22,7 +22,7 @@ MAX_MISSED = 2  # missed checks in a row after which an engine is replaced
 MAX_MISSED_WITHOUT_TOLERANCE = 3  # the same without fault tolerance, when it ends the run
 RECHECK_SECONDS = 5.0  # until the next check after a miss, with fault tolerance
 WAKE_SECONDS = 5.0  # minimum between checks caused by failed requests
-PAUSE_SECONDS = 5.0  # that a pause waits for a running check; a healthy engine answers sooner
+SEND_SECONDS = 0.2  # from the start of a check until its requests have arrived at the engines
 NO_TOKEN = "no token"
 BUSY_SHARE = 0.1  # of one core; a process that uses less is considered idle
 
@@ -63,6 +63,7 @@ class HealthMonitor:
         self._wakes_from = 0.0
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
         self._checking: Future[None] | None = None
+        self._check_began = 0.0
         self._routing: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine-health", daemon=True)
 
@@ -86,14 +87,16 @@ class HealthMonitor:
     def pause(self, reason: str) -> None:
         """Check nothing until :meth:`resume`: from now on, no engine is declared lost or restarted.
 
-        Waits until a running check has ended, but at most :data:`PAUSE_SECONDS`, in case an engine hangs.
+        The result of a running check is dropped, so it is not waited for: SGLang answers after a second or more. Only
+        its requests must have arrived: an engine waits for those that it has before it releases its memory, and SGLang
+        crashes if another one arrives meanwhile.
         """
         with self._lock:
             self._reasons.add(reason)
             self._pauses += 1
-            checking = self._checking
-        if checking is not None:
-            wait([checking], PAUSE_SECONDS)
+            checking, sent = self._checking, self._check_began + SEND_SECONDS - time.monotonic()
+        if checking is not None and sent > 0:
+            wait([checking], sent)
 
     @property
     def paused(self) -> bool:
@@ -103,7 +106,8 @@ class HealthMonitor:
         with self._lock:
             self._reasons.discard(reason)
             self.missed.clear()
-            self._grace = self._next = time.monotonic() + self.first_wait
+            self._grace = time.monotonic() + self.first_wait
+            self._next = max(self._next, self._grace)  # a pause in every step must not cause a check in every step
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -126,7 +130,8 @@ class HealthMonitor:
             if self._pauses != pauses:
                 return
             if time.monotonic() >= self._next and (self._checking is None or self._checking.done()):
-                self._next = time.monotonic() + self.interval
+                self._check_began = time.monotonic()
+                self._next = self._check_began + self.interval
                 self._checking = self._checker.submit(self._check_all, pauses)
             self.fleet.restart_lost()
 

@@ -369,7 +369,7 @@ def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("slime.cluster.health.unhealthy", hang)
     monkeypatch.setattr("slime.cluster.health.MAX_MISSED", 1)
-    monkeypatch.setattr("slime.cluster.health.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("slime.cluster.health.SEND_SECONDS", 0.01)
     monitor._next = 0.0
     monitor.poll()
     assert asked.wait(60)
@@ -380,6 +380,44 @@ def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch:
     assert answered.wait(60)
     assert len(fleet.urls("serving")) == 2 and fleet.counts()["rollout/engine_lost_count"] == 0
     fleet.stop()
+
+
+def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engines are paused and go on in each step, while one answer of SGLang takes more than a second."""
+    now, answer, checks = [1000.0], threading.Event(), list[float]()
+
+    def hang(urls: Any, timeout: float) -> dict[str, str]:
+        answer.wait(60)
+        return {}
+
+    def no_wait(*_: object) -> None:
+        raise AssertionError("a pause has waited")
+
+    monkeypatch.setattr("slime.cluster.health.unhealthy", hang)
+    monkeypatch.setattr("slime.cluster.health.time", SimpleNamespace(monotonic=lambda: now[0]))
+    started = Started(tmp_path)
+    monitor = HealthMonitor(started.fleet, interval=30.0, timeout=0.1, first_wait=0.0)
+    monkeypatch.setattr(monitor.processes, "ended", lambda seconds: {})
+    monkeypatch.setattr("slime.cluster.health.wait", no_wait)
+    for _ in range(60):  # steps of two seconds
+        monitor.pause("offloaded")
+        now[0] += 1.0
+        monitor.resume("offloaded")
+        before = monitor._checking
+        monitor.poll()
+        now[0] += 1.0
+        if monitor._checking is not before:
+            checks.append(now[0] - 1000.0)
+            monitor.pause("update")  # returns while the check is under way
+            assert monitor._checking is not None and not monitor._checking.done()
+            monitor.resume("update")
+            answer.set()
+            monitor._checking.result(60)
+            answer.clear()
+    assert checks == [32.0, 62.0, 92.0]
+    started.fleet.stop()
 
 
 def test_a_failed_request_causes_a_check_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
