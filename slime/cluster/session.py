@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +60,8 @@ def connect() -> None:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": import_environment()}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], **common)
+        with _signals_left_to_us():
+            ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
     _require_own_token()
     # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's default, is useless.
@@ -74,7 +77,8 @@ def connect() -> None:
     common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": _object_store_bytes()}
     for left in reversed(range(_STARTS)):
         try:
-            ray.init(**common)
+            with _signals_left_to_us():
+                ray.init(**common)
             break
         except Exception as error:  # Ray raises no class of its own
             # Ray only says that it has waited for its server in vain; why the server ended is in a log of that.
@@ -85,6 +89,31 @@ def connect() -> None:
             print(f"Ray did not start in the 30 s that it gives itself; trying again: {error}", file=sys.stderr)
             _kill(_with_descendants(process for process in psutil.Process().children() if process not in before))
     _started[:] = [process for process in psutil.Process().children() if process not in before]
+
+
+@contextlib.contextmanager
+def _signals_left_to_us() -> Iterator[None]:
+    """While Ray starts, keep signals to this process group from its processes, and keep this process's own handler.
+
+    ``timeout``, ``kill -- -PGID`` and some batch systems send SIGTERM to the whole process group. The snapshot that the
+    driver then saves needs Ray's processes and the actors below them, so they get sessions of their own. They still
+    end with this process: the kernel kills them, and they kill theirs. ``ray.init`` also installs a handler that exits
+    at once, which must not replace one that saves.
+    """
+    from ray._private import services, utils
+
+    popen, set_handler = services.ConsolePopen, utils.set_sigterm_handler
+
+    def set_missing_handler(handler: Any) -> None:
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            set_handler(handler)
+
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    utils.set_sigterm_handler = set_missing_handler
+    try:
+        yield
+    finally:
+        services.ConsolePopen, utils.set_sigterm_handler = popen, set_handler
 
 
 _SESSION = re.compile(r"(/\S*?/session_[^/\s]+)/")

@@ -129,7 +129,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     begin, log = parts.begin, parts.log
     with log.phase("start"):
         door().connect()
-        parts.stop.install()  # again: ray.init has installed signal handlers of its own
+        parts.stop.install()  # again: Ray's C++ code has installed handlers of its own
         slots = plan_slots(args)
         check_resources(args, slots.total)
         placement = parts.placement = Placement(slots, parts.stop.check)

@@ -49,13 +49,13 @@ class StopSignals:
         return self
 
     def install(self) -> None:
-        """Install the handlers; called again after ``ray.init``, which installs its own."""
+        """Install the handlers; called again after ``ray.init``, whose C++ code installs its own."""
         if threading.current_thread() is threading.main_thread():
             forwarded = FORWARDED.values() if REPORTS.attached else ()
             numbers = (signal.SIGINT,) if self.in_program else (signal.SIGINT, signal.SIGTERM, *forwarded)
             for number in numbers:
                 previous = signal.signal(number, self._on_signal)
-                # Only the first call sees the handlers from before the run; later ones see Ray's, or our own.
+                # Only the first call sees the handlers from before the run; later ones see our own.
                 self._previous.setdefault(number, previous)
 
     def __exit__(self, *_: object) -> None:
