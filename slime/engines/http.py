@@ -33,6 +33,7 @@ ASKS_FOR_RETRY = (408, 429)  # the statuses of a router whose queue is full
 LONGEST_RETRY_AFTER_SECONDS = 60.0
 RETRIES = 60  # about five minutes
 PATIENT_RETRIES = 360  # with --use-fault-tolerance, about as long as the restart of an engine may take
+BAD_ANSWERS = 5  # that a request may get; another engine may answer the next attempt
 _request_seconds = float(EngineConfig.sglang_router_request_timeout_secs)
 _retries = RETRIES
 _on_fault: Callable[[], None] | None = None
@@ -66,6 +67,13 @@ class HttpError(RuntimeError):
     def is_fault(self) -> bool:
         """Whether the likely cause is the server, and not the request or the load."""
         return self.status is None or self.status >= 500
+
+
+class BadAnswer(HttpError):
+    """A server answered with status 200, but with something that cannot be an answer. The message says what is wrong.
+
+    The request has failed and is retried, but only until it has had :data:`BAD_ANSWERS`.
+    """
 
 
 def watch_faults(callback: Callable[[], None]) -> None:
@@ -145,8 +153,14 @@ def add_retries(count: int) -> None:
     _retried += count
 
 
-async def post(url: str, payload: object, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
-    """POST JSON and return the decoded response: JSON if possible, otherwise text.
+async def post(
+    url: str,
+    payload: object,
+    max_retries: int | None = None,
+    headers: dict[str, str] | None = None,
+    form: type | None = None,
+) -> Any:
+    """POST JSON and return the decoded response: JSON if possible, otherwise text. With ``form``, another type fails.
 
     After connection loss, 5xx, 408 and 429 the request is sent again, up to ``max_retries`` times (default:
     :data:`RETRIES`, with ``--use-fault-tolerance`` :data:`PATIENT_RETRIES`). The delays are 0.1 s, 0.2 s, … up to 5 s,
@@ -157,7 +171,7 @@ async def post(url: str, payload: object, max_retries: int | None = None, header
         HttpError: The last error, with the message of the server; or all attempts together took longer than
             ``--sglang-router-request-timeout-secs``.
     """
-    return await _within_limit("POST", url, payload, max_retries, headers)
+    return await _within_limit("POST", url, payload, max_retries, headers, form)
 
 
 async def get(url: str, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
@@ -166,11 +180,17 @@ async def get(url: str, max_retries: int | None = None, headers: dict[str, str] 
 
 
 async def _within_limit(
-    method: str, url: str, payload: object, max_retries: int | None, headers: dict[str, str] | None
+    method: str,
+    url: str,
+    payload: object,
+    max_retries: int | None,
+    headers: dict[str, str] | None,
+    form: type | None = None,
 ) -> Any:
     try:
         async with asyncio.timeout(request_seconds()):
-            return await retrying(lambda: request(method, url, payload, request_seconds(), headers), max_retries)
+            call = lambda: request(method, url, payload, request_seconds(), headers, form)  # noqa: E731
+            return await retrying(call, max_retries)
     except TimeoutError as error:
         limit = f"{request_seconds():g} s (--sglang-router-request-timeout-secs)"
         raise HttpError(f"{method} {url}: no response within {limit}") from error
@@ -185,14 +205,15 @@ async def retrying(
         give_up: Called before each delay. If it returns True, the error propagates.
     """
     global _retried
-    limit = _retries if max_retries is None else max_retries
+    limit, bad = _retries if max_retries is None else max_retries, 0
     for attempt in range(limit + 1):
         try:
             return await call()
         except HttpError as error:
             if error.is_fault and _on_fault is not None:
                 _on_fault()
-            if not error.retryable or attempt == limit or give_up():
+            bad += isinstance(error, BadAnswer)
+            if not error.retryable or attempt == limit or bad == BAD_ANSWERS or give_up():
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
             delay = max(delay * _jitter.uniform(0.75, 1.25), (error.retry_after or 0.0) * _jitter.uniform(1.0, 1.25))
@@ -204,14 +225,23 @@ async def retrying(
     raise AssertionError("unreachable")
 
 
-async def request(method: str, url: str, payload: object, timeout: float, headers: dict[str, str] | None = None) -> Any:
+async def request(
+    method: str,
+    url: str,
+    payload: object,
+    timeout: float,
+    headers: dict[str, str] | None = None,
+    form: type | None = None,
+) -> Any:
     """Send one request without retries.
 
     Args:
         payload: Sent as JSON. Bytes are sent as they are, so they must be JSON.
+        form: The type that the decoded response must have, such as ``dict``; None: any, also text.
 
     Raises:
         HttpError: The status was 400 or above, the connection was lost, or no response came within ``timeout`` seconds.
+        BadAnswer: The response has another form, such as the HTML page of a proxy.
     """
     import aiohttp
     import orjson
@@ -234,7 +264,11 @@ async def request(method: str, url: str, payload: object, timeout: float, header
         raise HttpError(f"{method} {url}: {reason}", disconnected=gone) from error
     if status >= 400:
         raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
-    return _decode(raw)
+    content = decoded(raw)
+    if form is not None and not isinstance(content, form):
+        wanted = {dict: "a JSON object", list: "a JSON array"}.get(form, form.__name__)
+        raise BadAnswer(f"{method} {url} answered {status}, but not with {wanted}: {str(content)[:200]!r}")
+    return content
 
 
 def request_blocking(method: str, url: str, body: object = None, timeout: float = 10.0) -> tuple[int, bytes]:
@@ -273,7 +307,8 @@ def _seconds(retry_after: str | None) -> float | None:
     return min(seconds, LONGEST_RETRY_AFTER_SECONDS) if seconds >= 0.0 else None
 
 
-def _decode(raw: bytes) -> Any:
+def decoded(raw: bytes) -> Any:
+    """Return what JSON holds, or the text itself if it is not JSON."""
     import orjson
 
     try:
@@ -284,7 +319,7 @@ def _decode(raw: bytes) -> Any:
 
 def _error_text(raw: bytes) -> str:
     """Return the message of an error response, in any of the forms that SGLang, its router and slime use."""
-    content = _decode(raw)
+    content = decoded(raw)
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(key):
             content = content[key]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from slime.config.rollout import restricts_vocabulary
 from slime.data.sample import Sample
-from slime.engines.http import HttpError, retrying
+from slime.engines.http import BadAnswer, HttpError, retrying
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
@@ -45,6 +45,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
 
     Raises:
         ValueError: The sample is already finished, or the engine returned no log-probs.
+        BadAnswer: What the engine answered was no answer, :data:`~slime.engines.http.BAD_ANSWERS` times.
         TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
         HttpError: The engine refused the request.
     """
@@ -129,7 +130,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
             theirs that is divided between the two.
 
     Raises:
-        ValueError: The reply has no log-probs, or one of them is NaN.
+        ValueError: The reply has no log-probs.
     """
     if params is not None and sample.response_length and sample.status is Sample.Status.ABORTED:
         known = sample.array("tokens")
@@ -147,8 +148,6 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
     if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
     log_probs = np.array([item[0] for item in scored], np.float64)
-    if np.isnan(log_probs).any():
-        raise ValueError(f"the engine returned NaN as the log-prob of a token of sample {sample.index}")
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)
 
 
@@ -240,10 +239,56 @@ async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -
     from slime.engines import http
 
     limit, headers = state.requests.timeout, routing_headers(state, sample)
-    # Each attempt reads the address from args again: a restarted router may have another address.
-    call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
-    output: GenerateOutput | None = await with_retries(state, sample, call)
-    return output
+
+    async def call() -> GenerateOutput:
+        url = get_model_url(state.args)  # read from args in each attempt: a restarted router may have another address
+        answer = await http.request("POST", url, body, limit, headers, form=dict)
+        if problem := answer_problem(answer, state.requests.vocabulary) or _version_problem(state, answer):
+            raise BadAnswer(f"POST {url} answered 200, but {problem}")
+        return cast(GenerateOutput, answer)
+
+    return await with_retries(state, sample, call)
+
+
+def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -> str:
+    """Return what keeps an answer to ``POST /generate`` from being one; empty if nothing does.
+
+    Args:
+        vocabulary: The number of token ids of the model, if it is known.
+        part: Whether it is a part of a streamed answer, which may have no end yet.
+    """
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict) or not isinstance(meta, dict) or not isinstance(answer.get("text"), str):
+        return f"without text or meta_info: {str(answer)[:200]}"
+    finish = meta.get("finish_reason")
+    if not (isinstance(finish, dict) and isinstance(finish.get("type"), str)) and not (part and finish is None):
+        return f"its finish_reason is {finish!r}"
+    scored = meta.get("output_token_logprobs") or []
+    try:
+        ids, log_probs = [item[1] for item in scored], np.array([item[0] for item in scored], np.float64)
+        wrong = [token for token in ids if type(token) is not int or not 0 <= token < (vocabulary or 2**31)]
+    except (TypeError, ValueError, LookupError):
+        return f"its output_token_logprobs are no pairs of a log-prob and an id: {str(scored)[:200]}"
+    if wrong:
+        return f"its token id {wrong[0]} is none of the {vocabulary or 2**31} of the model"
+    if np.isnan(log_probs).any():
+        return f"the log-prob of its token {int(np.isnan(log_probs).argmax())} is null or NaN"
+    sampled = answer.get("output_ids")
+    # An engine may count a token of an aborted request that it has not scored.
+    if sampled and not part and finish["type"] != "abort" and len(sampled) != len(ids):
+        return f"it has {len(sampled)} tokens and {len(ids)} log-probs"
+    return ""
+
+
+def _version_problem(state: GenerateState, answer: Mapping[str, Any]) -> str:
+    """Return a text if the answer comes from older weights than another one. Between two updates of the synchronous
+    loop all engines have the same weights, which answers of the asynchronous loop need not have."""
+    attempt, _, step = str(answer["meta_info"].get("weight_version")).partition(".")
+    if TIMELINE.get() is not None or state.schedule is not None or not (attempt + step).isdigit():
+        return ""
+    weights = int(attempt), int(step or 0)
+    newest = state.weights_seen = max(state.weights_seen, weights)
+    return "" if weights == newest else f"with the weights {attempt}.{step}, older than {newest[0]}.{newest[1]}"
 
 
 async def with_retries(state: GenerateState, sample: Sample, call: Callable[[], Awaitable[T]]) -> T | None:

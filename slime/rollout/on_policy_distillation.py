@@ -50,7 +50,7 @@ async def reward_func(args: Args, sample: Sample, **kwargs: object) -> float:
         "logprob_start_len": 0,
     }
     async with asyncio.timeout(request_seconds(args)):
-        answer = await post(args.rm_url, body)
+        answer = await post(args.rm_url, body, form=dict)
     sample.teacher_log_probs = teacher_log_probs(answer, sample)
     return 0.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.config.hf_config import read_config
 from slime.config.lora import engine_adapter
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
@@ -42,6 +43,7 @@ class RequestSettings:
         returns_experts: Whether engines report the experts of each token (``--use-rollout-routing-replay``).
         adapter: The name of the trained adapter, for engines that load adapters by name (``--lora-sync adapter`` with
             SGLang).
+        vocabulary: The number of token ids of the model; None if config.json does not tell it.
     """
 
     timeout: float
@@ -49,6 +51,7 @@ class RequestSettings:
     has_routing_key: bool
     returns_experts: bool
     adapter: str | None = None
+    vocabulary: int | None = None
 
     @classmethod
     def from_args(cls, args: Args) -> RequestSettings:
@@ -61,6 +64,7 @@ class RequestSettings:
             adapter=None
             if args.debug_rollout_only
             else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
+            vocabulary=(read_config(args.hf_checkpoint or "") or {}).get("vocab_size"),
         )
 
 

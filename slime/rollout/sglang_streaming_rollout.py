@@ -15,10 +15,11 @@ import numpy as np
 import orjson
 
 from slime.data.sample import Sample
-from slime.engines.http import HttpError, session
+from slime.engines.http import BadAnswer, HttpError, decoded, session
 from slime.engines.keys import auth_headers
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import (
+    answer_problem,
     append_output,
     build_generate_body,
     compare_read,
@@ -171,14 +172,19 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
             if response.status != 200:
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
-                if "error" in chunk:
+                if isinstance(chunk, dict) and "error" in chunk:
                     failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", _status(chunk["error"]))
                     if answer.meta is None or not failure.retryable:
                         raise failure
                     return  # as below, where the connection is lost
+                if problem := answer_problem(chunk, state.requests.vocabulary, part=True):
+                    raise BadAnswer(f"{url} streamed a part that is none: {problem}")
                 answer.add(chunk)
                 if answer.ended:
                     return
+    except BadAnswer:
+        if answer.meta is None:
+            raise
     except (aiohttp.ClientError, OSError) as error:
         if answer.meta is None:  # a retry after the first token would append tokens twice, so keep what has arrived
             raise HttpError(f"POST {url}: {error or type(error).__name__}") from error
@@ -213,7 +219,7 @@ async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> Asy
                 if line.strip() == b"data: [DONE]":
                     return
                 if line.startswith(b"data:"):
-                    yield orjson.loads(line[5:])
+                    yield decoded(line[5:])
     finally:
         if part is not None:
             part.cancel()

@@ -71,6 +71,7 @@ class GenerateState:
         generator: Where groups are generated; None: in this process.
         share: The share of the run's requests in flight that this process may send, above 0 and at most 1.
         repeats_placeholders: Whether the processor only repeats the placeholder of an image; None: not asked yet.
+        weights_seen: The newest weights that have answered, as (attempt, step).
         warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was given.
     """
 
@@ -117,6 +118,7 @@ class GenerateState:
         self.pool = None
         self.observer: Observer | None = None
         self.schedule: WeightTimeline | None = None
+        self.weights_seen = (0, 0)
         self.eval_rollout_id: int | None = None
         self.reset()
 

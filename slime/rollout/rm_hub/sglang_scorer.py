@@ -80,7 +80,7 @@ async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
         "return_logprob": True,
         "token_ids_logprob": [list(ids)] * len(samples),
     }
-    answers = await post(judge.url, body, max_retries=_RETRIES)
+    answers = await post(judge.url, body, max_retries=_RETRIES, form=list)
     rewards = []
     for answer in answers:
         found = {int(item[1]): float(item[0]) for item in answer["meta_info"]["output_token_ids_logprobs"][0]}
@@ -98,7 +98,7 @@ async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
         "apply_softmax": True,
         "model": judge.model,
     }
-    answer = await post(judge.url, body, max_retries=_RETRIES)
+    answer = await post(judge.url, body, max_retries=_RETRIES, form=dict)
     return [float(row[0]) for row in answer["scores"]]
 
 
@@ -111,7 +111,7 @@ async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 async def _embeddings(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
-    answer = await post(judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES)
+    answer = await post(judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES, form=dict)
     vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
     return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
 
