@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from slime.models.cpu_linear import use_onednn_linears
@@ -60,11 +61,34 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
-    """Build a causal language model (image-text-to-text if the config has ``vision_config``) on ``meta``."""
+    """Build a causal language model (image-text-to-text if the config has ``vision_config``) on ``meta``.
+
+    Raises:
+        ModelError: This release of transformers would compute other positions than config.json asks for.
+    """
     auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, **more)
+    _require_rotary(model, config.get_text_config())
     return model
+
+
+def _require_rotary(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Refuse a model with one rotary embedding for all layers if config.json asks for one per kind of layer.
+
+    Releases of transformers before 5.13 build OLMo-3 so, with a warning about unknown keys or none. Its published
+    config.json has one set of parameters, of which YaRN is only for the layers with full attention.
+    """
+    asked, kinds = getattr(config, "rope_parameters", None) or {}, set(getattr(config, "layer_types", None) or ())
+    per_kind = any(isinstance(asked.get(kind), dict) for kind in kinds)
+    scaled_in_part = config.model_type == "olmo3" and asked.get("rope_type", "default") != "default"
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    if (per_kind or scaled_in_part) and not any(f"{kind}_inv_freq" in computed for kind in kinds):
+        raise ModelError(
+            f"config.json has different rotary embeddings for {' and '.join(sorted(kinds))} layers, but transformers "
+            f"{transformers.__version__} computes one for all layers of {config.model_type}; "
+            "a newer release may compute both (5.13 does for OLMo-3)"
+        )
 
 
 def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False) -> list[str]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_disk import small_disk
+from needs import small_disk
 
 from slime.backends.saving import small_files_writer
 from slime.backends.tensor_shards import TensorShard, write_shards

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_disk import small_disk
+from needs import small_disk
 from test_train_megatron import on_cpu
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from every_family import tiny_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import deepseek_config, llama_config, moe_config, read_tensors, rewrite, save_model
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3 import modeling_olmo3
 
-from slime.models.loading import check_checkpoint, load_hf_model
+from slime.models.loading import check_checkpoint, empty_model, load_hf_model
 from slime.models.shards import INDEX, ModelError, read_headers
 from slime.models.stored import StoredWeights
 
@@ -277,6 +280,33 @@ def test_more_layers_than_tensors_are_refused_before_they_are_built(llama: Path,
     folder = edited(llama, tmp_path / "layers", lambda tensors: None, num_hidden_layers=2**31)
     with pytest.raises(ModelError, match="num_hidden_layers 2147483648, but the checkpoint has only"):
         check_checkpoint(folder)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"full_attention": YARN, "sliding_attention": PLAIN, **PLAIN}, True),
+        (YARN, True),  # the published form; only the layers with full attention are meant
+        (PLAIN, False),
+    ],
+)
+def test_rotary_embeddings_that_transformers_leaves_out_are_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], refused: bool
+) -> None:
+    """Before 5.13, OLMo-3 had one for all layers, and keys of kinds of layers were ignored in any model."""
+    config = tiny_config("OLMo-3")
+    empty_model(config)
+    config.rope_parameters = asked
+    monkeypatch.setattr(modeling_olmo3, "Olmo3RotaryEmbedding", LlamaRotaryEmbedding)
+    if not refused:
+        empty_model(config)
+        return
+    with pytest.raises(ModelError, match=r"for full_attention and sliding_attention .* one for all layers of olmo3"):
+        empty_model(config)
 
 
 def test_a_folder_without_weights_says_so(llama: Path, tmp_path: Path) -> None:

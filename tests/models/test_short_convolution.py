@@ -5,12 +5,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from needs import needs_transformers
 from torch import Tensor, nn
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from slime.models import short_convolution
 from slime.models.short_convolution import convolve, use_compiled_convolutions
+
+REFERENCE = "its own convolution is a function since then"
 
 
 def results(
@@ -30,6 +33,7 @@ def results(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_values_and_gradients_are_those_of_transformers(bias: bool, activation: str | None) -> None:
+    needs_transformers("5.15", REFERENCE)
     given = bias, activation, "cpu", torch.float64
     for got, want in zip(results(convolve, *given), results(modeling_qwen3_5.causal_conv1d_fn, *given), strict=True):
         torch.testing.assert_close(got, want)
@@ -38,6 +42,7 @@ def test_values_and_gradients_are_those_of_transformers(bias: bool, activation: 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_it_is_compiled_and_equal() -> None:
+    needs_transformers("5.15", REFERENCE)
     wide = results(modeling_qwen3_5.causal_conv1d_fn, True, "silu", "cuda", torch.float64)
     for got, want in zip(results(convolve, True, "silu", "cuda", torch.bfloat16), wide, strict=True):
         assert (got.double() - want).norm() <= 2e-2 * want.norm()

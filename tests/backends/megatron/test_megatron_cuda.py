@@ -10,6 +10,7 @@ import torch
 from budget_step import FLAGS, SHAPE, check_measured_budget
 from fsdp_helpers import make_args, make_backend, save_tiny_qwen3
 from megatron_ranks import leave_groups, rank_batch
+from needs import needs_transformers
 from tiny_families import save_family
 
 from slime.backends.train_loop import train_on_rollout
@@ -42,6 +43,8 @@ def one_step(backend: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
 def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path) -> None:
     """float32 goes through padded attention and one product per expert, bfloat16 through varlen attention and
     ``grouped_mm``; ``fused`` compiles norms, rotation and activations."""
+    if family == "olmo3":
+        needs_transformers("5.13", "slime refuses older ones, which compute one rotary embedding for all layers")
     path = save_family(family, tmp_path / family)
     expected, metrics = one_step(make_backend(make_args(path)))
     backend = on_gpu(path, train_dtype=dtype, compile_layers=fused)

@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, to fill up."""
+"""What some tests need and not every machine has; without it they are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 
 MIB = 2**20
+
+
+def needs_transformers(release: str, why: str) -> None:
+    """Skip the test with an older release; slime itself supports those from 5.10 on, which SGLang's may pin."""
+    if Version(transformers.__version__) < Version(release):
+        pytest.skip(f"needs transformers {release} or newer: {why}")
 
 
 @contextmanager
