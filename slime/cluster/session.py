@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import secrets
@@ -100,8 +101,8 @@ def _signals_left_to_us() -> Iterator[None]:
     end with this process: the kernel kills them, and they kill theirs. ``ray.init`` also installs a handler that exits
     at once, which must not replace one that saves.
     """
-    from ray._private import services, utils
-
+    services: Any = importlib.import_module("ray._private.services")
+    utils: Any = importlib.import_module("ray._private.utils")
     popen, set_handler = services.ConsolePopen, utils.set_sigterm_handler
 
     def set_missing_handler(handler: Any) -> None:

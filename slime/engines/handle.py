@@ -80,23 +80,24 @@ class EngineHandle:
             self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
         return said
 
-    async def _call(
-        self, method: str, path: str, body: object = None, seconds: float | None = None, form: type | None = None
-    ) -> Any:
+    async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
         """Send one request, and once more if the server closed the connection before it answered.
 
         The server may close an idle connection of the pool at the moment when the client uses it again.
         """
         for again in (True, False):
             try:
-                return await request(method, self.url + path, body, seconds or self.control_seconds, form=form)
+                return await request(method, self.url + path, body, seconds or self.control_seconds)
             except HttpError as error:
                 if not (again and error.disconnected):
                     raise EngineError(str(error)) from error
         raise AssertionError("unreachable")
 
     async def _get(self, path: str) -> Any:
-        return await self._call("GET", path, form=dict)
+        said = await self._call("GET", path)
+        if not isinstance(said, dict):
+            raise EngineError(f"{self.url}{path} answered 200, but not with a JSON object: {str(said)[:200]!r}")
+        return said
 
     async def _post(
         self, path: str, body: Mapping[str, object] | bytes | None = None, seconds: float | None = None

@@ -237,7 +237,7 @@ async def request(
 
     Args:
         payload: Sent as JSON. Bytes are sent as they are, so they must be JSON.
-        form: The type that the decoded response must have, such as ``dict``; None: any, also text.
+        form: The type that the decoded response must have, ``dict`` or ``list``; None: any, also text.
 
     Raises:
         HttpError: The status was 400 or above, the connection was lost, or no response came within ``timeout`` seconds.
@@ -266,7 +266,7 @@ async def request(
         raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
     content = decoded(raw)
     if form is not None and not isinstance(content, form):
-        wanted = {dict: "a JSON object", list: "a JSON array"}.get(form, form.__name__)
+        wanted = "a JSON object" if form is dict else "a JSON array"
         raise BadAnswer(f"{method} {url} answered {status}, but not with {wanted}: {str(content)[:200]!r}")
     return content
 

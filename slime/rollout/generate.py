@@ -261,7 +261,8 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
     if not isinstance(answer, dict) or not isinstance(meta, dict) or not isinstance(answer.get("text"), str):
         return f"without text or meta_info: {str(answer)[:200]}"
     finish = meta.get("finish_reason")
-    if not (isinstance(finish, dict) and isinstance(finish.get("type"), str)) and not (part and finish is None):
+    kind = finish.get("type") if isinstance(finish, dict) else None
+    if not isinstance(kind, str) and not (part and finish is None):
         return f"its finish_reason is {finish!r}"
     scored = meta.get("output_token_logprobs") or []
     try:
@@ -275,7 +276,7 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
         return f"the log-prob of its token {int(np.isnan(log_probs).argmax())} is null or NaN"
     sampled = answer.get("output_ids")
     # An engine may count a token of an aborted request that it has not scored.
-    if sampled and not part and finish["type"] != "abort" and len(sampled) != len(ids):
+    if sampled and not part and kind != "abort" and len(sampled) != len(ids):
         return f"it has {len(sampled)} tokens and {len(ids)} log-probs"
     return ""
 
