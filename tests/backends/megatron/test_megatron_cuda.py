@@ -49,9 +49,10 @@ def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path)
     expected, metrics = one_step(make_backend(make_args(path)))
     backend = on_gpu(path, train_dtype=dtype, compile_layers=fused)
     scores, found = one_step(backend)
-    # In bfloat16 a token may go to another expert; most must agree all the same.
+    # In bfloat16 a token may go to another expert; most must agree all the same. The rounding of these families makes a
+    # median of 0.005 to 0.016 (FSDP on the CPU, in both dtypes), wrong positions one of 0.03 to 0.05.
     gaps = torch.cat([(a - b).abs() for a, b in zip(scores, expected, strict=True)])
-    assert float(gaps.median()) < (1e-3 if dtype == "float32" else 0.1)
+    assert float(gaps.median()) < (1e-3 if dtype == "float32" else 0.025)
     assert found["train/grad_norm"] == pytest.approx(
         metrics["train/grad_norm"], rel=1e-2 if dtype == "float32" else 0.5
     )
