@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -144,6 +145,10 @@ class Actors(ABC):
     @abstractmethod
     def address(self) -> str:
         """The address by which processes on other nodes reach this one; loopback in a private cluster."""
+
+    @abstractmethod
+    def log_to(self, folder: Path, name: str) -> None:
+        """Send the output of the actor that calls this to a file of ``folder``."""
 
     @abstractmethod
     def own_gpus(self) -> Sequence[int]:

@@ -46,12 +46,11 @@ class EngineActor:
         node: tuple[int, int, str | None] = (0, 1, None),
         warms_up_sampler: bool = False,
     ) -> None:
-        from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
 
         self.start_seconds, self.warms_up_sampler = start_seconds, warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
-        redirect_output(Path(log_dir), f"engine-actor-{name}")
+        door().log_to(Path(log_dir), f"engine-actor-{name}")
         log = Path(log_dir) / f"engine-{name}.log"
         self.process = start_engine(settings, spec, door().address(), log, gpu_ids, node)
 

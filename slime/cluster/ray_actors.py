@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.cluster.actor_types import (
@@ -90,6 +91,11 @@ class RayActors(Actors):
         import ray
 
         return str(ray.util.get_node_ip_address())
+
+    def log_to(self, folder: Path, name: str) -> None:
+        from slime.cluster.logs import redirect_output
+
+        redirect_output(folder, name)
 
     def own_gpus(self) -> Sequence[int]:
         import ray

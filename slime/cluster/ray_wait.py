@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slime.cluster.actors import door
 from slime.cluster.polling import WaitExpired
 from slime.cluster.stop_signals import StopSignals
+from slime.observability.debugger import DEBUGGER
 from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
@@ -78,7 +79,7 @@ class Waiter:
             Exception: What one of the calls has raised.
         """
         actors_door = door()
-        start, began = time.monotonic(), time.time()
+        start, began = DEBUGGER.clock(), time.time()
         status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
@@ -93,7 +94,7 @@ class Waiter:
             self.stop.check()
             if pending and meanwhile is not None:
                 meanwhile()
-            waited = time.monotonic() - start
+            waited = DEBUGGER.clock() - start
             if pending and waited > deadline:
                 raise WaitExpired(
                     f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n{status.report()}"

@@ -51,13 +51,12 @@ class RolloutManager(EngineManager):
     def __init__(
         self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys, in_program: bool = False
     ) -> None:
-        from slime.cluster.logs import redirect_output
         from slime.cluster.rollout_state import RolloutState
         from slime.engines.process import exempt_from_proxy
         from slime.observability.trace_file import TraceFiles
 
         self.run_dir = Path(run_dir)
-        redirect_output(self.run_dir / "logs", "rollout-manager")
+        door().log_to(self.run_dir / "logs", "rollout-manager")
         # For HTTP clients in user code and in agent programs, which use the proxy that the environment names.
         os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()

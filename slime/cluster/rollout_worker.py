@@ -83,13 +83,12 @@ class RolloutWorker:
     def __init__(self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]) -> None:
         from slime.cluster.actors import door
         from slime.cluster.garbage import GarbageCollection
-        from slime.cluster.logs import redirect_output
         from slime.config.machine import raise_file_limit
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.keys import send_keys
         from slime.engines.process import exempt_from_proxy
 
-        redirect_output(Path(log_dir), f"rollout-worker-{index}")
+        door().log_to(Path(log_dir), f"rollout-worker-{index}")
         os.environ.update(exempt_from_proxy(door().address()))
         raise_file_limit()
         send_keys(keys)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import door
+from slime.cluster.actors import door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.folder_lock import FolderLock, lock_run, lock_save
@@ -124,10 +124,12 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     share of the GPU memory that is free when it starts, so in that case the ranks only import their libraries, and load
     their models when the engines have started and released their memory again.
     """
+    from slime.cluster.inline_actors import InlineActors
     from slime.cluster.placement import Placement, check_resources, plan_slots
 
     begin, log = parts.begin, parts.log
     with log.phase("start"):
+        use(InlineActors() if args.inline else None)
         door().connect()
         parts.stop.install()  # again: Ray's C++ code has installed handlers of its own
         slots = plan_slots(args)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from slime.cluster.actors import door
+from slime.config.loading import ONE_AT_A_TIME
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
@@ -67,11 +68,10 @@ class TrainActor:
     def __init__(
         self, args: Args, role: Role, rank: int, world_size: int, log_dir: str, engine_keys: ServerKeys
     ) -> None:
-        from slime.cluster.logs import redirect_output
         from slime.observability.profiler import Profiler
         from slime.weights.settings import WeightSyncSettings
 
-        redirect_output(Path(log_dir), f"train-{role}-{rank}")
+        door().log_to(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.engine_keys = engine_keys
         self.timers = Timers()  # of what this rank does, for the traces of rollouts
@@ -110,7 +110,8 @@ class TrainActor:
         from slime.models.cpu_memory import large_imports
 
         progress.report("import the training backend")
-        backend = backend_class(self.args.train_backend)
+        with ONE_AT_A_TIME:
+            backend = backend_class(self.args.train_backend)
         if self.args.compile_layers:
             with large_imports():
                 importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
@@ -125,9 +126,10 @@ class TrainActor:
         progress.report(f"load {self.role}")
         self.master = (master_addr, master_port)
         local_rank = 0 if door().own_gpus() else self.rank  # an actor sees only its own GPU, as device 0.
-        self.backend = create_backend(
-            self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank, self.read
-        )
+        with ONE_AT_A_TIME:
+            self.backend = create_backend(
+                self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank, self.read
+            )
         self.read = None
         if load_path is not None:
             self.backend.load(Path(load_path))

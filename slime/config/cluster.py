@@ -64,6 +64,13 @@ class ClusterConfig:
         None, low=1, help="CPU threads of each trainer and engine process. Default: an equal share of the cores"
     )
     train_env_vars: dict[str, str] = flag({}, help="Environment variables of the training processes, as a JSON object")
+    inline: bool = flag(
+        False,
+        kind="toggle",
+        help="Run everything in one process on one device, without Ray: a debugger stops at every line, and the start "
+        "is quicker. The numbers are the same. One training rank and one engine; a user's function that does not end "
+        "cannot be ended either",
+    )
     use_fault_tolerance: bool = flag(
         False,
         help="Continue the run without engines that die, hang or cannot be reached, and restart them with the current "

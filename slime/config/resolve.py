@@ -17,6 +17,7 @@ from slime.config import (
     engine,
     environment,
     hooks,
+    inline,
     lora,
     megatron_flags,
     named_data,
@@ -118,6 +119,7 @@ def validate(
     problems += rollout.check_loop(args, asynchronous)
     problems += corrections.check_opsm(args, asynchronous)
     problems += cluster.check_placement(args)
+    problems += inline.check_inline(args)
     problems += cluster.check_machine(args, machine or this_machine())
     problems += cluster.check_routing_replay(args, machine or this_machine())
     problems += passthrough.check(args)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.loading import ONE_AT_A_TIME
 from slime.data.json_text import parse_json
 from slime.types import Tokenizer
 
@@ -46,7 +47,8 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
     Raises:
         FileNotFoundError: The folder does not exist, or has no tokenizer.
     """
-    return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+    with ONE_AT_A_TIME:
+        return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
 def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
@@ -61,7 +63,8 @@ def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     Raises:
         FileNotFoundError: The folder does not exist.
     """
-    return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+    with ONE_AT_A_TIME:
+        return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
 _PROBE = "slime.probe.text"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, sglang_config
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
+from slime.engines.local import is_local
 from slime.engines.sglang_api import (
     EMBEDDED,
     ApiVersion,
@@ -214,7 +215,7 @@ class EngineHandle:
             body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
             return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
         if api.kind == "embedded":
-            body = {"config_dict": dict(config), **handles(source.bucket)}
+            body = {"config_dict": dict(config), **handles(source.bucket, is_local(self.url))}
         else:
             tensors = source.body(self._ranks, newest=api.capabilities.adapter_digests)
             body = {"config_dict": sglang_config(config), **tensors}
@@ -249,7 +250,7 @@ class EngineHandle:
                 :func:`slime.engines.tensor_payload.payload`.
         """
         embedded = (await self.connect()).kind == "embedded"
-        tensors = handles(bucket) if embedded else payload(bucket, self._ranks, others)
+        tensors = handles(bucket, is_local(self.url)) if embedded else payload(bucket, self._ranks, others)
         body = {**tensors, "flush_cache": False, "weight_version": weight_version}
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from slime.config.engine import EngineConfig
+from slime.engines import local
 from slime.engines.keys import auth_headers
 
 if TYPE_CHECKING:
@@ -286,6 +287,10 @@ def request_blocking(method: str, url: str, body: object = None, timeout: float 
     """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout)
+    opened = local.connection(connection.host, connection.port)
+    if opened is not None:
+        opened.settimeout(timeout)
+        connection.sock = opened
     try:
         sent = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **auth_headers(url)}

@@ -13,6 +13,7 @@ from slime.engines.keys import send_key
 from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
 if TYPE_CHECKING:
+    from slime.engines.embedded.inline import EngineThread
     from slime.engines.plan import EngineSpec
     from slime.engines.settings import EngineSettings
 
@@ -28,7 +29,7 @@ def start_engine(
     log_path: str | Path | None = None,
     gpu_ids: Sequence[int] | None = None,
     node: Node = (0, 1, None),
-) -> EngineProcess:
+) -> EngineProcess | EngineThread:
     """Start the server of ``spec``, or the part of it that runs on one node.
 
     The function returns immediately; :meth:`EngineProcess.wait_ready` waits until the server is up.
@@ -42,6 +43,10 @@ def start_engine(
     """
     if settings.fp8 is not None and spec.updates:
         settings, spec = _quantized(settings, spec)
+    if settings.backend != "sglang" and settings.inline is not None:
+        from slime.engines.embedded.inline import EngineThread
+
+        return EngineThread(settings, spec.index, log_path, listens=settings.inline == "port")
     if settings.backend != "sglang":
         return start_embedded_engine(settings, spec.index, host, log_path=log_path)
     from slime.engines.sglang.options import ServerPlace, server_environment, server_words, takes_keys

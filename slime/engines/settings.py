@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from slime.config.engine import EngineConfig
 from slime.config.hf_config import read_config
+from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary
@@ -40,6 +41,8 @@ class EngineSettings:
         whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
         adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
         adapter_targets: The projections that these adapters may change.
+        inline: Whether the embedded engine runs on threads of this process: ``port`` with a port as well, ``None`` in a
+            process of its own.
     """
 
     model: str
@@ -62,6 +65,7 @@ class EngineSettings:
     whole_vocabulary: bool = False
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
+    inline: Literal["no port", "port"] | None = None
 
     @classmethod
     def from_args(cls, args: Args, keys: ServerKeys = NO_KEYS) -> EngineSettings:
@@ -87,6 +91,7 @@ class EngineSettings:
             whole_vocabulary=samples_whole_vocabulary(args),
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules)) if named is not None else (),
+            inline=inline_engine(args),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from typing import TYPE_CHECKING
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from slime.config.machine import source_addresses
+from slime.engines import local
 
 if TYPE_CHECKING:
     from aiohappyeyeballs import AddrInfoType
     from aiohttp.client import ClientRequest, ClientTimeout
+    from aiohttp.client_proto import ResponseHandler
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
@@ -44,6 +47,17 @@ class SpreadConnector(aiohttp.TCPConnector):
                 # Many requests fail at the same time when ports run out. Only the first of them changes the address.
                 if self._source.get(host, 0) == source:
                     self._source[host] = (source + 1) % source_addresses(host)
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
+    ) -> ResponseHandler:
+        """Return a connection to a server of this process, which listens nowhere, or else what aiohttp makes."""
+        opened = local.connection(req.url.host or "", req.url.port or 80)
+        if opened is None:
+            return await super()._create_connection(req, traces, timeout)
+        opened.setblocking(False)
+        _, protocol = await asyncio.get_running_loop().create_connection(self._factory, sock=opened)
+        return protocol
 
     def _socket(self, address: AddrInfoType) -> socket.socket:
         family, kind, protocol, _, where = address

@@ -14,6 +14,8 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from slime.engines import local
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,11 +26,16 @@ HANDLES = "handles"
 """The ``load_format`` of the embedded engine."""
 
 
-def handles(bucket: Bucket) -> dict[str, Any]:
-    """Return ``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once."""
+def handles(bucket: Bucket, same_process: bool = False) -> dict[str, Any]:
+    """Return ``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once.
+
+    Args:
+        same_process: Whether the engine is in this process; it then gets the buffer itself.
+    """
     import torch.multiprocessing
 
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    if not same_process:
+        torch.multiprocessing.set_sharing_strategy("file_system")
     buffer, tensors = _in_one_buffer(bucket)
     entries = [
         {
@@ -40,7 +47,10 @@ def handles(bucket: Bucket) -> dict[str, Any]:
         }
         for name, tensor in tensors
     ]
-    described = _cuda_handle(buffer) if buffer.is_cuda else _shared_memory_handle(buffer)
+    if same_process:
+        described: dict[str, Any] = {"kind": "same_process", "name": local.offer(buffer)}
+    else:
+        described = _cuda_handle(buffer) if buffer.is_cuda else _shared_memory_handle(buffer)
     place = {"offset": buffer.storage_offset(), "nbytes": buffer.numel()}
     return {"load_format": HANDLES, "buffer": {**described, **place}, "tensors": entries}
 

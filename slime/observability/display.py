@@ -22,6 +22,7 @@ from rich.text import Text
 
 from slime.observability.best_effort import AppendedFile, best_effort
 from slime.observability.charts import sparkline
+from slime.observability.debugger import DEBUGGER
 from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import StateFile
@@ -132,6 +133,7 @@ class Display:
         self.rewards: list[float] = []
         self._started, self._since = time.time(), since
         self._open: list[tuple[Phase, Live | None]] = []
+        DEBUGGER.before[:] = [self.close]  # the terminal has one display
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slime.config.hf_config import read_config
+from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.settings import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -84,6 +85,7 @@ class WeightSyncSettings:
             input embedding.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
+        same_process: Whether the only engine is in this process (``--inline``).
         adapter_name: The name under which engines load the adapter and requests ask for it (SGLang). None for engines
             that apply the adapter of the last update to every request.
         on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
@@ -114,6 +116,7 @@ class WeightSyncSettings:
     adapter_name: str | None = None
     fp8: Fp8Format | None = None
     untied_engines: bool = False
+    same_process: bool = False
 
     def bucket_bytes(self, default: int) -> int:
         """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
@@ -163,6 +166,7 @@ class WeightSyncSettings:
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
             adapter_name=named,
+            same_process=inline_engine(args) is not None,
             fp8=fp8_format(args),
             untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
         )

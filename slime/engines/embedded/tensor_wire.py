@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from slime.engines import local
 from slime.engines.embedded.fields import (
     BadRequest,
     json_object,
@@ -57,7 +58,7 @@ def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
         )
     buffer = need(body, "buffer", json_object)
     entries = need(body, "tensors", list_of(json_object, MAX_TENSORS))
-    openers = {"shared_memory": _open_shared_memory, "cuda_ipc": _open_cuda}
+    openers = {"shared_memory": _open_shared_memory, "cuda_ipc": _open_cuda, "same_process": _take}
     opener = openers[need(buffer, "kind", one_of(*openers), "buffer.")]
     nbytes = need(buffer, "nbytes", _SIZE, "buffer.")
     places = [_entry(entry, f"tensors[{index}]", nbytes) for index, entry in enumerate(entries)]
@@ -83,6 +84,14 @@ def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
     if offset + size > nbytes:
         raise BadRequest(f"{where} ends at byte {offset + size}, but the buffer has {nbytes}")
     return entry
+
+
+def _take(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
+    """Take a buffer that the trainer, in this process, has offered under a name that only it knows."""
+    tensor = local.take(need(buffer, "name", _ascii, "buffer."))
+    if tensor is None or tensor.numel() != nbytes:
+        raise BadRequest("buffer.name is not that of a buffer in this process")
+    return tensor
 
 
 def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.hooks import is_async
+from slime.observability.debugger import DEBUGGER
 from slime.rollout.verifier.pool import default_workers
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class _Host:
         task = asyncio.current_task()
         assert task is not None
         if not self.open:
-            self.last_beat = time.monotonic()
+            self.last_beat = DEBUGGER.clock()
             self._beat = self.loop.create_task(self._watch())
         self.open[task] = call
         try:
@@ -111,7 +112,7 @@ class _Host:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_BEAT)
-            now = time.monotonic()
+            now = DEBUGGER.clock()
             # While one call blocks the loop, this task does not run either. The cap keeps that time from being charged
             # to the other calls.
             spent = min(now - self.last_beat, 2 * _BEAT)
@@ -128,7 +129,7 @@ class _Host:
         That the loop is late is not enough: if many short calls are ready at once, one iteration of the loop runs all
         of them, and none of them blocks it.
         """
-        task, now = asyncio.current_task(self.loop), time.monotonic()
+        task, now = asyncio.current_task(self.loop), DEBUGGER.clock()
         if task is not self._found[0]:
             self._found = (task, now)
         return self.open.get(task) if task is not None and now - self._found[1] > limit else None

@@ -73,6 +73,8 @@ def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range
 
 def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
     """Return whether engines open the trainer's memory. Otherwise they take part in broadcasts."""
+    if settings.same_process:
+        return True
     if _on_cuda():
         return bool(settings.colocate or (same_host and _gpus_of_this_host() == 1))
     return same_host
@@ -101,7 +103,7 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         settings.adapter_name,
         settings.adapter,
         folder=folder,
-        shared=colocated_host,
+        shared=colocated_host and not settings.same_process,
         digests=settings.audit,
         deadline=settings.step_seconds,
         keep_files=settings.keep_files,
@@ -126,7 +128,7 @@ def _weight_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tra
     if _by_handle(settings, colocated_host):
         from slime.weights.transports.ipc import IpcTransport
 
-        return IpcTransport(settings.step_seconds)
+        return IpcTransport(settings.step_seconds, settings.same_process)
     from slime.weights.transports.distributed import DistributedTransport
 
     return DistributedTransport("nccl" if _on_cuda() else "gloo", settings.step_seconds)

@@ -48,14 +48,15 @@ class IpcTransport:
 
     Args:
         deadline: The time limit in seconds for an engine to load one bucket.
+        same_process: Whether the only engine is in this process, which needs no shared memory.
     """
 
     name = "ipc"
     bracketed = True
     bucket_bytes = DEFAULT_BUCKET_BYTES
 
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
+    def __init__(self, deadline: float, same_process: bool = False) -> None:
+        self.deadline, self.same_process = deadline, same_process
         self._files: FileList | None = None
         self._spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
         self._left: list[Leftover] = []
@@ -67,6 +68,8 @@ class IpcTransport:
     def _prepare(self) -> None:
         import torch.multiprocessing
 
+        if self.same_process:
+            return
         # With the other strategy, pickling a tensor passes a file descriptor, and SGLang's server fails on it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self._files = self._files or FileList()
@@ -75,7 +78,6 @@ class IpcTransport:
     async def send(
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
-        assert self._files is not None, "send() without connect()"
         result = SendResult()
         alive = list(engines)
         loading: asyncio.Task[Failures] | None = None
@@ -97,7 +99,7 @@ class IpcTransport:
             if loading is not None:
                 _without(alive, await loading, result)
             # CUDA buffers are not kept until the next sync, because trainer or engine need the GPU memory meanwhile.
-            self._spare = [buffer for buffer in self._spare if buffer.path is not None]
+            self._keep_shared()
         return result
 
     async def close(self) -> None:
@@ -146,12 +148,15 @@ class IpcTransport:
     def contribute(self, link: PeerLink, buckets: Iterable[Bucket]) -> None:
         """Offer this rank's copy of the buckets to engines of another sender, and wait until they are loaded."""
         self._prepare()
-        assert self._files is not None
         files = self._files
         try:
             contribute(link, buckets, lambda bucket: stage(bucket, self._spare, files), entry, self._take_back)
         finally:
-            self._spare = [buffer for buffer in self._spare if buffer.path is not None]
+            self._keep_shared()
+
+    def _keep_shared(self) -> None:
+        """Free spare CUDA buffers."""
+        self._spare = [buffer for buffer in self._spare if not buffer.flat.is_cuda]
 
 
 def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult) -> list[EngineHandle]:
@@ -159,12 +164,12 @@ def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult
     return [engine for engine in alive if engine.url not in failed]
 
 
-def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
+def stage(bucket: Bucket, spare: list[Buffer], files: FileList | None) -> Staged:
     """Copy a bucket into one buffer that other processes can open. The tensors of the new bucket are views into it.
 
     Args:
         spare: Unused buffers. If one of them is large enough, it is removed from the list and used.
-        files: The list to which the file of a new buffer is added.
+        files: The list to which the file of a new buffer is added; None for buffers without files.
     """
     import torch
 
@@ -177,7 +182,7 @@ def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
     return Staged(Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer)
 
 
-def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList) -> Buffer:
+def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList | None) -> Buffer:
     """Return a buffer of at least ``size`` bytes. At most one spare buffer that is too small is kept."""
     import torch
 
@@ -185,6 +190,8 @@ def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileLis
     if large_enough:
         return spare.pop(min(large_enough, key=lambda i: spare[i].flat.numel()))
     del spare[1:]
+    if files is None:
+        return Buffer(torch.empty(size, dtype=torch.uint8, device=device))
     if device.type == "cpu":
         return allocate(size, files)
     with _plain_allocator():
