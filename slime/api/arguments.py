@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from slime.api.adapters import AsyncGroupReward, GroupReward, UnknownParameters, adapt
-from slime.api.shipping import NotShippable, ship
+from slime.api.shipping import forget, pack, ship
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -64,6 +64,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
         ConfigError: With all problems at once, in the words of the command line.
     """
     from slime.cluster.checks import all_checks
+    from slime.config.inline import inline_obstacles
     from slime.config.parser import ConfigError, check_args
 
     settings, problems = _settings(keywords, folder)
@@ -74,7 +75,14 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
             problems.append(f"{name} is the path of a file, not a {type(file).__name__}")
         elif file:
             words.append(f"--{name.replace('_', '-')}={file}")
+    # Without a word about it, a run that can be inline is: its start is quicker, and errors are the user's own.
+    chooses = "inline" not in settings and not os.environ.get("RAY_ADDRESS")
+    settings |= {"inline": True} if chooses else {}
     args, found = check_args(words, extra_checks=all_checks(), settings=settings)
+    if chooses and inline_obstacles(args):
+        args, found = check_args(words, extra_checks=all_checks(), settings={**settings, "inline": False})
+    if not args.inline:
+        problems += pack(folder)
     problems += [_of_rows(one, folder) for one in found]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -97,7 +105,7 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
             continue
         try:
             settings |= _setting(given, name, value, folder)
-        except (NotShippable, UnknownParameters, RowsError) as error:
+        except (UnknownParameters, RowsError) as error:
             told = error.problems if isinstance(error, RowsError) else [str(error)]
             problems += [f"{given}: {one}" for one in told]
             settings |= _stand_in(name, folder)
@@ -248,6 +256,12 @@ def _shown(value: object) -> str:
         return "a value that cannot be shown"
 
 
-def input_folder() -> tempfile.TemporaryDirectory[str]:
+class InputFolder(tempfile.TemporaryDirectory[str]):
     """A folder for rows and functions, which is removed with the object or at the end of the process."""
-    return tempfile.TemporaryDirectory(prefix="slime-inputs-", ignore_cleanup_errors=True)
+
+    def __init__(self) -> None:
+        super().__init__(prefix="slime-inputs-", ignore_cleanup_errors=True)
+
+    def cleanup(self) -> None:
+        forget(Path(self.name))
+        super().cleanup()

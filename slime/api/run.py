@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.api.arguments import Data, input_folder, parse
+from slime.api.arguments import Data, InputFolder, parse
 from slime.api.result import Result
 from slime.api.trainer import Trainer
 
@@ -60,5 +60,5 @@ def dry_run(
     """
     from slime.cluster.dry_run import dry_run as report
 
-    with input_folder() as folder:
+    with InputFolder() as folder:
         report(parse({"model": model, "data": data, "reward": reward, **flags}, Path(folder)))

@@ -1,8 +1,8 @@
-"""Functions of a program or notebook, made available to the processes of a run.
+"""Functions of a program or notebook, made available to a run.
 
-A function is pickled by value with cloudpickle, which Ray brings, and a small file of Python beside the pickle loads
-it. So the function has a path like that of any other function of the user's, and all of slime treats it as one. A
-process gets a copy: what the function changes outside of itself is not seen by the program.
+A small file of Python stands for each function, so that it has a path like that of any other function of the user's, and
+all of slime treats it as one. In this process, the file gives the function itself. For other processes, the function is
+pickled by value with cloudpickle, which Ray brings. They get a copy: what it changes outside of itself is not seen by the program.
 """
 
 from __future__ import annotations
@@ -21,38 +21,58 @@ from slime.api.shipping import unpack
 '''
 
 
-class NotShippable(ValueError):
-    """A function cannot be sent to the processes of the run; the message says which part of it."""
+_held: dict[Path, Callable[..., object]] = {}
+"""The functions of this process, by the files that stand for them."""
 
 
 def ship(function: Callable[..., object], name: str, folder: Path) -> str:
-    """Write ``function`` to ``folder``, and return its path in the form of the command line, ``file.py:name``.
+    """Write a file for ``function``, and return its path in the form of the command line, ``file.py:name``.
+
+    Until :func:`pack`, the function can be loaded in this process only.
 
     Args:
-        name: A Python name, also that of the files.
-
-    Raises:
-        NotShippable: The function refers to something that cannot be pickled, such as a lock or a connection.
+        name: A Python name, also that of the file.
     """
-    from ray import cloudpickle
-
-    try:
-        data = cloudpickle.dumps(function)
-    except Exception as error:  # Objects raise what they like when they are pickled.
-        raise NotShippable(_blame(function, error)) from error
-    folder.joinpath(f"{name}.pkl").write_bytes(data)
     loader = folder / f"{name}.py"
+    _held[loader] = function
     paths = [str(Path(path or ".").resolve()) for path in sys.path]
     loader.write_text(_LOADER.format(what=name, name=name, paths=paths), encoding="utf-8")
     return f"{loader}:{name}"
 
 
+def pack(folder: Path) -> list[str]:
+    """Pickle the functions that were shipped to ``folder``, for other processes.
+
+    Returns:
+        Problems: functions that refer to something that cannot be pickled, such as a lock or a connection.
+    """
+    from ray import cloudpickle
+
+    problems = []
+    for loader, function in _held.items():
+        if loader.parent != folder:
+            continue
+        try:
+            loader.with_suffix(".pkl").write_bytes(cloudpickle.dumps(function))
+        except Exception as error:  # Objects raise what they like when they are pickled.
+            problems.append(f"{loader.stem}: {_blame(function, error)}")
+    return problems
+
+
+def forget(folder: Path) -> None:
+    """Drop the functions that were shipped to ``folder``."""
+    for loader in [loader for loader in _held if loader.parent == folder]:
+        del _held[loader]
+
+
 def unpack(loader: str, paths: list[str]) -> Any:
-    """Load the pickle beside the file ``loader``.
+    """Return the function for which the file ``loader`` stands.
 
     Args:
         paths: The program's ``sys.path``, on which the modules that the function imports are found.
     """
+    if (function := _held.get(Path(loader))) is not None:
+        return function
     from ray import cloudpickle
 
     sys.path.extend(path for path in paths if path not in sys.path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from slime.api.arguments import Data, input_folder, parse
+from slime.api.arguments import Data, InputFolder, parse
 from slime.api.callbacks import Callback, as_callback
 from slime.api.prompts import Prompt, check_prompts, is_single
 from slime.api.table import Table
@@ -71,7 +71,7 @@ class Trainer:
         from slime.cluster.run import open_run
 
         listeners = [as_callback(one) for one in callbacks]
-        self._inputs = input_folder()
+        self._inputs = InputFolder()
         self.args = parse({"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name))
         if _current is not None:
             _current.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.api.shipping import NotShippable, ship
+from slime.api.shipping import forget, pack, ship
 from slime.config.hooks import load_function
 
 LOCK = threading.Lock()
@@ -36,9 +36,9 @@ def test_a_function_of_a_program_reaches_another_process(tmp_path: Path) -> None
     (tmp_path / "lib" / "helpers.py").write_text("def double(x):\n    return 2 * x\n")
     program = (
         f"import sys; sys.path.append({str(tmp_path / 'lib')!r})\n"
-        "from pathlib import Path\nfrom helpers import double\nfrom slime.api.shipping import ship\n"
+        "from pathlib import Path\nfrom helpers import double\nfrom slime.api.shipping import pack, ship\n"
         "def quadruple(x):\n    return double(double(x))\n"
-        f"print(ship(quadruple, 'quadruple', Path({str(tmp_path)!r})))\n"
+        f"folder = Path({str(tmp_path)!r})\nprint(ship(quadruple, 'quadruple', folder))\nassert not pack(folder)\n"
     )
     (tmp_path / "program.py").write_text(program)
     path = _said(str(tmp_path / "program.py"))
@@ -59,6 +59,21 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
         with guard:
             return x
 
-    with pytest.raises(NotShippable, match=r"it uses guard \(a lock\).*create such objects inside the function"):
-        ship(locked, "locked", tmp_path)
-    assert not list(tmp_path.iterdir())
+    ship(locked, "locked", tmp_path)
+    (problem,) = pack(tmp_path)
+    assert problem.startswith("locked: it cannot be sent to the processes of the run: it uses guard (a lock)")
+    assert not list(tmp_path.glob("*.pkl"))
+
+
+def test_in_the_same_process_it_is_the_function_itself(tmp_path: Path) -> None:
+    """So what it changes is seen by the program, and it may use what cannot be pickled."""
+    seen: list[int] = []
+    guard = threading.Lock()
+
+    def noted(x: int) -> None:
+        with guard:
+            seen.append(x)
+
+    load_function(ship(noted, "noted", tmp_path))(5)
+    assert seen == [5]
+    forget(tmp_path)

@@ -3,6 +3,9 @@ leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import shutil
@@ -10,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -154,6 +158,25 @@ class Runner:
     def run(self, *flags: object, name: str = "run", timeout: float = 240, **more: object) -> Result:
         process = self.start("--run-name", name, *flags, **more)  # type: ignore[arg-type]
         return self.finish(process, name, timeout)
+
+    def inline(self, *flags: object, name: str = "run", script: str = "train.py") -> Result:
+        """Run the loop of a script with ``--inline`` in this process: a second instead of half a minute."""
+        from slime.cluster.checks import parse_and_check
+        from slime.config.parser import ConfigError
+
+        loop = importlib.import_module(script.removesuffix(".py")).train
+        said, code = io.StringIO(), 0
+        argv = ["--run-name", name, "--inline", *map(str, flags)]
+        with contextlib.chdir(self.tmp), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                loop(parse_and_check(argv, asynchronous=script == "train_async.py"))
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
+            except ConfigError as error:
+                code, _ = 2, print(error)
+            except Exception:
+                code, _ = 1, traceback.print_exc()
+        return Result(code, said.getvalue(), self.tmp / "outputs" / name, self.marker)
 
     def alive(self) -> list[psutil.Process]:
         """Processes that carry this test's mark in their environment."""

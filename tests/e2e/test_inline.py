@@ -1,0 +1,213 @@
+"""Runs in one process: with the numbers of a run with Ray, without its processes, and open to a debugger."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from seed_desk import CHECKOUT
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+OF_THE_CACHE = ("rollout/avg_cached_tokens_per_sample", "rollout/prefix_cache_hit_rate")  # depend on who comes first
+AGENT = """
+async def generate(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import generate
+    return await generate(args, sample, sampling_params)
+"""
+
+
+def numbers(folder: Path) -> list[dict[str, object]]:
+    """The metrics of each step that are no times."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("perf/", "time", "memory")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed) and name not in OF_THE_CACHE}
+        for row in rows
+    ]
+
+
+def texts(folder: Path) -> list[str]:
+    return [file.read_text() for file in sorted((folder / "samples").glob("*.jsonl"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("train.py", ()),
+        ("train.py", ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)),
+        ("train.py", ("--lora-rank", 4, "--lora-sync", "adapter")),
+        ("train_async.py", ()),
+    ],
+    ids=["sync", "ppo", "lora", "async"],
+)
+def test_the_numbers_are_those_of_a_run_with_ray(runner, flags, script: str, more: tuple[object, ...]) -> None:
+    with_ray = runner.run(*flags, *more, name="ray", script=script)
+    assert with_ray.code == 0, with_ray.output
+    inline = runner.inline(*flags, *more, name="inline", script=script)
+    assert inline.code == 0, inline.output
+    assert numbers(inline.folder) == numbers(with_ray.folder)
+    assert texts(inline.folder) == texts(with_ray.folder)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_inline_and_with_ray_from_the_snapshots_of_the_other(runner, flags) -> None:
+    saves = (*flags, "--save-interval", 2, "--num-rollout", 4, "--save")
+    whole = runner.inline(*saves, "whole", name="whole")
+    assert whole.code == 0, whole.output
+    begun = runner.run(*saves, "with_ray", "--num-rollout", 2, name="begun")
+    assert begun.code == 0, begun.output
+    inline = runner.inline(*saves, "on", "--load", "with_ray", name="inline")
+    with_ray = runner.run(*saves, "on2", "--load", "whole", "--ckpt-step", 1, name="with_ray")
+    for run in (inline, with_ray):
+        assert run.code == 0, run.output
+        assert numbers(run.folder)[-2:] == numbers(whole.folder)[-2:]
+
+
+def test_no_process_and_no_port_of_an_engine(runner, flags, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    seen: list[tuple[set[psutil.Process], list[object]]] = []
+    hook = tmp_path / "watch.py"
+    hook.write_text("SEEN = []\ndef watch(args, rollout_id, samples, metrics, seconds):\n    SEEN.append(look())\n")
+
+    def look() -> tuple[set[psutil.Process], list[object]]:
+        process = psutil.Process()
+        listening = [c for c in process.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN]
+        return set(process.children(recursive=True)) - before, listening
+
+    import builtins
+
+    vars(builtins)["look"] = look
+    try:
+        own = [flag for flag in flags if "letters.py" not in str(flag)]
+        own[own.index("--custom-rm-path")] = "--rm-type"
+        own.insert(own.index("--rm-type") + 1, "f1")
+        run = runner.inline(*own, "--custom-rollout-log-function-path", f"{hook}:watch")
+    finally:
+        del vars(builtins)["look"]
+    assert run.code == 0, run.output
+    from slime.config.hooks import load_function
+
+    seen = load_function(f"{hook}:watch").__globals__["SEEN"]
+    assert len(seen) == 3
+    started = {name for children, _ in seen for child in children for name in [" ".join(child.cmdline())]}
+    assert not [name for name in started if "verifier" not in name], started
+    # torch's process group of one rank has a socket on the loopback interface, and nothing else listens.
+    assert {len(ports) for _, ports in seen} == {1}
+
+
+def test_a_users_function_finds_the_engine_at_its_address(runner, flags, tmp_path: Path) -> None:
+    hook = tmp_path / "own_client.py"
+    hook.write_text(
+        "import aiohttp\nfrom slime.engines.keys import auth_headers\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    url = f'http://{args.sglang_router_ip}:{args.sglang_router_port}/health'\n"
+        "    async with aiohttp.ClientSession() as session, session.get(url) as answer:\n"
+        "        assert answer.status == 200\n"
+        "    from slime.rollout.sglang_rollout import generate\n"
+        "    return await generate(args, sample, sampling_params)\n"
+    )
+    run = runner.inline(*flags, "--num-rollout", 1, "--custom-generate-function-path", f"{hook}:generate")
+    assert run.code == 0, run.output
+
+
+def test_an_error_of_a_users_function_ends_in_its_line(runner, flags, tmp_path: Path) -> None:
+    hook = tmp_path / "broken.py"
+    hook.write_text("def shape(args, samples):\n    total = 1\n    return total / 0  # here\n")
+    run = runner.inline(*flags, "--custom-reward-post-process-path", f"{hook}:shape")
+    assert run.code == 1
+    trace = run.output[run.output.rindex("Traceback") :]
+    assert "RayTaskError" not in trace and "/ray/" not in trace
+    assert re.search(r'broken\.py", line 3, in shape\n.*# here\n(?:\s*[~^]+\n)?ZeroDivisionError', trace), trace
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--actor-num-gpus-per-node", 2), "--inline excludes --actor-num-gpus-per-node"),
+        (("--rollout-num-gpus", 2), "--inline excludes --rollout-num-gpus"),
+        (("--use-fault-tolerance",), "--inline excludes --use-fault-tolerance"),
+        (("--train-backend", "megatron"), "--inline excludes --train-backend megatron"),
+        (("--rollout-workers", 2), "--inline excludes --rollout-workers"),
+        (("--use-router",), "--inline excludes --use-router"),
+        (("--train-env-vars", '{"A": "1"}'), "--inline excludes --train-env-vars"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object, ...], said: str) -> None:
+    run = runner.inline(*flags, *more)
+    assert run.code == 2 and said in run.output, run.output
+
+
+@pytest.mark.parametrize("where", ["reward", "generate", "loss", "slime"])
+def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp_path: Path, where: str) -> None:
+    """As on a terminal: commands are typed, an expression is printed, and the run goes on to its end."""
+    hook = tmp_path / "stops.py"
+    hook.write_text(
+        "stopped = []\n"
+        "def once():\n    stopped.append(1)\n    return len(stopped) == 1\n"
+        "async def reward(args, sample, **kwargs):\n    mine = 41\n    if once(): breakpoint()\n    return float(mine)\n"
+        "async def generate(args, sample, sampling_params):\n    mine = 41\n    if once(): breakpoint()\n"
+        "    from slime.rollout.sglang_rollout import generate\n"
+        "    return await generate(args, sample, sampling_params)\n"
+        "def post(args, rollout_id, rollout_data):\n    mine = 41\n    if once(): breakpoint()\n"
+    )
+    own = {
+        "reward": ("--custom-rm-path", f"{hook}:reward"),
+        "generate": ("--custom-generate-function-path", f"{hook}:generate"),
+        "loss": ("--rollout-data-postprocess-path", f"{hook}:post"),
+        "slime": (),
+    }[where]
+    program = tmp_path / "program.py"
+    patch = (
+        "import slime.cluster.phases as phases\nstep = phases.Run.train\n"
+        "def stopping(self, rollout_id, batch):\n    mine = 41\n    if rollout_id == 0: breakpoint()\n"
+        "    return step(self, rollout_id, batch)\nphases.Run.train = stopping\n"
+    )
+    program.write_text(
+        "import train\nfrom slime.cluster.checks import parse_and_check\n"
+        + (patch if where == "slime" else "")
+        + "train.train(parse_and_check())\n"
+    )
+    command = [sys.executable, str(program), "--inline", "--run-name", "run", *map(str, (*flags, *own))]
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    runner.started.append(process)
+    os.close(theirs)
+    said = _until(ours, "(Pdb)")
+    os.write(ours, b"p mine + 1\n")
+    said += _until(ours, "(Pdb)")
+    os.write(ours, b"continue\n")
+    said += _until(ours, None)
+    assert process.wait(60) == 0, said
+    assert re.search(r"\b42\b", said) and "ledger: 12 groups" in said, said
+
+
+def _until(terminal: int, mark: str | None, seconds: float = 240) -> str:
+    """What the terminal shows up to ``mark``, or to its end."""
+    shown, end = "", time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # the program has ended
+            part = b""
+        if not part:
+            break
+        shown += part.decode(errors="replace")
+        if mark is not None and mark in shown:
+            return shown
+    assert mark is None, f"{mark} did not come: {shown}"
+    return shown
