@@ -1,8 +1,9 @@
 """Functions of a program or notebook, made available to a run.
 
-A small file of Python stands for each function, so that it has a path like that of any other function of the user's, and
-all of slime treats it as one. In this process, the file gives the function itself. For other processes, the function is
-pickled by value with cloudpickle, which Ray brings. They get a copy: what it changes outside of itself is not seen by the program.
+A small file of Python stands for each function, so that it has a path like that of any other function of the user's,
+and all of slime treats it as one. In this process, the file gives the function itself. For other processes, the
+function is pickled by value with cloudpickle, which Ray brings. They get a copy: what it changes outside of itself is
+not seen by the program.
 """
 
 from __future__ import annotations

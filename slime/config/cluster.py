@@ -203,7 +203,10 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     to it."""
     problems = _absent_packages(args) + check_precision_packages(args, machine)
     if args.rollout_backend == "sglang":
-        _embedded_flags(args)
+        given = sorted(name for name in args.explicit if name.startswith("embedded_"))
+        if given:
+            options = ", ".join("--" + name.replace("_", "-") for name in given)
+            args.notices.append(f"{options}: no effect on SGLang, whose flags have the prefix --sglang-")
         on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
         problems += check_quantization_device(args, on_cpu)
         if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
@@ -227,13 +230,6 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     if machine.cuda:
         problems += engines_beside_trainer(args)
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
-
-
-def _embedded_flags(args: Args) -> None:
-    given = sorted(name for name in args.explicit if name.startswith("embedded_"))
-    if given:
-        options = ", ".join("--" + name.replace("_", "-") for name in given)
-        args.notices.append(f"{options}: no effect on SGLang, whose flags have the prefix --sglang-")
 
 
 def _absent_packages(args: Args) -> list[str]:

@@ -119,7 +119,8 @@ def validate(
     problems += rollout.check_loop(args, asynchronous)
     problems += corrections.check_opsm(args, asynchronous)
     problems += cluster.check_placement(args)
-    problems += inline.check_inline(args)
+    if args.inline:
+        problems += [f"--inline excludes {one}" for one in inline.Inline.from_args(args).obstacles]
     problems += cluster.check_machine(args, machine or this_machine())
     problems += cluster.check_routing_replay(args, machine or this_machine())
     problems += passthrough.check(args)

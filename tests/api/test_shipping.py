@@ -7,8 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 from slime.api.shipping import forget, pack, ship
 from slime.config.hooks import load_function
 

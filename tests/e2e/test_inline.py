@@ -154,7 +154,8 @@ def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp
     hook.write_text(
         "stopped = []\n"
         "def once():\n    stopped.append(1)\n    return len(stopped) == 1\n"
-        "async def reward(args, sample, **kwargs):\n    mine = 41\n    if once(): breakpoint()\n    return float(mine)\n"
+        "async def reward(args, sample, **kwargs):\n    mine = 41\n    if once(): breakpoint()\n"
+        "    return float(mine)\n"
         "async def generate(args, sample, sampling_params):\n    mine = 41\n    if once(): breakpoint()\n"
         "    from slime.rollout.sglang_rollout import generate\n"
         "    return await generate(args, sample, sampling_params)\n"
