@@ -14,7 +14,7 @@ from slime.types import JsonObject, JsonValue
 _LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime", "megatron-core", "sglang")
 # Settings of locations, limits and output, which may differ between a run and its continuation.
 WHERE_NOT_WHAT = frozenset(
-    {"load", "save", "save_hf", "save_hf_dtype", "output_dir", "run_name", "ckpt_step", "override", "num_rollout",
+    {"load", "save", "save_hf", "save_hf_dtype", "output_dir", "run_name", "ckpt_step", "override",
      "sglang_router_ip", "sglang_router_port", "threads_per_process", "save_interval", "save_keep_last",
      "save_retain_interval", "phase_timeout", "replay_schedule", "max_restarts"}
 )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import is_hf_folder, megatron_folder, read_chat_template, read_config
+from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_chat_template, read_config
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.shards import ModelError
 
@@ -61,10 +61,30 @@ def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
 
 def all_checks() -> tuple[ExtraCheck, ...]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
-    return (
+    return (_check_all,)
+
+
+def _check_all(args: Args) -> list[str]:
+    checks = (
         _check_rows_and_rewards, _check_environment, check_schedules, check_family, _check_checkpoints,
         _check_snapshots, _check_save_folder, _check_server_options,
     )  # fmt: skip
+    # Without its model, the other checks of a run would wait for the hub again.
+    return _check_hub(args) or [problem for check in checks for problem in check(args)]
+
+
+def _check_hub(args: Args) -> list[str]:
+    """Check that the hub gives each model that is not on this machine."""
+    from slime.models.folder import require_hub
+
+    problems = []
+    for option, path in _named_checkpoints(args).items():
+        if path and looks_like_hub_id(path) and not Path(path).expanduser().exists():
+            try:
+                require_hub(path)
+            except ModelError as error:
+                problems.append(f"{option}: {error}")
+    return problems
 
 
 def _check_rows_and_rewards(args: Args) -> list[str]:
@@ -165,19 +185,24 @@ def _check_checkpoints(args: Args) -> list[str]:
     return problems + _check_quantized_engines(args.hf_checkpoint, args.rollout_backend == "sglang" and updates)
 
 
-def _read_checkpoints(args: Args) -> dict[str, str]:
-    named = {"--hf-checkpoint": args.hf_checkpoint}
+def _named_checkpoints(args: Args) -> dict[str, str | None]:
+    named: dict[str, str | None] = {"--hf-checkpoint": args.hf_checkpoint}
     if args.load and is_hf_folder(args.load):
         named["--load"] = args.load
     if args.use_kl_loss or args.kl_coef != 0:
         named["--ref-load"] = args.ref_load
     if args.opd_teacher_load:
         named["--opd-teacher-load"] = args.opd_teacher_load
+    return named
+
+
+def _read_checkpoints(args: Args) -> dict[str, str]:
     in_use: dict[str, str] = {}
-    for option, path in named.items():
+    for option, path in _named_checkpoints(args).items():
         # A hub id is only checked if it is in the local cache. A checkpoint that several flags name is checked once.
-        here = bool(path) and (is_hf_folder(path) or read_config(path) is not None)
-        if here and path not in in_use.values() and not megatron_folder(path):
+        if not path or path in in_use.values() or megatron_folder(path):
+            continue
+        if is_hf_folder(path) or read_config(path) is not None:
             in_use[option] = path
     return in_use
 

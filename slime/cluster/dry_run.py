@@ -136,7 +136,9 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, s
         say(f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains")
     count, origin = args.num_rollout, "--num-rollout"
     if count is None and prompts:
-        count = max(prompts // args.rollout_batch_size, 1) * (args.num_epoch or 1)
+        from slime.data.source import rollouts_of_epochs
+
+        count = rollouts_of_epochs(prompts, args)
         origin = f"{args.num_epoch or 1} epoch(s)"
     if count is None:
         say("  length          the data source decides")

@@ -62,9 +62,11 @@ class RolloutManager(EngineManager):
         self.garbage = GarbageCollection()
         self.layout = layout
         self.data_source: DataSource = load_function(args.data_source_path)(args)
-        if args.num_rollout is None:  # Only the data source knows how many rollouts an epoch has.
-            per_epoch = max(len(self.data_source) // args.rollout_batch_size, 1)
-            args = args.with_values(num_rollout=per_epoch * (args.num_epoch or 1))
+        if args.num_rollout is None:
+            from slime.data.source import rollouts_of_epochs
+
+            # Only the data source knows how many prompts an epoch has.
+            args = args.with_values(num_rollout=rollouts_of_epochs(len(self.data_source), args))
         super().__init__(args, self.run_dir / "logs", keys)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
 from slime.checkpoint.full_disk import is_full, wait_for_room
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
-    from slime.types import JsonObject
+    from slime.types import JsonObject, JsonValue
 
 T = TypeVar("T")
 
@@ -88,7 +89,9 @@ def settings_of(args: Args) -> JsonObject:
     return settings({name: value for name, value in to_dict(args).items() if name not in shown})
 
 
-def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog) -> None:
+def restore_rollouts(
+    begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog, args: Args
+) -> None:
     """Restore the data source of a resumed run in the rollout manager, and warn about settings that have changed.
 
     Raises:
@@ -104,8 +107,20 @@ def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: Manage
     # change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
-    if changed := changes(then, settings):
+    if changed := changes(then, settings | {"num_rollout": _length(then.get("num_rollout"), trained, args)}):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
+
+
+def _length(before: JsonValue, trained: int, args: Args) -> JsonValue:
+    """Return ``num_rollout``, with what a new length of the run changes; the old one if that is nothing."""
+    if not isinstance(before, int) or before == args.num_rollout:
+        return before
+    old, new = (LrSchedule.from_args(args.with_values(num_rollout=length)) for length in (before, args.num_rollout))
+    if old == new or (old.style == "constant" and old.warmup_steps == new.warmup_steps):
+        return before
+    step = planned_steps(args.with_values(num_rollout=trained + 1))
+    rates = f"{old.lr(step):.3g} -> {new.lr(step):.3g}"
+    return f"{args.num_rollout} (learning rate of the next step: {rates}; --lr-decay-iters fixes its decay)"
 
 
 @dataclass(frozen=True)

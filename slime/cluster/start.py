@@ -165,7 +165,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         # ``args``, since a resumed run keeps the budget of its snapshot.
         args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
         fixed = parts.fixed = Fixed(args, asynchronous, waiter, keys.engine, settings_of(args))
-        restore_rollouts(begin, fixed.settings, manager, log)
+        restore_rollouts(begin, fixed.settings, manager, log, args)
         metrics = _open_records(args, asynchronous, parts, placement)
     return _begin_run(parts, fixed, manager, trainer, urls, metrics)
 
@@ -200,7 +200,7 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
         _start_training(args, parts, placement, fixed.waiter, fixed.engine_keys)
         for group in parts.groups:
             group.load()
-        restore_rollouts(begin, fixed.settings, manager, log)  # while the ranks load the snapshot
+        restore_rollouts(begin, fixed.settings, manager, log, args)  # while the ranks load the snapshot
         for group in parts.groups:
             group.wait_started()
         trainer = _trainer(args, fixed.asynchronous, parts)

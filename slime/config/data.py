@@ -45,7 +45,12 @@ class DataConfig:
     num_rollout: int | None = flag(
         None, low=0, help="Total number of rollouts, each generated and then trained. Default: one epoch"
     )
-    num_epoch: int | None = flag(None, low=1, help="Number of epochs if --num-rollout is not given. Default: 1")
+    num_epoch: int | None = flag(
+        None,
+        low=1,
+        help="Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. "
+        "Default: 1",
+    )
     start_rollout_id: int | None = flag(
         None, low=0, help="Number of the first rollout. Default: the one after the loaded snapshot, or 0"
     )

@@ -120,8 +120,10 @@ class RowFile:
         path, selected = split_spec(spec)
         if not path.is_file():
             what = "is a folder, not a file" if path.is_dir() else "does not exist"
+            shards = path.is_dir() and any(file.suffix in _READERS for file in path.rglob("*.*"))
             like_hub = re.fullmatch(r"[\w.-]+/[\w-]+", str(path)) and not path.parent.is_dir()
             hint = "; data sets of a hub are not downloaded here: use hf download first" if like_hub else ""
+            hint = f"; {path}:default:train reads all of its data files" if shards else hint
             raise DataError([f"data file {path} {what} (looked for {path.absolute()}){hint}"])
         if path.suffix not in _READERS:
             raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from slime.models.shards import ModelError
+
+_HUB_SECONDS = 5.0
 _FETCHED = [
     "*.safetensors", "*.json", "tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py", "LICENSE*",
 ]  # fmt: skip
@@ -28,13 +32,39 @@ def side_files(folder: Path) -> Iterator[Path]:
 
 
 def resolve_folder(path: str | Path) -> Path:
-    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache."""
+    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache.
+
+    Raises:
+        ModelError: The hub does not give the model, and it is not in the cache.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
+    require_hub(str(path))
     return Path(snapshot_download(str(path), allow_patterns=_FETCHED))
+
+
+def require_hub(name: str) -> None:
+    """Ask the hub for a model, once and for a few seconds, unlike transformers, which waits for a minute. If there is
+    no answer but the model is in the local cache, this process and those that it starts ask no hub from now on.
+
+    Raises:
+        ModelError: The hub does not give the model, and it is not in the cache.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+    except Exception as error:  # OSError, or an error of the HTTP client of the release
+        if local_folder(name) is None:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ModelError(
+                f"{name} is not on this machine, and the hub does not give it ({why}). Where there is a network, run "
+                f"hf download {name} --local-dir FOLDER, and pass the folder"
+            ) from error
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
 
 
 def local_folder(path: str | Path) -> Path | None:

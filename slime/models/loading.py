@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from slime.models.cpu_linear import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
-from slime.models.folder import local_folder, resolve_folder
+from slime.models.folder import local_folder, require_hub, resolve_folder
 from slime.models.shards import UNTIES, ModelError, own_head, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights, is_finite
 
@@ -24,13 +24,15 @@ def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the config of a model from a local folder or a hub id.
 
     Raises:
-        ModelError: The path looks like a local folder, but has no ``config.json``.
+        ModelError: The path looks like a local folder, but has no ``config.json``; or the hub does not give the model.
     """
     folder = Path(path).expanduser()
     local = folder.exists() or str(path).startswith((".", "/", "~"))
     if local and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(f"model folder {str(path)!r} {what}; --hf-checkpoint takes a Hugging Face folder or a hub id")
+    if not local:
+        require_hub(str(path))
     return AutoConfig.from_pretrained(str(folder) if local else str(path), trust_remote_code=trust_remote_code)
 
 

@@ -56,13 +56,14 @@ class Series:
             row = orjson.loads(line)
             key = next(key for key in STEP_KEYS if key in row)
             step, moment = float(row.pop(key)), float(row.pop("time", 0.0))
+            began = moment - float(row.get("perf/step_time") or 0.0)
         except (ValueError, TypeError, AttributeError, StopIteration):
             self.unreadable += 1
             return
         if key == "rollout/step":
             self.steps += 1
             self.last_step = max(self.last_step, int(step))
-        self.first_time = self.first_time or moment
+        self.first_time = self.first_time or began
         self.last_time = moment
         columns = self._columns
         for name, value in row.items():
@@ -106,7 +107,7 @@ class Series:
         """Return a metric as at most ``points`` points; None if the run has no such metric.
 
         If there are more values, neighbours are joined: ``values`` are then means, and ``low`` and ``high`` the extreme
-        values. Times are seconds since the first row of the run.
+        values. Times are seconds since the first step of the run began.
         """
         with self._lock:
             column = self._columns.get(name)

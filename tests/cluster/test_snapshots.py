@@ -164,7 +164,7 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     saved(tmp_path, lr=1e-6)
     args = make_args(lr=2e-6).with_values(load=str(tmp_path))
     begin, driver = StartingPoint.from_args(args), Driver()
-    restore_rollouts(begin, settings_of(args), driver.manager, driver.log)
+    restore_rollouts(begin, settings_of(args), driver.manager, driver.log, args)
     assert begin.snapshot is not None
     assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
     assert "going on with rollout 7" in driver.printed.getvalue()
@@ -172,12 +172,32 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     assert changed in driver.printed.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"lr_decay_style": "linear"}, "num_rollout: 8 -> 16 (learning rate of the next step: 1.25e-07 -> 5.63e-07;"),
+        ({"lr_decay_style": "cosine"}, "num_rollout: 8 -> 16 (learning rate of the next step: "),
+        ({"lr_warmup_fraction": 0.5}, "num_rollout: 8 -> 16 (learning rate of the next step: 1e-06 -> 8.75e-07;"),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 32}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_run_that_is_extended_is_told_its_learning_rate(tmp_path: Path, flags: dict[str, Any], told: str) -> None:
+    """The snapshot is that of the seventh of eight steps."""
+    saved(tmp_path, num_rollout=8, lr=1e-6, **flags)
+    args = make_args(num_rollout=16, lr=1e-6, **flags).with_values(load=str(tmp_path))
+    driver = Driver()
+    restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
+    printed = " ".join(driver.printed.getvalue().split())
+    assert told in printed and ("settings that differ" in printed) == bool(told)
+
+
 def test_a_resume_with_another_order_of_prompts_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, rollout_seed=1)
     args = make_args(rollout_seed=2).with_values(load=str(tmp_path))
     driver = Driver()
     with pytest.raises(ResumeError, match="rollout_seed: 1 -> 2"):
-        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log)
+        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
 
 
 def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
@@ -185,5 +205,5 @@ def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
     driver = Driver()
     for flags in ({}, {"load": str(tmp_path), "finetune": True}):
         args = make_args().with_values(**flags)
-        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log)
+        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
     assert driver.said == []

@@ -53,7 +53,17 @@ class Rows:
 
 @pytest.mark.parametrize(
     ("num_rollout", "num_epoch", "rows", "expected"),
-    [(7, None, 10, 7), (None, None, 10, 2), (None, 3, 10, 6), (None, 3, 2, 3), (0, None, 10, 0), (7, 3, 10, 7)],
+    [
+        (7, None, 10, 7),
+        (None, None, 10, 3),
+        (None, 3, 10, 8),
+        (None, 3, 2, 2),
+        (0, None, 10, 0),
+        (7, 3, 10, 7),
+        (None, 2, 8, 4),
+        (None, 1, 1, 1),
+        (None, 1, 0, 1),
+    ],
 )
 def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_rollout: int, num_epoch: int, rows: int, expected: int

@@ -391,3 +391,14 @@ def test_a_real_template(smollm2: Path, file: Path) -> None:
 
     data = Dataset(write(file, [{"prompt": "hi"}]), load_tokenizer(smollm2), None, 64, apply_chat_template=True)
     assert str(data[0].prompt).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_folder_of_data_files_is_named_with_the_way_to_read_it(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f"train-00000-of-00002.{kind}").write_text("")
+    with pytest.raises(DataError, match=f"is a folder, not a file .*; {tmp_path}:default:train reads all"):
+        Dataset(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"is a folder, not a file \(looked for [^)]*\)$"):
+        Dataset(str(tmp_path / "empty"))

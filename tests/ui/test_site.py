@@ -274,3 +274,11 @@ def test_runs_with_the_same_name_are_told_apart(folder: Path, tmp_path: Path) ->
     both.places.append(folder.parent)
     both.find()
     assert both.get("later") is not None
+
+
+def test_a_run_of_one_step_has_taken_the_time_of_this_step(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"rollout/step": 0, "time": 1000.0, "perf/step_time": 12.5}\n')
+    runs = Runs([folder.parent], None)
+    runs.refresh()
+    tiny = runs.get("tiny")
+    assert tiny is not None and tiny.series.last_time - tiny.series.first_time == 12.5
