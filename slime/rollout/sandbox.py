@@ -149,9 +149,34 @@ class Sandbox:
             SandboxUnavailable: The process could not be isolated, and the code was not run.
         """
         limits = self.limits if seconds is None else Limits(**{**asdict(self.limits), "seconds": seconds})
-        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
-        async with room:
-            return await _run(_order(code, limits, self.isolation, self.readable), limits, self.python)
+        async with self._room():
+            return await _run(self._order(code, limits), limits, self.python)
+
+    async def run_pair(self, code: str, other: str) -> tuple[Result, Result]:
+        """Run two snippets at once, each in a sandbox of its own, with a pipe from each to the other.
+
+        Both define a function ``converse(reader, writer)``. It is called at the end with the file descriptor of the
+        pipe from the other snippet and that of the pipe to it.
+
+        Raises:
+            SandboxUnavailable: A process could not be isolated, and its snippet was not run.
+        """
+        async with self._room():
+            reader, other_writer = os.pipe()
+            other_reader, writer = os.pipe()
+            return await asyncio.gather(
+                self._converse(code, reader, writer), self._converse(other, other_reader, other_writer)
+            )
+
+    async def _converse(self, code: str, reader: int, writer: int) -> Result:
+        code = f"{code}\nconverse({reader}, {writer})\n"
+        return await _run(self._order(code, self.limits), self.limits, self.python, (reader, writer))
+
+    def _room(self) -> asyncio.Semaphore:
+        return self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
+
+    def _order(self, code: str, limits: Limits) -> bytes:
+        return _order(code, limits, self.isolation, self.readable)
 
 
 def _order(code: str, limits: Limits, isolation: Isolation, readable: Sequence[str]) -> bytes:
@@ -236,8 +261,8 @@ def _reason(isolation: str, stderr: str, python: str) -> str:
     return f'isolation "{isolation}" does not work on this machine: {last[0]}{advice if isolation == "full" else ""}'
 
 
-async def _run(order: bytes, limits: Limits, python: str) -> Result:
-    async with _process(python) as (process, ready):
+async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] = ()) -> Result:
+    async with _process(python, passed) as (process, ready):
         assert process.stdin and process.stdout and process.stderr
         over = asyncio.Event()
         streams = (process.stdout, process.stderr)
@@ -292,9 +317,11 @@ async def _read(stream: asyncio.StreamReader, most: int, over: asyncio.Event) ->
 
 
 @contextlib.asynccontextmanager
-async def _process(python: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
+async def _process(
+    python: str, passed: Sequence[int]
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
     """Start the launcher in a new session; yield it with the stream that reports the start of the code. The process is
-    killed at the end of the block."""
+    killed at the end of the block. ``passed`` are file descriptors for the launcher, which are closed here."""
     ours, theirs = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -306,10 +333,11 @@ async def _process(python: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
             process = await asyncio.create_subprocess_exec(
                 *_command(python, theirs),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=_environment(), cwd="/", pass_fds=[theirs], start_new_session=True,
+                env=_environment(), cwd="/", pass_fds=[theirs, *passed], start_new_session=True,
             )  # fmt: skip
         finally:
-            os.close(theirs)
+            for descriptor in (theirs, *passed):
+                os.close(descriptor)
         yield process, reader
     finally:
         transport.close()

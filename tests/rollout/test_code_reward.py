@@ -132,10 +132,10 @@ async def test_the_limits_are_those_of_the_flags() -> None:
 
 
 async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Any, code: str, seconds: float | None = None) -> None:
+    async def broken(self: Any, code: str, other: str) -> None:
         raise SandboxUnavailable("no namespaces today")
 
-    monkeypatch.setattr(Sandbox, "run", broken)
+    monkeypatch.setattr(Sandbox, "run_pair", broken)
     sample = await score(FUNCTION, MBPP)
     assert (
         sample.reward is None and sample.reward_timed_out and "no namespaces today" in sample.metadata["reward_failure"]

@@ -114,6 +114,45 @@ STUBBORN = {
 }
 
 
+PAIR = """
+import os
+def converse(reader, writer):
+    {act}
+"""
+
+
+async def test_a_pair_speaks_over_pipes_and_learns_when_the_other_ends(sandbox):
+    asks = "os.write(writer, b'6 7'); print(os.read(reader, 9), os.read(reader, 9))"
+    answers = "a, b = os.read(reader, 9).split(); os.write(writer, b'%d' % (int(a) * int(b)))"
+    first, second = await sandbox.run_pair(PAIR.format(act=asks), PAIR.format(act=answers))
+    assert (first.status, first.stdout) == ("ok", "b'42' b''\n") and second.ok
+    first, second = await sandbox.run_pair(PAIR.format(act="print(os.read(reader, 9))"), "raise KeyError(1)")
+    assert first.stdout == "b''\n" and second.status == "error" and "KeyError: 1" in second.stderr
+
+
+async def test_one_of_a_pair_cannot_reach_the_other(sandbox):
+    reach = """
+import glob, os, signal
+found = []
+for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/proc/[0-9]*/mem') + glob.glob('/proc/[0-9]*/environ'):
+    if path.split('/')[2] == str(os.getpid()): continue
+    try: found.append(open(path, 'rb').read(1))
+    except OSError: pass
+print(found)
+def converse(reader, writer): os.write(writer, b'1')
+"""
+    first, second = await sandbox.run_pair(PAIR.format(act="os.read(reader, 9); print('alive')"), reach)
+    assert first.stdout == "alive\n"
+    assert second.stdout == "[]\n" or os.geteuid() != 0  # a plain user can read the environment of others
+
+
+async def test_pairs_stay_within_the_bound():
+    box = make("full", workers=1)
+    wait = PAIR.format(act="os.write(writer, b'1'); print(os.read(reader, 1))")
+    pairs = await asyncio.wait_for(asyncio.gather(*(box.run_pair(wait, wait) for _ in range(3))), 60)
+    assert all(result.stdout == "b'1'\n" for pair in pairs for result in pair)
+
+
 @pytest.mark.parametrize("isolation", ["full", "process"])
 async def test_a_snippet_that_will_not_end_is_killed(isolation):
     sandbox, me = make(isolation, workers=len(STUBBORN)), mark()

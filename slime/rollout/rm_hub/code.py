@@ -3,7 +3,7 @@
 The program is the last fenced block of the response, without reasoning; a response without a block is the program.
 Every test runs in a process of its own in the :class:`~slime.rollout.sandbox.Sandbox`, at most ``--reward-workers`` at
 once, and the first failed test ends the scoring. Expected outputs are compared outside of the sandbox, where the
-program cannot see them; asserts run with the program, which can.
+program cannot see them; asserts run in another sandbox and call the program over pipes, see :mod:`.code_peer`.
 
 A program that takes too long or too much memory is wrong: its reward is 0. How each program ended is in
 ``metadata["code_outcome"]``, and counted in ``rollout/code/<outcome>_count``. A sandbox that fails gives no reward.
@@ -111,10 +111,15 @@ async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) 
 
 async def _try(box: Sandbox, trial: Trial) -> Outcome | None:
     for _ in range(_TRIES):
-        result = await box.run(trial.program)
-        if result.status != "killed" or result.exit_code not in _KILLED:
-            return _outcome(result, trial)
+        results = await (box.run_pair(trial.tests, trial.program) if trial.tests else _alone(box, trial.program))
+        if not any(result.status == "killed" and result.exit_code in _KILLED for result in results):
+            # The tests decide. Why a program ended before them is in its own result.
+            return _outcome(results[0] if results[0].ok or results[-1].ok else results[-1], trial)
     return None
+
+
+async def _alone(box: Sandbox, program: str) -> tuple[Result]:
+    return (await box.run(program),)
 
 
 def _outcome(result: Result, trial: Trial) -> Outcome:

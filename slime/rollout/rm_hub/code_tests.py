@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _SPACE = (
@@ -15,6 +18,9 @@ _SPACE = (
     "from heapq import *\nfrom bisect import *\nimport collections, functools, heapq, itertools, math, re, string\n"
 )
 """What a function of a response can use without importing it, as on the sites that the code sets come from."""
+_SPACE_NAMES: dict[str, Any] = {}
+exec(_SPACE, _SPACE_NAMES)
+_PEER = Path(__file__).with_name("code_peer.py").read_text(encoding="utf-8")
 _HARNESS = """\
 import builtins, json, os, resource, sys, threading, types
 _order = json.loads({order!r})
@@ -23,10 +29,24 @@ builtins.exit = builtins.quit = sys.exit
 _module = sys.modules[_order["module"]] = types.ModuleType(_order["module"])
 _names = _module.__dict__
 """
-_ASSERTS = """\
-for _part in _order["parts"]:
-    exec(compile(_part, "<code>", "exec"), _names)
-print("\\n" + _order["done"])
+_PROGRAM = """\
+def converse(reader, writer):
+    for part in _order["parts"]:
+        exec(compile(part, "<code>", "exec"), _names)
+    Peer(reader, writer, _names).serve()
+"""
+_TESTS = """\
+def converse(reader, writer):
+    peer = Peer(reader, writer)
+    for part in _order["parts"]:
+        exec(compile(part, "<prompt>", "exec"), _names)
+    for name in _order["names"]:
+        try:
+            _names[name] = peer.ask(0, "getitem", name)
+        except KeyError:
+            pass  # the tests say what is missing
+    exec(compile(_order["asserts"], "<tests>", "exec"), _names)
+    print("\\n" + _order["done"])
 """
 _STDIN = """\
 _input, (_read, _write) = _order["input"].encode(), os.pipe()
@@ -83,13 +103,14 @@ class CodeTests:
 
 @dataclass(frozen=True)
 class Trial:
-    """A program for the sandbox, and the test of what it prints."""
+    """A program for the sandbox, and the test of what it prints, or the program of the tests that judge it."""
 
     program: str
     done: str = (
         ""  # what the program prints when it has come to its end; empty: everything that it prints is the answer
     )
     case: Case | None = None
+    tests: str = ""  # runs beside the program, in a sandbox of its own, and prints ``done``
 
     def passed(self, stdout: str) -> bool:
         """Whether the output of a program that ended without an error is right."""
@@ -107,16 +128,20 @@ class Trial:
 
 def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     """Yield the programs that test ``code``, each with its own processor time in seconds."""
+    prompt = [tests.prefix] if tests.entry and _is_complete(tests.prefix) else []
     before = [_SPACE]
     if tests.entry and re.search(rf"^(?:(?:async )?def|class) {re.escape(tests.entry)}\b", code, re.MULTILINE):
-        before += [tests.prefix] if _is_complete(tests.prefix) else []
+        before += prompt
     elif tests.entry:
         code = f"{tests.prefix}\n{code}"
-    # A program cannot contain a hash of itself, so it cannot print this before its tests have ended.
+    # Marks where the result begins. A program may find it and print it, but what follows is compared all the same.
     done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
     order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "module": "solution", "parts": [*before, code]}
     if tests.asserts:
-        yield Trial(_program(_ASSERTS, {**order, "parts": [*before, code, tests.asserts]}), done)
+        names = _names_of_program(tests, code, prompt)
+        judge = {**order, "module": "tests", "parts": [_SPACE, *prompt], "names": names, "asserts": tests.asserts}
+        program = _program(_PROGRAM, {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]})
+        yield Trial(_PEER + program, done, tests=_PEER + _program(_TESTS, judge))
     for case in tests.cases:
         if tests.function:
             more = {"function": tests.function, "arguments": case.given}
@@ -124,6 +149,39 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
         else:
             more = {"module": "__main__", "code": code, "input": case.given}
             yield Trial(_program(_STDIN, {"cpu": cpu_seconds, **more}), "", case)
+
+
+def _names_of_program(tests: CodeTests, code: str, prompt: Sequence[str]) -> list[str]:
+    """Return the names that the tests use and only the program defines.
+
+    All other names mean in the tests what they mean without the program, so that it cannot replace ``sorted`` or a
+    helper of the prompt. If every name of the tests has such a meaning (``assert count(5) == 3``), those count that the
+    program defines.
+    """
+    used = {node.id for node in ast.walk(ast.parse(tests.asserts)) if isinstance(node, ast.Name)}
+    used -= _defined(tests.asserts, everywhere=True)
+    own = used - {*vars(builtins), *_SPACE_NAMES}.union(*map(_defined, prompt)) | ({tests.entry} & used)
+    return sorted(own or used & _defined(code))
+
+
+def _defined(code: str, everywhere: bool = False) -> set[str]:
+    """Return the names that a text of Python defines at its top level, or everywhere in it."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        else:
+            targets = ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else [node]
+            names.update(n.id for n in targets if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return names
 
 
 def _is_complete(code: str) -> bool:
