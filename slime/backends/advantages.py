@@ -65,10 +65,10 @@ class AdvantageSettings:
     def for_critic(self) -> AdvantageSettings:
         """Return the settings for the critic.
 
-        Its returns depend on rewards only. It has no log-probs for a KL penalty, a teacher or a custom function, and
-        whitening is for the advantages of the actor.
+        Its returns are those of the actor: of the same rewards, with the same KL penalty (``--kl-coef``), for which it
+        gets the actor's log-probs. Everything else changes only the advantages of the actor.
         """
-        return replace(self, custom=None, kl_coef=0.0, distillation_coef=None, normalize=False, weights_to_average=None)
+        return replace(self, custom=None, distillation_coef=None, normalize=False, weights_to_average=None)
 
 
 def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Reduce) -> None:

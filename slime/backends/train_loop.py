@@ -14,7 +14,7 @@ from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights
 from slime.config.args import Args
 from slime.config.hooks import load_function
-from slime.data.fields import BY_NAME, FIELDS, RankBatch
+from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData
 from slime.data.rewards import PASS_ABOVE
 from slime.observability import progress
 from slime.observability.profiler import Profiler
@@ -55,9 +55,9 @@ def train_on_rollout(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
-    All ranks must call this together, each with its own batch. These entries are added to the batch: ``ref_log_probs``,
-    ``old_log_probs`` (if they are recomputed), ``old_values`` (of the critic, from before the update), ``kl``,
-    ``advantages`` and ``returns``.
+    All ranks must call this together, each with its own batch. These entries are added to the batch, unless it has them
+    already: ``ref_log_probs``, ``old_log_probs`` (if they are recomputed), ``old_values`` (of the critic, from before
+    the update), ``kl``, ``advantages`` and ``returns``.
 
     Returns:
         The metrics and the seconds per phase. Metrics ``train/…`` and ``train/critic-…`` are means over the optimizer
@@ -105,6 +105,23 @@ def train_on_rollout(
     return metrics, timer.seconds
 
 
+def score_rollout(
+    backend: TrainBackend, batch: RankBatch, profiler: Profiler | None = None, timers: Timers | None = None
+) -> tuple[TrainData, dict[str, float]]:
+    """Run the forward passes of the actor that come before its first optimizer step.
+
+    With ``--kl-coef``, the critic needs their log-probs for its returns, and it trains before the actor. All ranks must
+    call this together.
+
+    Returns:
+        The entries that were added to the batch, and the seconds per phase. :func:`train_on_rollout` does not compute
+        these entries again if its batch has them.
+    """
+    timer, before = PhaseTimer(profiler, timers), {*batch}
+    _score(backend, batch, timer)
+    return {name: entry for name, entry in batch.items() if name not in before}, timer.seconds
+
+
 def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
     """Run the forward passes of the actor before the first optimizer step, each only if it is needed."""
     needs = backend.needs
@@ -115,7 +132,7 @@ def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
         with timer.phase("teacher_log_probs"):
             batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
     recompute = needs.recomputes_old_log_probs(batch) and batch.get("old_log_probs") is None
-    if recompute or needs.rollout_entropy:
+    if recompute or (needs.rollout_entropy and batch.get("entropy") is None):
         with timer.phase("log_probs"):
             tag: ModelTag = "old_actor" if needs.old_actor else "actor"
             scores = backend.log_probs(batch, tag, with_entropy=needs.rollout_entropy)

@@ -15,7 +15,6 @@ from slime.observability import progress
 from slime.observability.timers import Span, Timers
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import Store
     from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.actors import ActorProcess, Ref
     from slime.config.args import Args
+    from slime.data.fields import RankBatch, TrainData
     from slime.data.wire import Wire
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 Role = Literal["actor", "critic"]
 Batches: TypeAlias = "Sequence[Ref[Wire]]"
 """References to the parts of a rollout, one for each data-parallel rank."""
-Values: TypeAlias = "Sequence[Ref[list[torch.Tensor]]]"
-"""One reference to a critic's values for the samples of one rank, computed before the critic's update."""
+Entries: TypeAlias = "Sequence[Ref[TrainData]]"
+"""References to entries that other passes have computed for the batch of one rank: the actor's log-probs, and the
+critic's values from before its update."""
 
 
 class TrainResult(TypedDict):
@@ -46,7 +47,7 @@ class TrainResult(TypedDict):
 
     metrics: dict[str, float]
     timings: dict[str, float]
-    values: Values | None
+    entries: Entries
 
 
 def refresh_old_actor(backend: TrainBackend, behind: bool) -> None:
@@ -135,22 +136,26 @@ class TrainActor:
             self.backend.load(Path(load_path))
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 
-    def train(self, rollout_id: int, batch_ref: Batches, values_ref: Values | None = None) -> TrainResult:
+    def score(self, rollout_id: int, batch_ref: Batches) -> TrainResult:
+        """Run the forward passes of the actor on this rank's part of a rollout, before the critic trains on it."""
+        from slime.backends.train_loop import score_rollout
+
+        self.profiler.rollout_id = rollout_id
+        entries, timings = score_rollout(self.backend, self._batch(batch_ref), self.profiler, self.timers)
+        return {"metrics": {}, "timings": timings, "entries": [door().put(entries)]}
+
+    def train(self, rollout_id: int, batch_ref: Batches, entries: Entries = ()) -> TrainResult:
         """Train on this rank's part of a rollout.
 
         Args:
             batch_ref: A list with one reference. Ray would resolve a bare reference before the call, and hand over the
                 data instead.
-            values_ref: The critic's values, from which the actor's advantages are computed.
+            entries: What other passes have computed for this batch.
         """
         from slime.backends.train_loop import train_on_rollout
-        from slime.data.wire import to_rank_batch
         from slime.observability.debug_data import save_train_batches
 
-        with self.timers("get_batch"):
-            batch = to_rank_batch(door().get(batch_ref[:1])[0])
-            if values_ref is not None:
-                batch["old_values"] = door().get(values_ref[:1])[0]
+        batch = self._batch(batch_ref, entries)
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler, self.timers)
         # After a step, since the first one creates the optimizer's state, of which the memory must hold a copy.
@@ -162,8 +167,17 @@ class TrainActor:
         if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
             self.backend.clear_memory()
         # As a reference, so that the values go from the critic's rank to the actor's without the driver in between.
-        values: Values | None = [door().put(batch["old_values"])] if self.role == "critic" else None
-        return {"metrics": metrics, "timings": timings, "values": values}
+        values = [door().put({"old_values": batch["old_values"]})] if self.role == "critic" else []
+        return {"metrics": metrics, "timings": timings, "entries": values}
+
+    def _batch(self, batch_ref: Batches, entries: Entries = ()) -> RankBatch:
+        from slime.data.wire import to_rank_batch
+
+        with self.timers("get_batch"):
+            batch = to_rank_batch(door().get(batch_ref[:1])[0])
+            for computed in door().get(entries):
+                batch |= computed
+        return batch
 
     def update_weights(
         self,

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import Ref
+    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import Waiter
-    from slime.cluster.train_actor import Batches, Role, TrainResult, Values
+    from slime.cluster.train_actor import Batches, Entries, Role, TrainResult
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
     from slime.observability.timers import Span
@@ -95,22 +95,36 @@ class TrainGroup:
         answers = self._call(refs, "to look into --save", self.args.start_timeout, "--start-timeout")
         return dict(zip(self._named, answers, strict=True))
 
+    def score(self, rollout_id: int, batch_refs: Batches) -> tuple[TrainResult, list[Entries]]:
+        """Let every rank run its forward passes on its part of a rollout; as :meth:`train`."""
+        refs = [rank.score.remote(rollout_id, part) for rank, part in self._parts(batch_refs)]
+        return self._results(refs, f"to score rollout {rollout_id}")
+
     def train(
-        self, rollout_id: int, batch_refs: Batches, values: Sequence[Values | None] | None = None
-    ) -> tuple[TrainResult, list[Values | None]]:
+        self, rollout_id: int, batch_refs: Batches, entries: Sequence[Entries] | None = None
+    ) -> tuple[TrainResult, list[Entries]]:
         """Train every rank on its part of a rollout.
 
+        Args:
+            entries: For each rank, what other passes have computed for its part.
+
         Returns:
-            The result of rank 0, and each rank's values (of a critic, otherwise None).
+            The result of rank 0, and for each rank what it has computed for others (the values of a critic).
         """
-        layout = ParallelLayout.from_args(self.args)
         refs = [
-            # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of the batch.
-            rank.train.remote(rollout_id, [batch_refs[layout.data_rank(i)]], values[i] if values else None)
-            for i, rank in enumerate(self.ranks)
+            rank.train.remote(rollout_id, part, entries[i] if entries else ())
+            for i, (rank, part) in enumerate(self._parts(batch_refs))
         ]
-        results: list[TrainResult] = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout)
-        return results[0], [result["values"] for result in results]
+        return self._results(refs, f"to train on rollout {rollout_id}")
+
+    def _parts(self, batch_refs: Batches) -> list[tuple[ActorHandle, Batches]]:
+        # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of the batch.
+        layout = ParallelLayout.from_args(self.args)
+        return [(rank, [batch_refs[layout.data_rank(i)]]) for i, rank in enumerate(self.ranks)]
+
+    def _results(self, refs: Sequence[Ref[TrainResult]], what: str) -> tuple[TrainResult, list[Entries]]:
+        results = self._call(refs, what, self.args.phase_timeout)
+        return results[0], [result["entries"] for result in results]
 
     def update_weights(
         self,

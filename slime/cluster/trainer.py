@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slime.checkpoint.manifest import Manifest, OldActorFacts
     from slime.cluster.step_log import StepLog
     from slime.cluster.stop_signals import StopSignals
-    from slime.cluster.train_actor import Batches
+    from slime.cluster.train_actor import Batches, TrainResult
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
 
@@ -26,17 +26,20 @@ class TrainerSettings:
     Attributes:
         offload_train: Whether training ranks move to CPU memory between their phases.
         colocated: Whether training ranks or engines do so, because both share accelerators.
+        kl_in_returns: Whether the critic's returns have the KL penalty of the actor's log-probs (``--kl-coef``).
     """
 
     offload_train: bool
     colocated: bool
     num_critic_only_steps: int
     ref_update_interval: int | None
+    kl_in_returns: bool = False
 
     @classmethod
     def from_args(cls, args: Args) -> TrainerSettings:
         colocated = bool(args.offload_train or args.offload_rollout)
-        return cls(bool(args.offload_train), colocated, args.num_critic_only_steps, args.ref_update_interval)
+        steps, interval = args.num_critic_only_steps, args.ref_update_interval
+        return cls(bool(args.offload_train), colocated, steps, interval, args.kl_coef != 0)
 
 
 class HoldsCopies(Protocol):
@@ -161,6 +164,7 @@ class Trainer:
     def train(self, rollout_id: int, refs: Batches) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values, then the actor.
 
+        If the critic's returns have a KL penalty, the actor's forward passes come before both.
         The metrics are added to those of the step. In the first ``--num-critic-only-steps`` rollouts, the actor does
         not train. A stop signal waits until the rollout is trained completely.
         """
@@ -172,21 +176,33 @@ class Trainer:
 
     def _train(self, rollout_id: int, refs: Batches) -> None:
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        pending, values = self._log.pending, None
+        trains_actor = self.critic is None or rollout_id >= self.settings.num_critic_only_steps
+        scores, values = None, None
         if self.critic is not None:
+            if self.settings.kl_in_returns:
+                self.take_turn(self.actor)
+                if trains_actor:
+                    self.old_actor.before_step(self.actor)
+                result, scores = self.actor.score(rollout_id, refs)
+                self._log_result(result)
             self.take_turn(self.critic)
-            result, values = self.critic.train(rollout_id, refs)
-            pending.update(result["metrics"])
-        if self.critic is None or rollout_id >= self.settings.num_critic_only_steps:
+            result, values = self.critic.train(rollout_id, refs, scores)
+            self._log.pending.update(result["metrics"])
+        if trains_actor:
             self.take_turn(self.actor)
-            self.old_actor.before_step(self.actor)
-            result, _ = self.actor.train(rollout_id, refs, values)
-            pending.update(result["metrics"])
-            pending.update({f"perf/{name}_time": seconds for name, seconds in result["timings"].items()})
+            if scores is None:
+                self.old_actor.before_step(self.actor)
+            known = [[*a, *b] for a, b in zip(scores, values, strict=True)] if scores and values else values
+            result, _ = self.actor.train(rollout_id, refs, known)
+            self._log_result(result)
         interval = self.settings.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
+
+    def _log_result(self, result: TrainResult) -> None:
+        self._log.pending.update(result["metrics"])
+        self._log.pending.update({f"perf/{name}_time": seconds for name, seconds in result["timings"].items()})
 
     # --- colocated: which group is on the accelerator ----------------------------------------
 
@@ -202,10 +218,11 @@ class Trainer:
             group.wake()
 
     def wake(self) -> None:
-        """With ``--offload-train``, wake the group that trains first: the critic if there is one."""
+        """With ``--offload-train``, wake the group that works first: the critic if there is one that does not wait for
+        the actor's log-probs."""
         if self.settings.offload_train and self.groups:
             with self._log.timed("wake_up"):
-                self.take_turn(self.groups[-1])
+                self.take_turn(self.groups[0 if self.settings.kl_in_returns else -1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:

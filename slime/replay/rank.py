@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.create import create_backend
 from slime.backends.shared import SharedBackend
-from slime.backends.train_loop import train_on_rollout
+from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.checkpoint.manifest import Manifest
 from slime.checkpoint.snapshot import MANIFEST
 from slime.cluster.local_ranks import Place
@@ -24,7 +24,7 @@ from slime.cluster.trainer import OldActor
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
-from slime.data.fields import RankBatch
+from slime.data.fields import RankBatch, TrainData
 from slime.data.wire import to_rank_batch
 from slime.models.digest import tensor_digest
 from slime.replay import capture
@@ -39,8 +39,8 @@ class RoleJob:
     Attributes:
         load: The snapshot of the state before the first step; None for the initial weights.
         rollouts: The rollouts to train, in order. The last one is the replayed step.
-        folder: Where the parts of the rollouts are (:func:`part_file`), and the critic's values.
-        values: Whether the actor reads the values of a critic there.
+        folder: Where the parts of the rollouts are (:func:`part_file`), and what each role computed for the other.
+        scores_only: Whether the actor only runs its forward passes on the last rollout.
         dtype: The dtype of the digests, as the engines held the weights; None for that of the trainer.
         expected: The snapshot after the replayed step, whose weights are compared; None without one.
         sample: The index of the sample to look into.
@@ -53,7 +53,7 @@ class RoleJob:
     load: Path | None
     rollouts: tuple[int, ...]
     folder: Path
-    values: bool = False
+    scores_only: bool = False
     dtype: str | None = None
     expected: Path | None = None
     sample: int | None = None
@@ -90,9 +90,10 @@ def part_file(folder: Path, rollout_id: int, data_rank: int) -> Path:
     return folder / f"part_{rollout_id}_{data_rank}.pkl"
 
 
-def values_file(folder: Path, rollout_id: int, rank: int) -> Path:
-    """The file with the values that a rank of the critic computed before it was trained on a rollout."""
-    return folder / f"values_{rollout_id}_{rank}.pkl"
+def entries_file(folder: Path, role: str, rollout_id: int, rank: int) -> Path:
+    """The file with what a rank computed for the other role: the critic its values before it was trained on a rollout,
+    and with ``--kl-coef`` the actor its log-probs."""
+    return folder / f"{role}_entries_{rollout_id}_{rank}.pkl"
 
 
 class _Copies:
@@ -121,17 +122,21 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
     for rollout_id in job.rollouts:
         batch = _read_batch(job, args, place, rollout_id)
         replayed = rollout_id == job.rollouts[-1]
-        if job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps:
+        skipped = job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
+        if job.role == "actor" and not skipped:
+            old.before_step(copies)
+        if replayed and job.scores_only:
+            _write_entries(job, place, rollout_id, score_rollout(backend, batch)[0])
+            break
+        if skipped:
             result.skipped = True
             continue
-        if job.role == "actor":
-            old.before_step(copies)
         if replayed:
             _replay(backend, job, args, batch, place, result)
         else:
             train_on_rollout(backend, args, batch)
         if job.role == "critic":
-            values_file(job.folder, rollout_id, place.rank).write_bytes(pickle.dumps(batch["old_values"]))
+            _write_entries(job, place, rollout_id, {"old_values": batch["old_values"]})
             continue
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             backend.copy_weights("actor", "ref")
@@ -149,9 +154,16 @@ def _manifest(job: RoleJob) -> Manifest | None:
 def _read_batch(job: RoleJob, args: Args, place: Place, rollout_id: int) -> RankBatch:
     data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
     batch = to_rank_batch(pickle.loads(part_file(job.folder, rollout_id, data_rank).read_bytes()))
-    if job.values:
-        batch["old_values"] = pickle.loads(values_file(job.folder, rollout_id, place.rank).read_bytes())
+    for role in ("actor", "critic"):
+        file = entries_file(job.folder, role, rollout_id, place.rank)
+        if file.exists():
+            batch.update(pickle.loads(file.read_bytes()))
     return batch
+
+
+def _write_entries(job: RoleJob, place: Place, rollout_id: int, entries: TrainData) -> None:
+    file = entries_file(job.folder, job.role, rollout_id, place.rank)
+    file.write_bytes(pickle.dumps(entries))
 
 
 def _replay(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ from slime.weights.fused import whole_frozen
 from slime.weights.update import frozen_by_flags
 
 if TYPE_CHECKING:
-    from slime.cluster.train_actor import Role
     from slime.config.args import Args
     from slime.data.sample import Sample
     from slime.replay.capture import InLoss, SampleFacts
@@ -170,24 +169,36 @@ def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...]
 
 def _train(job: RoleJob, folder: Path, world_size: int, seconds: float, metrics: dict[str, float]) -> list[RoleResult]:
     """Train the critic, if there is one, then the actor; returns the actor's results by rank."""
-    roles: list[Role] = ["critic", "actor"] if job.args.use_critic else ["actor"]
     results: list[RoleResult] = []
-    for role in roles:
-        of_role = replace(job, role=role, values=role == "actor" and job.args.use_critic)
+    for number, one in enumerate(_jobs(job)):
         variables = environment_texts(job.args.train_env_vars)
         # cuBLAS is deterministic only with a workspace of its own.
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         results = run_ranks(
             RANKS,
             world_size,
-            of_role,
-            folder / role,
+            one,
+            folder / f"{number}_{one.role}",
             threads=int(job.args.threads_per_process or 1),
             variables=variables,
             seconds=seconds,
         )
         metrics.update(results[0].metrics)
     return results
+
+
+def _jobs(job: RoleJob) -> Iterator[RoleJob]:
+    """Yield what the processes of each role do, one after the other; the last is the job of the actor."""
+    if job.args.use_critic:
+        # With a KL penalty, each step of the critic needs the actor's log-probs, which need the steps before it, and
+        # these the values of the critic. So both roles begin again for each of the rollouts.
+        both = job.args.kl_coef != 0
+        for count in range(1 if both else len(job.rollouts), len(job.rollouts) + 1):
+            begun = replace(job, rollouts=job.rollouts[:count])
+            if both:
+                yield replace(begun, scores_only=True)
+            yield replace(begun, role="critic")
+    yield job
 
 
 def _metrics_of_samples(args: Args, rollout_id: int, samples: list[Sample]) -> dict[str, float]:

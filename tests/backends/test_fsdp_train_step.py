@@ -26,7 +26,7 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.shared import NonFiniteError
 from slime.backends.token_batch import TokenBatch
-from slime.backends.train_loop import train_on_rollout
+from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.models.decoder import decoder_layers
 
 
@@ -285,7 +285,7 @@ def test_copies_are_swapped_in_and_out(llama: Path) -> None:
 
 
 def test_critic_learns_the_returns(llama: Path) -> None:
-    args = make_args(llama, advantage_estimator="ppo", lr=5e-3, critic_lr=1e-2, value_clip=100.0, kl_coef=0.1)
+    args = make_args(llama, advantage_estimator="ppo", lr=5e-3, critic_lr=1e-2, value_clip=100.0)
     critic = make_backend(args, "critic")
     losses = []
     for _ in range(12):
@@ -309,6 +309,36 @@ def test_ppo_actor_uses_the_critics_values(llama: Path) -> None:
     assert metrics["rollout/values"] != 0.0
     assert metrics["rollout/returns"] == pytest.approx(metrics["rollout/rewards"], rel=0.2)
     assert metrics["train/grad_norm"] > 0.0
+
+
+def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards(llama: Path, tmp_path: Path) -> None:
+    reference = save_tiny_llama(tmp_path / "reference", seed=1)
+    flags = dict(advantage_estimator="ppo", kl_coef=0.3, kl_loss_type="k1", gamma=0.9, lambd=0.8)
+    args = make_args(llama, ref_load=str(reference), use_rollout_entropy=True, **flags)
+    actor, critic = make_backend(args), make_backend(args, "critic")
+    scores, timings = score_rollout(actor, whole_batch(make_samples()))
+    assert set(scores) == {"ref_log_probs", "old_log_probs", "entropy"}
+    assert set(timings) == {"ref_log_probs", "log_probs"}
+    batch = whole_batch(make_samples())
+    batch |= scores
+    metrics, _ = train_on_rollout(critic, args, batch)
+    expected = []
+    for i, mask in enumerate(batch["loss_masks"]):
+        trained = mask.bool()
+        kl = (scores["old_log_probs"][i] - scores["ref_log_probs"][i])[trained].tolist()
+        values, following, advantage, losses = batch["old_values"][i][trained].tolist(), 0.0, 0.0, []
+        for t in reversed(range(len(kl))):
+            reward = -0.3 * kl[t] + (batch["rewards"][i] if t == len(kl) - 1 else 0.0)
+            advantage = reward + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
+            following = values[t]
+            losses.append(advantage**2)  # return - value
+        expected.append(math.fsum(losses) / len(losses))
+    assert metrics["train/critic-value_loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
+    mine = whole_batch(make_samples())
+    mine |= scores | {"old_values": batch["old_values"]}
+    _, timings = train_on_rollout(actor, args, mine)
+    assert set(timings) == {"data_preprocess", "actor_train"}, "the log-probs are not computed again"
+    assert all(torch.equal(a, b) for a, b in zip(mine["returns"], batch["returns"], strict=True))
 
 
 def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:

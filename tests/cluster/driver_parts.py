@@ -122,9 +122,13 @@ class FakeGroup:
         self.probed.append(list(urls))
         return 0.25
 
-    def train(self, rollout_id: int, refs: Any, values: Any = None) -> tuple[dict[str, Any], list[str]]:
+    def score(self, rollout_id: int, refs: Any) -> tuple[dict[str, Any], list[list[str]]]:
+        self._say("scores")
+        return {"metrics": {}, "timings": {"log_probs": 0.25}}, [["log-probs"]]
+
+    def train(self, rollout_id: int, refs: Any, entries: Any = None) -> tuple[dict[str, Any], list[list[str]]]:
         self._say("trains")
-        return {"metrics": self.metrics, "timings": {"step": 0.5}}, [f"{self.role}'s values"]
+        return {"metrics": self.metrics, "timings": {"step": 0.5}}, [[f"{self.role}'s values"]]
 
     def save(self, folder: Path) -> None:
         self._say("saves")

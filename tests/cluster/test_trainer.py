@@ -23,7 +23,18 @@ from slime.cluster.train_group import TrainGroup
                 "actor copies actor to ref",
             ],
         ),
+        (
+            {"kl_coef": 0.1},
+            [
+                "critic sleeps", "actor wakes", "actor scores", "actor sleeps", "critic wakes", "critic trains",
+                "critic sleeps", "actor wakes", "actor trains",
+            ],
+        ),
         ({"offload_train": False}, ["critic trains", "actor trains"]),
+        ({"offload_train": False, "kl_coef": 0.1}, ["actor scores", "critic trains", "actor trains"]),
+        (
+            {"offload_train": False, "kl_coef": 0.1, "num_critic_only_steps": 1}, ["actor scores", "critic trains"],
+        ),
     ],
 )  # fmt: skip
 def test_actor_and_critic_take_turns(flags: dict[str, Any], expected: list[str]) -> None:
@@ -40,8 +51,22 @@ def test_the_actor_gets_the_critics_values_and_both_their_metrics_are_logged() -
     train = driver.actor.train
     driver.actor.train = lambda *arguments: given.append(arguments) or train(*arguments)  # type: ignore
     driver.trainer.train(3, ["ref"])  # type: ignore[list-item]
-    assert given == [(3, ["ref"], ["critic's values"])]
+    assert given == [(3, ["ref"], [["critic's values"]])]
     assert driver.log.pending == {"train/value_loss": 1.0, "train/loss": 2.0, "perf/step_time": 0.5}
+
+
+def test_with_a_kl_penalty_the_critic_gets_the_actors_log_probs_and_the_actor_both() -> None:
+    driver = Driver(critic=True, kl_coef=0.1)
+    given: dict[str, Any] = {}
+    for group in driver.trainer.groups:
+        train = group.train
+        group.train = lambda *arguments, group=group, train=train: (  # type: ignore[method-assign]
+            given.update({group.role: arguments}) or train(*arguments)
+        )
+    driver.trainer.train(3, ["ref"])  # type: ignore[list-item]
+    assert given["critic"] == (3, ["ref"], [["log-probs"]])
+    assert given["actor"] == (3, ["ref"], [["log-probs", "critic's values"]])
+    assert driver.log.pending["perf/log_probs_time"] == 0.25
 
 
 def test_the_reference_is_copied_every_so_many_rollouts() -> None:
@@ -74,9 +99,12 @@ def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any])
         driver.stop.check()
 
 
-@pytest.mark.parametrize(("critic", "first"), [(False, "actor wakes"), (True, "critic wakes")])
-def test_who_trains_first_wakes_first(critic: bool, first: str) -> None:
-    driver = Driver(colocated=True, critic=critic)
+@pytest.mark.parametrize(
+    ("critic", "kl_coef", "first"),
+    [(False, 0.0, "actor wakes"), (True, 0.0, "critic wakes"), (True, 0.1, "actor wakes")],
+)
+def test_who_works_first_wakes_first(critic: bool, kl_coef: float, first: str) -> None:
+    driver = Driver(colocated=True, critic=critic, kl_coef=kl_coef)
     driver.trainer.wake()
     assert driver.said[-1] == first and "memory/wake_up/gib" in driver.log.pending
 

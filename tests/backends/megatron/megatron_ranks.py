@@ -131,7 +131,7 @@ PLAN: list[Layout] = [
     Layout("llama", 2, {PP: 2}, dict(kl_coef=0.01, kl_loss_type="k3")),
     Layout("llama", 2, {TP: 2, SP: True}, dict(advantage_estimator="ppo"), role="critic"),
     Layout("qwen3", 2, {PP: 2}, dict(advantage_estimator="ppo"), role="critic"),
-    Layout("qwen3", 2, {CP: 2}, dict(advantage_estimator="ppo"), role="critic"),
+    Layout("qwen3", 2, {CP: 2}, dict(advantage_estimator="ppo", kl_coef=0.3), role="critic"),
 ]
 
 # passes without a backward in packs of their own: fewer than in training; with several stages more
@@ -201,7 +201,12 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
         out["values"] = backend.values(samples_of(0, 0))
     out["packs"] = ran[-1]
     del backend.aligned
-    out["metrics"] = [train_on_rollout(backend, args, samples_of(seed, zero))[0] for seed, zero in ((0, 0), (3, 2))]
+    batches = [samples_of(0, 0), samples_of(3, 2)]
+    if critic and args.kl_coef:  # as the actor sends them
+        for batch in batches:
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+            batch["ref_log_probs"] = [2 * log_probs for log_probs in batch["rollout_log_probs"]]
+    out["metrics"] = [train_on_rollout(backend, args, batch)[0] for batch in batches]
     if not critic:
         out["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
     else:
