@@ -72,7 +72,7 @@ class Ppo(Algorithm):
     row = Row(
         "GAE: δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}; r_t = −kl_coef·kl_t, and r at the last trained token; "
         "t counts trained tokens only",
-        "clipped ρ; critic: max((V−R)², (V_old + clip(V−V_old) − R)²)",
+        "clipped ρ; critic: max((V−R)², (V_old + clip(V−V_old) − R)²) with R_t = A_t + V_old,t, of the same r_t",
         "`--gamma`, `--lambd`, `--critic-lr`, `--value-clip`, `--num-critic-only-steps`",
         "Schulman et al. 2016, 2017",
     )

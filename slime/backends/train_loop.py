@@ -15,12 +15,13 @@ from slime.backends.loss import divide_by_weights
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData
-from slime.data.rewards import PASS_ABOVE
+from slime.data.rewards import PASS_ABOVE, shares_in_rollouts
 from slime.observability import progress
 from slime.observability.profiler import Profiler
 from slime.observability.timers import Timers
 
 METRICS = tuple(field.name for field in FIELDS if field.metric)
+_REWARDS = ("rewards", "raw_reward")
 
 
 class PhaseTimer:
@@ -156,7 +157,7 @@ def _combined(name: str, values: list[float]) -> float:
 
 def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
     """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it is the mean of the
-    samples' masked means."""
+    samples' masked means, for a reward the mean over rollouts."""
     return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
@@ -166,11 +167,18 @@ def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str,
     This is for ``--log-correct-samples``. If no sample is correct, there are no such entries.
     """
     chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
-    known = sum(not math.isnan(reward) for reward in batch["raw_reward"])
-    correct, count = backend.reduce.total([float(sum(chosen)), float(known)])
+    shares = _shares(batch)
+    right = math.fsum(share for share, correct in zip(shares, chosen, strict=True) if correct)
+    correct, count = backend.reduce.total([right, math.fsum(shares)])
     names = [name for name in METRICS if BY_NAME[name].per != "sample" or name in ("response_lengths", "truncated")]
     means = _means(backend, batch, names, chosen, "rollout/correct-")
     return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
+
+
+def _shares(batch: RankBatch) -> list[float]:
+    shares: list[float] | None = batch.get("rollout_shares")
+    raw = batch["raw_reward"]
+    return shares_in_rollouts(batch.get("rollout_ids") or range(len(raw)), raw) if shares is None else shares
 
 
 def _means(
@@ -182,16 +190,19 @@ def _means(
         if batch.get(key) is None:
             continue
         entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
-        if BY_NAME[key].per == "sample":
-            known = (float(x) for x, _ in entries)
-            values = [x for x in known if not math.isnan(x)]  # NaN is a missing raw reward, after a failed verifier
+        if key in _REWARDS:
+            weights = [share for share, wanted in zip(_shares(batch), chosen, strict=True) if wanted]
+            # Where the share is 0, the raw reward is NaN: the verifier gave no result.
+            values = [float(x) * share for (x, _), share in zip(entries, weights, strict=True) if share]
+        elif BY_NAME[key].per == "sample":
+            values = [float(x) for x, _ in entries]
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
         names.append(BY_NAME[key].public_name)
         # Sums and counts instead of means, because ranks have different numbers of samples. One collective at the end
         # reduces all metrics.
-        numbers += [sum(values), float(len(values))]
+        numbers += [sum(values), math.fsum(weights) if key in _REWARDS else float(len(values))]
     totals = backend.reduce.total(numbers)
     return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}
 

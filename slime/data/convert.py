@@ -12,7 +12,7 @@ from slime.config.hooks import load_function
 from slime.data import wire
 from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, from_hook_names, nearest
 from slime.data.packing import shared_beginnings
-from slime.data.rewards import post_process_rewards
+from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
 from slime.data.staleness import add_staleness
@@ -56,7 +56,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         sample.pack()
         _check_lengths(sample)
     masks = [_loss_mask(sample) for sample in samples]
-    raw, rewards = post_process_rewards(args, samples, keys)
+    raw, rewards = post_process_rewards(args, samples, keys, rollout_ids)
     data = {
         "tokens": [s.array("tokens") for s in samples],
         "response_lengths": [s.response_length for s in samples],
@@ -128,6 +128,8 @@ def each_part(
         "global_token_counts": _token_counts(partitions, micro_batches, num_microbatches, tokens_of),
     }
     data = {**train_data, "total_lengths": lengths}
+    if "raw_reward" in train_data:
+        data["rollout_shares"] = shares_in_rollouts(train_data["rollout_ids"], train_data["raw_reward"])
     for partition, batches in zip(partitions, micro_batches, strict=True):
         yield wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
 

@@ -80,6 +80,7 @@ FIELDS: tuple[Field, ...] = (
     _number("group_indices", "int64", "`Sample.group_index`"),
     _number("rollout_ids", "int64", "samples into which one rollout fanned out share one"),
     _number("rollout_mask_sums", "float64", "sum of the loss masks over all samples of the rollout"),
+    Field("rollout_shares", "sample", "1 / number of samples of the rollout with a reward; 0 without", "float64"),
     Field("partition", "sample", "position in the whole rollout", "int64"),
     _scores("old_log_probs", "of the trainer's weights before the first step; if absent, the current ones are used",
             hook_name="log_probs"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from statistics import fmean
 from typing import SupportsFloat
 
 from slime.algorithms.algorithm import subtract_baseline
@@ -16,14 +18,42 @@ from slime.data.sample import Sample
 PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
 
 
+def keys_of_rollouts(samples: Iterable[Sample]) -> list[Hashable]:
+    """Return one key per sample. Only samples into which one rollout fanned out have the same key."""
+    return [("own", i) if s.rollout_id is None else (s.group_index, s.rollout_id) for i, s in enumerate(samples)]
+
+
+def mean_reward(rewards: Sequence[float]) -> float:
+    """Return the mean, which for equal numbers is exactly that number."""
+    return fmean(rewards) if min(rewards) != max(rewards) else rewards[0]
+
+
+def shares_in_rollouts(rollout_ids: Sequence[Hashable], raw_rewards: Sequence[float]) -> list[float]:
+    """Return for each sample 1 / the number of samples of its rollout that have a reward, or 0 if it has none itself.
+
+    With these weights, a mean of rewards over samples counts each rollout once.
+    """
+    known = [not math.isnan(float(reward)) for reward in raw_rewards]
+    sizes = Counter(rollout for rollout, has_reward in zip(rollout_ids, known, strict=True) if has_reward)
+    return [1 / sizes[rollout] if has_reward else 0.0 for rollout, has_reward in zip(rollout_ids, known, strict=True)]
+
+
 def post_process_rewards(
-    args: Args, samples: Sequence[Sample], group_keys: Sequence[Hashable]
+    args: Args,
+    samples: Sequence[Sample],
+    group_keys: Sequence[Hashable],
+    rollout_keys: Sequence[Hashable] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return the raw and the trained reward of every sample.
 
     The trained reward is the raw one plus the penalty of ``--overlong-buffer-len``, minus the group baseline of
     ``--advantage-estimator``. With ``--disable-rewards-normalization``, no baseline is subtracted. Samples with the
     same key form a group, regardless of their positions. ``--custom-reward-post-process-path`` replaces all of this.
+
+    The baseline compares rollouts: the samples into which one rollout fanned out count once, with their mean reward.
+
+    Args:
+        rollout_keys: The rollout of each sample. Default: :func:`keys_of_rollouts`.
 
     Raises:
         ValueError: A sample has no reward, or the user's function does not return one number per sample.
@@ -44,13 +74,22 @@ def post_process_rewards(
             rewards[i] = shaped[i]
         return raw, rewards
     algorithm = create_algorithm(args)
-    groups: dict[Hashable, list[int]] = {}
+    rollouts = keys_of_rollouts(samples) if rollout_keys is None else rollout_keys
+    groups: dict[Hashable, dict[Hashable, list[int]]] = {}
     for i in answered:
-        groups.setdefault(group_keys[i], []).append(i)
-    for members in groups.values():
-        reduced = subtract_baseline(algorithm, [shaped[i] for i in members])
-        for i, reward in zip(members, reduced, strict=True):
-            rewards[i] = reward
+        groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
+    for group in groups.values():
+        means = [mean_reward([shaped[i] for i in members]) for members in group.values()]
+        reduced = subtract_baseline(algorithm, means)
+        for position, members in enumerate(group.values()):
+            for i in members:
+                if shaped[i] == means[position]:
+                    rewards[i] = reduced[position]
+                    continue
+                # A sample whose reward is not that of its rollout (the overlong penalty depends on its length, say) is
+                # compared with the other rollouts.
+                own = [*means[:position], shaped[i], *means[position + 1 :]]
+                rewards[i] = subtract_baseline(algorithm, own)[position]
     return raw, rewards
 
 

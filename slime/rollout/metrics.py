@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slime.data.rewards import PASS_ABOVE
+from slime.data.rewards import PASS_ABOVE, keys_of_rollouts, mean_reward
 from slime.data.sample import Sample, flatten
 from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
 from slime.rollout.base_types import EvalResults
@@ -36,7 +36,7 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
         seconds: The duration of the rollout.
     """
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, args.log_reward_category).items()}
-    rewards = [(s.group_index, value) for s in samples if (value := known_reward(s, args.reward_key)) is not None]
+    rewards = rollout_rewards(samples, args.reward_key)
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
@@ -165,6 +165,15 @@ def known_reward(sample: Sample, key: str | None) -> float | None:
     return float(reward) if isinstance(reward, int | float) else None
 
 
+def rollout_rewards(samples: Sequence[Sample], key: str | None) -> list[tuple[Hashable, float]]:
+    """Return the group and the reward of each rollout that has one. A fan-out has the mean reward of its samples."""
+    rollouts: dict[Hashable, tuple[Hashable, list[float]]] = {}
+    for sample, rollout in zip(samples, keys_of_rollouts(samples), strict=True):
+        if (value := known_reward(sample, key)) is not None:
+            rollouts.setdefault(rollout, (sample.group_index, []))[1].append(value)
+    return [(group, mean_reward(values)) for group, values in rollouts.values()]
+
+
 def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:
     """Count the groups whose rewards are all equal, by that reward."""
     groups: dict[Hashable, list[float]] = {}
@@ -227,7 +236,7 @@ class Counts:
         aborted: Unfinished groups that the rollout did not need.
         lost: Groups that were returned to a data source without a buffer.
         tokens: Response tokens.
-        rewards: Samples with a numeric reward.
+        rewards: Rollouts with a numeric reward.
         reward_sum: The sum of these rewards.
     """
 
@@ -250,9 +259,9 @@ class Counts:
                 status = str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
                 self.timed_out += status == "timeout"
                 self.failed += status not in ("timeout", TOO_LONG)  # counted with the dropped groups
-            elif (value := known_reward(sample, reward_key)) is not None:
-                self.rewards += 1
-                self.reward_sum += value
+        rewards = rollout_rewards(samples, reward_key)
+        self.rewards += len(rewards)
+        self.reward_sum += sum(reward for _, reward in rewards)
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers for the progress line in the terminal."""

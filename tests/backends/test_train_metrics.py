@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.backends.train_loop import correct_sample_metrics, rollout_metrics
+from slime.data.rewards import shares_in_rollouts
 from slime.observability.debug_data import save_train_batches
 
 
@@ -39,6 +40,25 @@ def test_a_sample_whose_verifier_gave_no_answer_is_in_no_reward_statistics() -> 
     timed_out = {**batch(), "raw_reward": [1.0, 0.0, float("nan")]}
     assert rollout_metrics(BACKEND, timed_out)["rollout/raw_reward"] == 0.5
     assert correct_sample_metrics(BACKEND, timed_out)["rollout/correct_ratio"] == 0.5
+
+
+def test_rewards_count_rollouts_wherever_their_samples_are_trained() -> None:
+    """Three leaves of one session with the reward 1, two of which another rank trains, and a rollout with 0.4."""
+    whole = {"raw_reward": [1.0, 1.0, 1.0, 0.4], "rewards": [1.0, 1.0, 1.0, -1.0], "truncated": [1, 1, 1, 0]}
+    whole |= {"tokens": [torch.arange(2)] * 4, "loss_masks": [torch.tensor([1])] * 4, "rollout_ids": [0, 0, 0, 1]}
+    shares = shares_in_rollouts(whole["rollout_ids"], whole["raw_reward"])
+    sent: list[list[float]] = []
+    collect = SimpleNamespace(reduce=SimpleNamespace(total=lambda numbers: sent.append(numbers) or numbers))
+    for rank in (slice(0, 1), slice(1, 4)):
+        part = {name: values[rank] for name, values in whole.items()}
+        rollout_metrics(collect, part | {"rollout_shares": shares[rank]})
+    total = [sum(both) for both in zip(*sent, strict=True)]
+    both = SimpleNamespace(reduce=SimpleNamespace(total=lambda _: total))
+    for backend, batch in ((BACKEND, whole), (both, whole | {"rollout_shares": shares})):
+        metrics = rollout_metrics(backend, batch)
+        assert metrics["rollout/raw_reward"] == pytest.approx(0.7) and metrics["rollout/rewards"] == pytest.approx(0.0)
+        assert metrics["rollout/truncated"] == 0.75, "a property of a sample"
+    assert correct_sample_metrics(BACKEND, whole)["rollout/correct_ratio"] == pytest.approx(0.5)
 
 
 def test_correct_samples_apart() -> None:

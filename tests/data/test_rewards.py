@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.algorithms.registry import ALGORITHMS
-from slime.data.rewards import post_process_rewards
+from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Sample
 from tests.make_args import make_args
 
@@ -73,6 +73,38 @@ def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_
     raw, rewards = post_process_rewards(args, samples, [0, 0, 0])
     assert raw == [1.0, 1.0, 1.0]
     assert rewards == pytest.approx([0.5, 0.0, -0.5])  # shaped: 1, 0.5, 0; their mean is 0.5
+
+
+@pytest.mark.parametrize(
+    ("estimator", "won", "lost"),
+    [("rloo", 1.0, -1.0), ("grpo", 0.5**0.5, -(0.5**0.5)), ("dr_grpo", 0.5, -0.5), ("ppo", 1.0, 0.0)],
+)
+def test_a_baseline_compares_rollouts_whatever_the_number_of_their_samples(
+    estimator: str, won: float, lost: float
+) -> None:
+    """An agent's session has a sample for each leaf of its tree, and all of them have its reward."""
+    leaves = [Sample(index=i, group_index=0, rollout_id=7, reward=1.0) for i in range(3)]
+    samples = [*leaves, Sample(index=3, group_index=0, reward=0.0)]
+    _, rewards = post_process_rewards(make_args(advantage_estimator=estimator), samples, [0] * 4)
+    assert rewards == pytest.approx([won] * 3 + [lost], abs=2e-6)
+    _, rewards = post_process_rewards(make_args(advantage_estimator=estimator), samples[::-1], [0] * 4, [1, 2, 2, 2])
+    assert rewards == pytest.approx([lost] + [won] * 3, abs=2e-6)
+
+
+def test_leaves_with_a_penalty_of_their_own_are_compared_with_the_other_rollouts() -> None:
+    lengths = (5, 10, 5)  # the second leaf of the first rollout is penalized by 1
+    samples = [Sample(index=i, reward=1.0, response_length=n) for i, n in enumerate(lengths)]
+    flags = dict(rollout_max_response_len=10, overlong_buffer_len=2, overlong_penalty=1.0)
+    args = make_args(advantage_estimator="rloo", **flags)
+    _, rewards = post_process_rewards(args, samples, [0, 0, 0], ["a", "a", "b"])
+    assert rewards == pytest.approx([0.0, -1.0, 0.5])  # 1 - 1, 0 - 1, 1 - (1 + 0) / 2
+
+
+def test_a_leaf_whose_verifier_failed_is_not_counted_in_its_rollout() -> None:
+    samples = [Sample(reward=1.0), Sample(reward_timed_out=True), Sample(reward=0.0)]
+    _, rewards = post_process_rewards(make_args(advantage_estimator="rloo"), samples, [0, 0, 0], [0, 0, 1])
+    assert rewards == [1.0, 0.0, -1.0]
+    assert shares_in_rollouts([0, 0, 1], [1.0, math.nan, 0.0]) == [1.0, 0.0, 1.0]
 
 
 def test_a_single_sample_has_no_deviation() -> None:

@@ -14,7 +14,7 @@ from rollout_parts import SmallEngine, arguments
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo
 from slime.observability.metric_utils import has_repetition
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.metrics import eval_metrics, pass_at_k, pass_rates, rollout_metrics
+from slime.rollout.metrics import Counts, eval_metrics, pass_at_k, pass_rates, rollout_metrics
 from slime.rollout.sglang_rollout import eval_rollout
 from slime.rollout.state import GenerateState
 
@@ -248,6 +248,22 @@ def test_rollout_metrics_by_hand():
     assert metrics["rollout/zero_std/count_1.0"] == 1 and "rollout/zero_std/count_0.0" not in metrics
     assert metrics["rollout/repetition_frac"] == 0
     assert not any(name.startswith(("passrate", "multi_turn", "perf")) for name in metrics)
+
+
+def test_rewards_of_a_fan_out_count_once_in_training_as_in_evaluation():
+    args = make_args().with_values(log_passrate=True)
+    leaves = [sample(0, 1.0, 2, rollout_id=5) for _ in range(3)]
+    samples = [*leaves, sample(0, 0.0, 2), sample(1, 0.0, 2), sample(2, 0.1, 2, rollout_id=9)]
+    samples += [sample(2, 0.1, 2, rollout_id=9) for _ in range(2)]
+    metrics = rollout_metrics(args, samples)
+    assert metrics["rollout/raw_reward"] == (1.0 + 0.0 + 0.0 + 0.1) / 4
+    assert metrics["rollout/zero_std/count_0.0"] == metrics["rollout/zero_std/count_0.1"] == 1
+    assert metrics["passrate/pass@1"] == 0.5 / 3 and metrics["passrate/pass@2"] == 1.0
+    assert "passrate/pass@4" not in metrics
+    assert metrics["rollout/response_len/mean"] == 2
+    counts = Counts()
+    counts.add(samples[:4], None)
+    assert counts.numbers() == {"tokens": 8, "reward": 0.5}
 
 
 def test_the_speed_of_a_run_without_gpus_of_its_own_for_generation():
