@@ -56,9 +56,18 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
 async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) -> float:
     """Speak until the episode ends or the model has no room left, and return the sum of the rewards."""
     total = 0.0
-    for turn in talk.turns:
+    for number, turn in enumerate(talk.turns, start=1):
         if turn["answered"]:  # an aborted sample continues: bring the new episode to where the old one was
-            total += (await _step(talk.sample, episode, said(talk, turn), limits)).reward
+            step = await _step(talk.sample, episode, said(talk, turn), limits)
+            if step.done or not talk.was_reply(turn, step.messages):
+                # The reward would be that of another episode than the one which the model saw.
+                answer = "ended the episode" if step.done else "answered otherwise"
+                raise StepFailed(
+                    "error",
+                    f"a new episode {answer} at turn {number} than the one of the aborted sample: --partial-rollout "
+                    "needs environments that answer the same texts alike",
+                )
+            total += step.reward
     while await talk.turn() is not None:
         step = await _step(talk.sample, episode, said(talk, talk.turns[-1]), limits)
         total += step.reward

@@ -160,7 +160,7 @@ class Conversation:
         Raises:
             ValueError: The model has not finished a turn yet.
         """
-        return self._append(self._encode(text)[:limit], None if limit else text)
+        return self._append(self._encode(text, self.left)[:limit], None if limit else text)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
         """Close the model's turn and append chat messages, rendered by the chat template.
@@ -177,7 +177,34 @@ class Conversation:
         Raises:
             ValueError: The chat template leaves out the assistant's turn, or the model has not finished a turn yet.
         """
-        state, new = self.state, Sample(multimodal_inputs=collect_media(messages))
+        new = Sample(multimodal_inputs=collect_media(messages))
+        tokens, after = self._rendered(messages, new, self.sample.tokens[-1], self.left)
+        fits = self._append(tokens, after if new.multimodal_inputs else None)
+        if fits and new.multimodal_inputs:
+            _join_media(self.sample, new)
+        return fits
+
+    def was_reply(self, turn: ModelTurn, messages: Sequence[Mapping[str, object]]) -> bool:
+        """Return whether :meth:`reply` with these messages would append what the sample has after an answered turn."""
+        tokens, following = self.sample.tokens, self.turns[self.turns.index(turn) + 1 :]
+        begin = len(tokens) - self.sample.response_length
+        end = begin + following[0]["start"] if following else len(tokens)
+        assert turn["end"] is not None, "an answered turn has ended"
+        appended = [*tokens[begin + turn["end"] : end]]
+        new = Sample(multimodal_inputs=collect_media(messages))
+        return self._rendered(messages, new, tokens[begin + turn["end"] - 1], len(appended) + 1)[0] == appended
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, object]], new: Sample, last: int, room: int
+    ) -> tuple[list[int], str]:
+        """Return the tokens and the text of messages after a turn of the model.
+
+        Args:
+            new: A sample with the media of the messages, which gets their tensors.
+            last: The last token of the turn.
+            room: The number of tokens for which there is room.
+        """
+        state = self.state
         renderer = state.processor if new.multimodal_inputs and state.processor is not None else state.tokenizer
         # Render a short conversation with a placeholder as the model's turn, and keep what follows the placeholder. The
         # real conversation is not rendered again: the template might change earlier turns (drop reasoning, trim text).
@@ -186,14 +213,11 @@ class Conversation:
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
-        tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after)
-        if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in state.tokenizer.all_special_ids:
+        tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
+        if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:
             after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
             tokens = tokens[1:]  # the model sampled the end-of-turn token itself: do not append it twice
-        fits = self._append(tokens, after if new.multimodal_inputs else None)
-        if fits and new.multimodal_inputs:
-            _join_media(self.sample, new)
-        return fits
+        return tokens, after
 
     async def tools(self, calls: Iterable[Awaitable[str]], timeout: float) -> list[str]:
         """Run tool calls concurrently.
@@ -263,10 +287,10 @@ class Conversation:
             own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
             sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, room: int) -> list[int]:
         """Tokenize what a tool or an environment said, but not much more of it than can fit: a text of 100 MB would
         keep all other samples waiting for a minute."""
-        return encode(self.state.tokenizer, text[: self.left * _LONGEST_TOKEN + 1])
+        return encode(self.state.tokenizer, text[: room * _LONGEST_TOKEN + 1])
 
     def _append(self, tokens: list[int], text: str | None) -> bool:
         sample = self.sample

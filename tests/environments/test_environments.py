@@ -15,8 +15,10 @@ from make_args import make_args
 
 from slime.config.args import Args
 from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
+from slime.data.sample import Sample
 from slime.environments.base import EnvironmentProblem
 from slime.environments.registry import ADAPTERS, Spec, environment, own_seed
+from slime.environments.rollout import generate
 from slime.environments.source import EnvironmentSource
 
 ECHO = '''
@@ -179,6 +181,64 @@ async def test_failures_are_counted_and_no_reward(
     sample, _ = await play(echo, says, number=number)
     assert sample.reward is None and sample.remove_sample and said in sample.metadata["reward_failure"]
     assert sample.response_length == sum(sample.loss_mask or [1] * sample.response_length) or not says
+
+
+CHANGING = """
+from slime.environments.base import Environment, Episode, Step, Task
+
+class Changing(Environment):
+    \"\"\"Asks for another number in each of its episodes, or ends a later one at once.\"\"\"
+
+    def __init__(self, numbers="7", ends=False):
+        self.numbers, self.ends, self.begun = str(numbers), ends, 0
+
+    def __len__(self):
+        return 1
+
+    def task(self, number):
+        return Task([{"role": "user", "content": "Hello."}])
+
+    async def start(self, number, limits):
+        self.begun += 1
+        return Talk(self.numbers[(self.begun - 1) % len(self.numbers)], self.ends and self.begun > 1)
+
+class Talk(Episode):
+    def __init__(self, wanted, ends):
+        self.wanted, self.ends, self.heard = wanted, ends, 0
+
+    async def step(self, text):
+        self.heard += 1
+        if self.ends or self.heard == 3:
+            return Step(reward=float(text == self.wanted), done=True)
+        content = "x" * 3000 + f"Say {self.wanted}." if self.heard == 1 else "Sure?"
+        return Step([{"role": "user", "content": content}], reward=0.25)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "reward", "told"),
+    [
+        ("", 1.5, ""),
+        ("?numbers=73", None, "a new episode answered otherwise at turn 1 than the one of the aborted sample"),
+        ("?ends=true", None, "a new episode ended the episode at turn 1"),
+    ],
+)
+@pytest.mark.parametrize("says", [["hi", "7", "ABORT"], ["hi", "7", "ABORTED"], ["hi", "7", "7ABORT"]], ids=str)
+async def test_an_aborted_episode_continues_only_as_the_one_that_the_model_saw(
+    tmp_path: Path, play: Any, says: list[str], options: str, reward: float | None, told: str
+) -> None:
+    """Otherwise the transcript would be that of one episode, and the reward that of another."""
+    (tmp_path / f"changing{len(options)}.py").write_text(CHANGING)
+    sample, script = await play(
+        f"{tmp_path}/changing{len(options)}.py:Changing{options}", says, max_turns=9, rollout_max_response_len=3100
+    )
+    assert sample.status is Sample.Status.ABORTED and len(sample.metadata["model_turns"]) == 3
+    script.says = ["<eos>" if "7ABORT" in says else "7<eos>"]
+    again = Sample.from_dict(sample.to_dict())
+    await generate(script.args, again, script.params)
+    assert again.reward == reward and told in again.metadata.get("reward_failure", "")
+    assert again.status is (Sample.Status.FAILED if told else Sample.Status.COMPLETED)
+    assert again.remove_sample == bool(told)
 
 
 def test_a_class_that_is_none_is_refused(tmp_path: Path) -> None:
