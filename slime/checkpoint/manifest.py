@@ -22,6 +22,9 @@ WHERE_NOT_WHAT = frozenset(
 # If one of these changed, the rest of the epoch would repeat some prompts and skip others.
 DECIDES_PROMPTS = ("rollout_seed", "rollout_shuffle")
 
+# They decide which weights generate a rollout, and which copies of weights --keep-old-actor keeps.
+DECIDES_OLD_ACTOR = ("keep_old_actor", "async_buffer_size", "update_weights_interval", "max_weight_staleness")
+
 
 class RunFacts(TypedDict, total=False):
     """The facts that are the same in all snapshots of one process."""
@@ -49,6 +52,8 @@ class Facts(RunFacts):
 
     rollout_id: int
     """The last trained rollout."""
+    ahead: NotRequired[int]
+    """The number of rollouts generated ahead that the snapshot holds."""
     weight_version: NotRequired[str]
     old_actor: NotRequired[OldActorFacts]
     metrics: NotRequired[dict[str, float]]
@@ -99,4 +104,25 @@ def check_same_prompts(then: Mapping[str, JsonValue], now: Mapping[str, JsonValu
         raise ResumeError(
             f"settings that decide the order of prompts differ from the snapshot's ({'; '.join(wrong)}): some prompts "
             "would be used twice and others never. Resume with the old values, or start from its weights (--finetune)"
+        )
+
+
+def check_same_old_actor(manifest: Manifest, now: Mapping[str, JsonValue], asynchronous: bool) -> None:
+    """Raise :class:`ResumeError` if ``--keep-old-actor`` has no copy of the weights that generated a rollout.
+
+    A snapshot of the asynchronous loop holds rollouts that were generated ahead. Which copy of the weights belongs to
+    which of them depends on the settings.
+
+    Args:
+        now: The current values of :data:`DECIDES_OLD_ACTOR`.
+        asynchronous: Whether ``train_async.py`` resumes the run.
+    """
+    ahead, then = manifest.get("ahead") or manifest.get("old_actor", {}).get("ahead", 0), manifest.get("settings", {})
+    wrong = changes({name: then[name] for name in DECIDES_OLD_ACTOR if name in then}, now)
+    wrong += [] if asynchronous else ["train.py instead of train_async.py"]
+    if now["keep_old_actor"] and ahead and wrong:
+        raise ResumeError(
+            f"--keep-old-actor: the snapshot holds {ahead} rollout(s) generated ahead, and what differs now "
+            f"({'; '.join(wrong)}) decides with which weights their old log-probs are computed. Resume with the old "
+            "values, or start from its weights (--finetune)"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,8 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and REPORTS.attach():
         with contextlib.suppress(ConfigError):  # A file has vanished since; parse_args reports that below.
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
-    args = parse_args(words, asynchronous=asynchronous, extra_checks=all_checks(), settings=REPORTS.settings)
+    checks = all_checks(asynchronous)
+    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if args.dry_run:
         from slime.cluster.dry_run import dry_run
 
@@ -59,7 +61,7 @@ def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
         print(f"slime: warning: the run may not fit on its GPUs: {problem}", file=sys.stderr)
 
 
-def all_checks() -> tuple[ExtraCheck, ...]:
+def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
     return (_check_all,)
 
@@ -67,7 +69,7 @@ def all_checks() -> tuple[ExtraCheck, ...]:
 def _check_all(args: Args) -> list[str]:
     checks = (
         _check_rows_and_rewards, _check_environment, check_schedules, check_family, _check_checkpoints,
-        _check_snapshots, _check_save_folder, _check_server_options,
+        partial(_check_snapshots, asynchronous=asynchronous), _check_save_folder, _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(args) or [problem for check in checks for problem in check(args)]
@@ -257,8 +259,10 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
     ]
 
 
-def _check_snapshots(args: Args) -> list[str]:
-    """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend."""
+def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
+    """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and a snapshot whose
+    rollouts could not be scored (:func:`check_same_old_actor`)."""
+    from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.load_folder import snapshot_of
     from slime.config.lora import adapter_file
@@ -274,13 +278,15 @@ def _check_snapshots(args: Args) -> list[str]:
             folder = Path(args.load).expanduser()
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
+            if found is not None and not args.finetune:
+                check_same_old_actor(found.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
             if adapter_file(args.load) is not None:
                 from slime.models import peft_files  # imports torch, which the driver does not need otherwise
 
                 peft_files.read_config(folder)
             elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):
                 problems += _nothing_to_load(args.load, folder)
-    except (SnapshotError, ModelError) as error:
+    except (SnapshotError, ModelError, ResumeError) as error:
         problems.append(str(error))
     return problems
 

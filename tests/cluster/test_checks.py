@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make_args import make_args
@@ -46,6 +47,36 @@ def test_a_missing_iteration_and_a_damaged_snapshot_are_named_before_the_start(t
     args.ckpt_step = 3
     (path / "a").write_bytes(b"ab")
     assert "a has 2 bytes instead of 3" in _check_snapshots(args)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "asynchronous", "named"),
+    [
+        ({}, True, None),
+        ({"update_weights_interval": 2}, True, "update_weights_interval: 3 -> 2"),
+        ({"async_buffer_size": 2}, True, "async_buffer_size: 1 -> 2"),
+        ({"max_weight_staleness": 2}, True, "max_weight_staleness: 3 -> 2"),
+        ({}, False, "train.py instead of train_async.py"),
+        ({"update_weights_interval": 2, "keep_old_actor": False}, True, None),
+        ({"update_weights_interval": 2, "finetune": True}, True, None),
+    ],
+    ids=str,
+)
+def test_rollouts_ahead_that_another_old_actor_would_score_are_refused_before_the_start(
+    tmp_path: Path, changed: dict[str, Any], asynchronous: bool, named: str | None
+) -> None:
+    """Their old log-probs would be those of other weights, or the run would wait for a rollout that has no room."""
+    flags = dict(keep_old_actor=True, async_buffer_size=1, update_weights_interval=3, max_weight_staleness=3)
+    for ahead in (0, 2):
+        folder = tmp_path / f"{ahead}"
+        temp = snapshot.begin(folder, 3)
+        (temp / "a").write_bytes(b"abc")
+        snapshot.commit(temp, {"rollout_id": 3, "ahead": ahead, "settings": flags})
+        problems = _check_snapshots(make_args().with_values(load=str(folder), **(flags | changed)), asynchronous)
+        assert len(problems) == (ahead > 0 and named is not None)
+        if problems:
+            assert "the snapshot holds 2 rollout(s) generated ahead" in problems[0] and str(named) in problems[0]
+            assert "\n" not in problems[0]
 
 
 def test_a_folder_with_nothing_to_load_is_no_silent_fresh_start(tmp_path: Path) -> None:

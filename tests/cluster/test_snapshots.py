@@ -33,7 +33,7 @@ def test_a_save_is_committed_with_what_a_resume_needs(tmp_path: Path) -> None:
     driver.run.save(3)
     assert driver.said == ["actor saves", "save_state", "actor has saved", f"actor writes {tmp_path}/hf-3"]
     (manifest,) = manifests(tmp_path).values()
-    facts = {"rollout_id": 3, "weight_version": "0.0", "attempt": 0, "seed": 7}
+    facts = {"rollout_id": 3, "ahead": 2, "weight_version": "0.0", "attempt": 0, "seed": 7}
     assert manifest["old_actor"] == {"held": 0, "lag": 0, "ahead": 2}
     assert {name: manifest[name] for name in facts} == facts and manifest["metrics"]["rollout/reward"] == 0.5
     assert driver.snapshots.saved == 3
