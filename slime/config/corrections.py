@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.rollout import old_actor_lag, staleness_bound
+from slime.config.rollout import old_actor_lag, staleness_bound, trains_late
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -41,8 +41,8 @@ class OffPolicyConfig:
     use_tis: bool = flag(
         DERIVED,
         help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
-        "Default: on with --rollout-quantization, and in train_async.py if tokens can be older than the weights that "
-        "they train",
+        "Default: on with --rollout-quantization, and if tokens can be older than the weights that they train: in "
+        "train_async.py, and with --over-sampling-batch-size or --partial-rollout",
     )
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
@@ -105,19 +105,21 @@ def _correct_by_default(args: Args, asynchronous: bool) -> None:
     user chose another way."""
     rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
     chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
-    if args.loss_type == "policy_loss" and args.rollout_quantization and not chosen:
-        args.use_tis = True
-        args.notices.append(
-            f"--use-tis is on: the engines generate with weights that --rollout-quantization "
-            f"{args.rollout_quantization} has rounded (off: --no-use-tis)"
-        )
-        return
     bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
-    args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
-    if args.use_tis:
-        args.notices.append(
-            f"--use-tis is on: tokens can be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
+    why = ""
+    if args.rollout_quantization:
+        quantization = f"--rollout-quantization {args.rollout_quantization}"
+        why = f"the engines generate with weights that {quantization} has rounded"
+    elif asynchronous and bound > 0:
+        why = f"tokens can be {bound} step(s) older than the weights that they train"
+    elif trains_late(args) and not args.mask_offpolicy_in_partial_rollout:  # which excludes such tokens
+        why = (
+            "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does not need train in a "
+            "later one, so their tokens are older than the weights that they train"
         )
+    args.use_tis = bool(why) and args.loss_type == "policy_loss" and not chosen
+    if args.use_tis:
+        args.notices.append(f"--use-tis is on: {why} (off: --no-use-tis)")
 
 
 def check_kl(args: Args) -> list[str]:

@@ -177,7 +177,8 @@ def check_rollout(args: Args) -> list[str]:
             "the process of the rollout manager"
         )
     idle = ["--partial-rollout"] if args.partial_rollout and (is_fully_async(args) or args.deterministic) else []
-    idle += ["--over-sampling-batch-size"] if _samples_more(args) and is_fully_async(args) else []
+    samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+    idle += ["--over-sampling-batch-size"] if samples_more and is_fully_async(args) else []
     if idle:
         why = "the fully asynchronous rollout" if is_fully_async(args) else "--deterministic, which aborts no group"
         args.notices.append(f"{' and '.join(idle)}: no effect with {why}")
@@ -234,7 +235,7 @@ def _truncated_sampling(args: Args) -> list[str]:
 def check_loop(args: Args, asynchronous: bool) -> list[str]:
     if asynchronous and args.colocate:
         return ["train_async.py needs separate GPUs for the engines: remove --colocate, or use train.py"]
-    if args.keep_old_actor and (args.partial_rollout or _samples_more(args)) and not is_fully_async(args):
+    if args.keep_old_actor and trains_late(args):
         args.notices.append(
             "--keep-old-actor with --partial-rollout or --over-sampling-batch-size: samples that an earlier rollout "
             "started are older than the copy of the weights that computes their old log-probs; --use-rollout-logprobs "
@@ -251,8 +252,10 @@ def check_loop(args: Args, asynchronous: bool) -> list[str]:
     return []
 
 
-def _samples_more(args: Args) -> bool:
-    return (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+def trains_late(args: Args) -> bool:
+    """Whether groups that a rollout does not need are kept for a later one, which may be any of those that follow."""
+    samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+    return (samples_more or args.partial_rollout) and not is_fully_async(args)
 
 
 def _check_old_actor(args: Args) -> list[str]:
@@ -281,7 +284,7 @@ def _check_staleness(args: Args) -> list[str]:
             f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the engines' weights can be "
             f"{interval - 1} steps old: use at least {interval - 1}, or update more often"
         ]
-    if (_samples_more(args) or args.partial_rollout) and not is_fully_async(args):
+    if trains_late(args):
         return [
             "--max-weight-staleness limits only when samples start, but with --over-sampling-batch-size or "
             "--partial-rollout they can wait for any later one: remove both, or use the fully asynchronous rollout "

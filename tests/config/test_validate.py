@@ -423,6 +423,14 @@ def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) 
     (notice,) = [notice for notice in args.notices if "--use-tis is on" in notice]
     assert args.use_tis is True and "2 step(s) older" in notice and "--no-use-tis" in notice
     assert workplace.load("--async-buffer-size 2").use_tis is False, "train.py has no stale samples"
+    for line in ("--over-sampling-batch-size 64", "--over-sampling-batch-size 64 --partial-rollout"):
+        late = workplace.load(line)
+        (notice,) = [notice for notice in late.notices if "--use-tis is on" in notice]
+        assert late.use_tis is True and "train in a later one" in notice and "--no-use-tis" in notice
+        for chosen in ("--no-use-tis", "--use-rollout-logprobs", "--loss-type sft_loss"):
+            assert workplace.load(f"{line} {chosen}").use_tis is False, chosen
+    masked = "--over-sampling-batch-size 64 --partial-rollout --mask-offpolicy-in-partial-rollout"
+    assert workplace.load(masked).use_tis is False, "tokens of earlier rollouts are not trained"
     for line in ("--no-use-tis", "--use-rollout-logprobs", "--max-weight-staleness 0", "--loss-type sft_loss"):
         assert workplace.load(line, asynchronous=True).use_tis is False, line
     measured = "--get-mismatch-metrics --custom-tis-function-path slime.algorithms.mis.compute_mis_weights"
