@@ -48,7 +48,9 @@ def loop(args: Args, run: Run) -> None:
             run.train(rollout_id, batch)  # waits for all training ranks; generation continues meanwhile
             if run.is_due(rollout_id, args.save_interval):
                 # Without a standing pool, waits until no rollout is in progress. No rollout starts between the
-                # snapshot and the update, so a run resumed from the snapshot generates what this one does.
+                # snapshot and the update, so a run resumed from the snapshot generates what this one does. The
+                # exception is a snapshot between two updates: the engines of a resumed run get its weights, and those
+                # of this run keep older ones. With --keep-old-actor, a resumed run sends the older ones as well.
                 rollouts.save(rollout_id)
             if run.is_due(rollout_id, args.update_weights_interval):
                 # Waits for an evaluation in progress, since an evaluation measures one version of the weights.

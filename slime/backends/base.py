@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from slime.backends.needs import TrainNeeds
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
+    from slime.config.args import Args
     from slime.data.fields import RankBatch
+    from slime.data.schedule import PackingSettings
     from slime.weights.settings import AdapterSource, AdapterSync
 
 ModelTag = Literal["actor", "ref", "teacher", "old_actor", "rollout_actor"]
@@ -24,8 +26,11 @@ Metrics = dict[str, float]
 class TrainBackend(Protocol):
     """One rank of a training job. All ranks must call every method together."""
 
+    args: Args
     role: str
     """``actor`` or ``critic``."""
+    packing: PackingSettings
+    """For the packs of passes without a backward."""
     device: torch.device
     rank: int
     world_size: int

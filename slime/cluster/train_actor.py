@@ -343,7 +343,10 @@ class TrainActor:
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
         """Replace the values of the flags by measured ones."""
+        from slime.data.schedule import PackingSettings
+
         self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
+        self.backend.args, self.backend.packing = self.args, PackingSettings.from_args(self.args)
 
     def close(self) -> None:
         """Leave the process groups of weight updates, and free their shared memory."""

@@ -2,8 +2,9 @@
 
 Each scale is the one of two with the smaller squared error over its block: the scale that the checkpoint stores there,
 or a new one for the largest value of the block. So a weight that has not changed gets the bytes of the checkpoint back,
-one that has changed little stays on its grid, and no value is clipped that a new scale would hold. Trainers may have
-rounded the weight to bfloat16: an error that this explains does not count against the stored scale.
+and one that has changed little stays on its grid. The stored scale may clip a value that a new scale would hold, if the
+other values of the block lose less with it. Trainers may have rounded the weight to bfloat16: an error that this
+explains does not count against the stored scale.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ def test_ranks_and_rollout_manager_pack_by_it() -> None:
     manager: Any = SimpleNamespace(args=gpu_args())
     TrainActor.set_token_budgets(rank, 5120, 9216)
     RolloutManager.set_token_budgets(manager, 5120, 9216)
-    for args in (rank.args, manager.args):
+    assert (rank.backend.packing.max_tokens, rank.backend.packing.forward_max_tokens) == (5120, 9216)
+    for args in (rank.args, rank.backend.args, manager.args):
         assert (args.max_tokens_per_gpu, args.log_probs_max_tokens_per_gpu) == (5120, 9216)
     assert TrainActor.measure_memory(rank, SHARE) is None, "there is nothing to measure on a CPU"
