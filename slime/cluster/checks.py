@@ -63,10 +63,10 @@ def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
 
 def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
-    return (_check_all,)
+    return (partial(_check_all, asynchronous=asynchronous),)
 
 
-def _check_all(args: Args) -> list[str]:
+def _check_all(args: Args, asynchronous: bool) -> list[str]:
     checks = (
         _check_rows_and_rewards, _check_environment, check_schedules, check_family, _check_checkpoints,
         partial(_check_snapshots, asynchronous=asynchronous), _check_save_folder, _check_server_options,
