@@ -250,15 +250,19 @@ def _shortened(text: str) -> str:
 
 def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
     """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show here."""
+    from slime.data.sample import Sample
     from slime.engines.background import run
+    from slime.rollout.multi_turn import TURNS, ModelTurn
 
     found: list[object] = []
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
-            say("  reward of its own answer: not known for this kind of reward")
+            say(f"  reward of its own answer: not known, because {_unknown(args)}")
             return
-        sample.response = answer
+        # As if the model had written it in its only turn.
+        turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
+        sample.response, sample.status, sample.metadata[TURNS] = answer, Sample.Status.COMPLETED, [turn]
         try:
             found.append(run(_scored(args, sample)))
         except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
@@ -278,8 +282,20 @@ async def _scored(args: Args, sample: Sample) -> object:
     return await async_rm(args, sample)
 
 
+def _unknown(args: Args) -> str:
+    if _may_score_itself(args):
+        return f"{args.agent_function_path or args.agent_command or args.custom_generate_function_path} may give it"
+    return "the label does not say it for this kind of reward"
+
+
+def _may_score_itself(args: Args) -> bool:
+    """Whether a program of the user's or an environment may give the rewards, and no flag asks for others."""
+    return bool(args.custom_generate_function_path) and not args.custom_rm_path and "rm_type" not in args.explicit
+
+
 def own_answer(args: Args, sample: Sample) -> str | None:
-    """Return the label as a response in the form that the reward expects; None if the label is not an answer.
+    """Return the label as a response in the form that the reward expects; None if the label is not an answer, or if the
+    reward comes from elsewhere.
 
     For a custom reward function, whose form is not known, it is the label as it is.
     """
@@ -291,6 +307,8 @@ def own_answer(args: Args, sample: Sample) -> str | None:
         return None
     if args.custom_rm_path:
         return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
+    if _may_score_itself(args) and not sample.metadata.get("rm_type"):
+        return None
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
     plain = name.removeprefix("boxed_")
     if not plain or plain in _OWN_FORMS:

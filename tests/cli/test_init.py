@@ -54,6 +54,10 @@ def test_the_script_passes_every_check(task: str, tmp_path: Path, smollm2: Path)
     init(tmp_path / "mine", task)
     said = run(tmp_path, smollm2, "--dry-run")
     assert "8 prompts x 8 samples = 64 samples" in said and "12 rollouts" in said and "<|im_start|>assistant" in said
+    if task == "agent":
+        assert "reward of its own answer: not known, because reward.py:run may give it" in said
+    else:
+        assert f"the same for the first 8 prompts: {', '.join(['1.0'] * 8)}" in said
 
 
 @pytest.mark.slow
