@@ -12,6 +12,8 @@ import pytest
 import slime
 from slime.config.args import Args
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION
+from slime.data.dataset import Dataset, PromptMaker
+from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.source import load_dataset
 from slime.data.tokenizers import load_tokenizer, render_chat, render_prompt
@@ -116,6 +118,34 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(model: Any, tmp_path: 
         with pytest.raises(DataError) as caught:
             load_dataset(args.with_values(streaming_data=True))
         assert caught.value.problems == [problem]
+
+
+def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None:
+    """A processor of a package that is not installed here stands in: it takes square images only."""
+    from PIL import Image
+
+    class Square:
+        chat_template = PRINTS
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return str(load_tokenizer(model(PRINTS)).apply_chat_template(messages, **options))
+
+        def __call__(self, text: list[str], images: list[Any]) -> dict[str, Any]:
+            if images[0].width != images[0].height:
+                raise AssertionError(f"aspect ratio of {images[0].size}\nis not 1")
+            return {"input_ids": [[1]]}
+
+    make = PromptMaker(RowKeys(), load_tokenizer(model(PRINTS)), Square, rendered_later=True, checks=True)  # type: ignore[arg-type]
+    sizes = {"good": (4, 4), "bad": (4, 8)}
+    for name, size in sizes.items():
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    rows = [[user([{"type": "image", "image": str(tmp_path / f"{name}.png")}])] for name in (*sizes, "broken")]
+    with pytest.raises(DataError) as caught:
+        Dataset.of(write(tmp_path / "rows.jsonl", rows), make)
+    bad, broken = caught.value.problems
+    assert bad.endswith("rows.jsonl:2: the processor refuses its images: AssertionError: aspect ratio of (4, 8)")
+    assert "rows.jsonl:3: the processor refuses its images: UnidentifiedImageError" in broken
 
 
 def test_a_user_s_functions_may_use_messages_in_another_way(model: Any, tmp_path: Path) -> None:
