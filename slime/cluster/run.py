@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from slime.cluster.polling import WaitExpired
 from slime.cluster.ray_wait import NoStatus
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
+from slime.config.settings import redacted_text
+from slime.observability.run_state import message_lines
 
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle, Ref
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 ASK_SECONDS = 5.0
 REPORT_SECONDS = 15.0
 SHUTDOWN_SECONDS = 60.0
+_FRAME = re.compile(r'^ +(File "[^"]+", line \d+, in \S+)', re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -66,6 +70,7 @@ class RunEnd:
 
     def __init__(self, args: Args, parts: Parts) -> None:
         self.parts, self.max_restarts = parts, args.max_restarts or 0
+        self._brief = not (args.inline or parts.stop.in_program)  # who debugs or programs needs the whole error
         name, folder = args.run_name, args.output_dir
         self._settings = Settings(
             max_restarts=self.max_restarts, status_timeout=args.status_timeout, save=args.save, run_name=name,
@@ -116,6 +121,8 @@ class RunEnd:
             raise KeyboardInterrupt from None
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
+        if error is not None and self._brief:
+            self._tell_briefly(error)
         # Python raises an error of the block again by itself, but not one that arose in this method.
         if late is not None:
             raise late
@@ -129,6 +136,22 @@ class RunEnd:
             state.end("stopped" if stopped else "completed")
         else:
             state.end("restarting" if restarts else "failed", error)
+
+    def _tell_briefly(self, error: BaseException) -> None:
+        """Write the traceback to ``logs/driver.log``, and let Python print only where it is and, last, the message."""
+        text, folder = redacted_text("".join(traceback.format_exception(error))), self.parts.dir.path
+        self.parts.log.display.record(f"the run failed\n{text}")
+        own = [frame for frame in _FRAME.findall(text) if "-packages/" not in frame and "/lib/python3" not in frame]
+        where = f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} says more)"
+        lines = [where, *own[-1:], *(message_lines(text) or [redacted_text(f"{type(error).__name__}: {error}")])]
+
+        def tell(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+            if raised is error:
+                print(*lines, sep="\n", file=sys.stderr)
+            else:
+                sys.__excepthook__(kind, raised, trace)
+
+        sys.excepthook = tell
 
     def _restarts_after(self, error: Exception) -> bool:
         """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""

@@ -236,13 +236,15 @@ class Display:
     def note(self, text: str | Text | Table) -> None:
         """Print a line or a table above the live line. Lines are also written to ``logs/driver.log``."""
         self.console.print(text, markup=False, highlight=False)
-        if self.run_dir is not None and not isinstance(text, Table):
-            self._write_log(str(text))
+        if not isinstance(text, Table):
+            self.record(str(text))
 
-    def _write_log(self, line: str) -> None:
+    def record(self, line: str) -> None:
+        """Write a line, or several, only to ``logs/driver.log``."""
+        if self.run_dir is None:
+            return
         with best_effort("driver.log"):
             if self._log is None:
-                assert self.run_dir is not None
                 self.run_dir.logs.mkdir(parents=True, exist_ok=True)
                 self._log = AppendedFile(self.run_dir.logs / "driver.log", "driver.log")
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +141,22 @@ def test_a_stop_with_nothing_to_save(tmp_path: Path, case: str) -> None:
     parts.run = None if case == "not started" else parts.run
     snapshot_before_stop(parts)
     assert driver.said == [] and "SIGINT: shutting down gracefully" in driver.printed.getvalue()
+
+
+def test_a_run_that_failed_prints_its_message_last_and_keeps_the_traceback_in_its_log(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(ending.driver.log.display, "run_dir", RunDir(tmp_path))
+    ending.failure = RuntimeError("the disk is full:\n- /data\nmake room")
+    with pytest.raises(RuntimeError) as raised, ending.end:
+        raise ending.failure
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    place, frame, *message = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/logs/driver.log" in place and __file__ in frame
+    assert message == ["RuntimeError: the disk is full:", "- /data", "make room"]
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    assert "Traceback (most recent call last)" in log and "make room" in log
+    other = ValueError("of something else")
+    sys.excepthook(type(other), other, None)
+    assert capsys.readouterr().err == "ValueError: of something else\n"
