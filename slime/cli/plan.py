@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,12 +14,17 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
+_ROWS = 200
+"""So many rows of the data give the mean length of a prompt."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The options of ``slime plan`` beside the flags of a run.
 
     Attributes:
         gpus: GPUs of all nodes; None for those that the flags name.
+        prompt_tokens: The mean; None for that of the data.
         median_response: Instead of ``response_tokens``, the mean.
         search: Number of layouts to show; 0 to plan only the run of the flags.
         lengths_from: Folder of a run whose lengths are taken.
@@ -27,7 +33,7 @@ class PlanOptions:
     kind: str = "h200"
     gpus: int | None = None
     asynchronous: bool = False
-    prompt_tokens: float = 256.0
+    prompt_tokens: float | None = None
     response_tokens: float | None = None
     median_response: float | None = None
     sigma: float = 0.0
@@ -73,7 +79,8 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         args = args.with_values(compile_layers=args.lora_base_quantization is None)
     response_tokens, lengths = _lengths(options)
     kind = KINDS[options.kind]
-    run = read_run(args, kind, options.asynchronous, options.prompt_tokens, response_tokens, options.sigma, lengths)
+    prompt_tokens = options.prompt_tokens or _prompt_tokens(args)
+    run = read_run(args, kind, options.asynchronous, prompt_tokens, response_tokens, options.sigma, lengths)
     if run is None:
         raise CommandError(
             f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
@@ -99,6 +106,22 @@ def _log_prob_passes(args: Args) -> int:
     steps = args.num_steps_per_rollout or 1
     old = needs.trains and not needs.engine_log_probs and (needs.old_log_probs or steps > 1)
     return needs.ref_log_probs + needs.teacher_log_probs + (old or needs.rollout_entropy)
+
+
+def _prompt_tokens(args: Args) -> float:
+    """Return the mean tokens of the first prompts of the data, or what is assumed where they cannot be read."""
+    from slime.cluster.dry_run import first_prompt_lengths
+    from slime.plan.read import ASSUMED_PROMPT
+
+    if not args.prompt_data:
+        return ASSUMED_PROMPT
+    try:
+        lengths = first_prompt_lengths(args, _ROWS)
+    except Exception as error:  # users' own functions and files; a plan needs neither
+        why = str(error).partition("\n")[0][:200]
+        print(f"slime plan: prompts of {ASSUMED_PROMPT:g} tokens are assumed (--mean-prompt): {why}", file=sys.stderr)
+        return ASSUMED_PROMPT
+    return sum(lengths) / len(lengths) if any(lengths) else ASSUMED_PROMPT
 
 
 def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:

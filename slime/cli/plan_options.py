@@ -23,7 +23,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument("--async", dest="asynchronous", action="store_true", help="plan the run of train_async.py")
     plan.add_argument(
-        "--mean-prompt", type=finite(0, 1e8, above=True), default=256.0, help="mean tokens of a prompt (default: 256)"
+        "--mean-prompt",
+        type=finite(0, 1e8, above=True),
+        help="mean tokens of a prompt (default: that of the first rows of --prompt-data if they are on this machine "
+        "with the tokenizer, otherwise 256)",
     )
     responses = plan.add_mutually_exclusive_group()
     responses.add_argument(

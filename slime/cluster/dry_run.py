@@ -44,7 +44,7 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
 
     _settings(args, say)
     try:
-        source = _source(args, say)
+        source = _source(args)
         firsts = _first_samples(source) if source is not None else []
     except DataError as error:
         raise ConfigError(error.problems) from error
@@ -175,7 +175,7 @@ def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
 # --- the first prompt --------------------------------------------------------------------------------
 
 
-def _source(args: Args, say: Say) -> DataSource | None:
+def _source(args: Args) -> DataSource | None:
     """Create the data source of the run; None if the run reads no prompts here."""
     from slime.config.hooks import load_function
 
@@ -187,11 +187,18 @@ def _source(args: Args, say: Say) -> DataSource | None:
     return source
 
 
-def _first_samples(source: DataSource) -> list[Sample]:
+def first_prompt_lengths(args: Args, most: int) -> list[int]:
+    """Return the tokens of each of the first prompts of the data, at most ``most``; none if it gives no prompts."""
+    source = _source(args)
+    firsts = _first_samples(source, most) if source is not None else []
+    return [len(_prompt_ids(args, [sample])) for sample in firsts]
+
+
+def _first_samples(source: DataSource, most: int = SCORED_ROWS) -> list[Sample]:
     """Return the first sample of each of the first groups; none if the source makes no prompts."""
     from slime.data.sample import flatten
 
-    groups = source.get_samples(min(SCORED_ROWS, max(len(source), 1)))
+    groups = source.get_samples(min(most, max(len(source), 1)))
     firsts = [flatten(group)[0] for group in groups if group]
     return firsts if firsts and firsts[0].prompt else []
 

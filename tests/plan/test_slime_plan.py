@@ -405,3 +405,18 @@ def test_the_command_knows_the_options_of_precision_and_memory(
         layout = {flag for flag in flags if flag.startswith("--actor-num-")}
         assert layout == {"--actor-num-nodes 1", "--actor-num-gpus-per-node 1"}
     assert ("--gradient-checkpointing" in made["best"][0]["flags"]) or first != "--offload-activations"
+
+
+def test_the_length_of_prompts_is_that_of_the_data(
+    smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": " one" * length}) + "\n" for length in (10, 30)))
+    words = [*WORDS, "--hf-checkpoint", str(smollm2), "--prompt-data"]
+    main([*words, str(file)])
+    assert " samples of 20 + " in capsys.readouterr().out
+    main([*words, str(file), "--mean-prompt", "50"])
+    assert " samples of 50 + " in capsys.readouterr().out
+    main([*words, str(tmp_path / "none.jsonl")])
+    printed = capsys.readouterr()
+    assert " samples of 256 + " in printed.out and "none.jsonl does not exist" in printed.err
