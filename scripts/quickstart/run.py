@@ -56,6 +56,7 @@ def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Pa
         "--apply-chat-template",
         "--rollout-shuffle",
         "--use-dynamic-batch-size",
+        "--inline",
     ]
 
 

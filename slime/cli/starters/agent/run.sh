@@ -33,6 +33,9 @@ flags=(
     # Snapshots, from which --load outputs/starter/checkpoints continues: --save-interval 6
     --run-name starter
 
+    # Everything in one process, where breakpoint() works; without it, on Ray, on any number of GPUs and machines.
+    --inline
+
     # A machine without GPUs. Remove this line on GPUs, and see docs/en/backends.md.
     --train-backend fsdp --rollout-backend embedded --max-tokens-per-gpu 2048
 )
