@@ -25,7 +25,7 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
     """The share of the label's letter is trained on answers of up to 300 tokens, of which each update divides some."""
     evaluation = tmp_path / "eval.jsonl"
     evaluation.write_text('{"prompt": "Write the letter a.", "label": "a"}\n' * 3)
-    result = runner.run(
+    result = runner.inline(
         *flags, "--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", 3, "--max-weight-staleness", 2,
         "--num-rollout", STEPS, "--rollout-max-response-len", 300, "--save-debug-rollout-data",
         tmp_path / "dump" / "{rollout_id}.pt", "--eval-interval", 2, "--eval-prompt-data", "letters", evaluation,
@@ -66,7 +66,7 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
 
 def test_in_drain_mode_no_answer_mixes_weights(runner, flags, tmp_path) -> None:
     """Buffered: groups of several rollouts at once, all finished before each update."""
-    result = runner.run(
+    result = runner.inline(
         *flags, "--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", 2, "--update-weights-interval", 2,
         "--update-weight-pause-mode", "drain", "--num-rollout", 4, "--rollout-max-response-len", 100,
         "--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt", script="train_async.py",

@@ -35,7 +35,7 @@ def test_what_is_wrong_with_checkpoints_is_told_together_before_any_process_star
     (theirs / "iter_0000100").mkdir(parents=True)
     (theirs / "latest_checkpointed_iteration.txt").write_text("100")
     words = ["--hf-checkpoint", model, "--load", theirs, "--save", theirs, "--save-interval", 1]
-    result = runner.run(
+    result = runner.inline(
         *flags,
         *words,
     )
@@ -55,7 +55,7 @@ def test_trainer_and_engine_read_the_same_weights_from_a_quantized_checkpoint(ru
     model = copy_with(tiny_model, runner.tmp / "fp8", tensors, quantization_config=quantization)
     export = runner.tmp / "export"
     words = ["--hf-checkpoint", model, "--num-rollout", 1, "--save-hf", export / "{rollout_id}", "--save-interval", 1]
-    result = runner.run(*flags, *words)
+    result = runner.inline(*flags, *words)
     assert result.code == 0, result.output
     (row,) = result.metrics()
     assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
@@ -75,7 +75,7 @@ def test_a_run_starts_from_the_weights_of_megatron_lm(runner, flags, tiny_model)
     before = sorted(path.name for path in theirs.rglob("*"))
     export, save = runner.tmp / "export", runner.tmp / "save"
     words = ["--load", theirs, "--ref-load", theirs, "--use-kl-loss", "--lr", 0, "--num-rollout", 1]
-    result = runner.run(*flags, *words, "--save", save, "--save-interval", 1, "--save-hf", export / "{rollout_id}")
+    result = runner.inline(*flags, *words, "--save", save, "--save-interval", 1, "--save-hf", export / "{rollout_id}")
     assert result.code == 0, result.output
     assert "only the weights are read from this checkpoint of Megatron-LM" in result.output
     (row,) = result.metrics()

@@ -19,7 +19,7 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     import torch
 
     details = tmp_path / "details"
-    whole = runner.run(
+    whole = runner.inline(
         *flags, "--dump-details", details, "--log-correct-samples", "--log-passrate", "--use-pytorch-profiler",
         "--profile-target", "train_actor", "train_log_probs", "--use-kl-loss", "--kl-loss-coef", "0.01", "--lr", "1e-5",
         "--save", tmp_path / "save", "--save-interval", 1, "--save-keep-last", 1, "--save-retain-interval", 2,
@@ -45,11 +45,11 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
 
     template = details / "rollout_data" / "{rollout_id}.pt"
     kl = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--lr", "1e-5"]
-    again = runner.run(*flags, *kl, "--load-debug-rollout-data", template, name="again")
+    again = runner.inline(*flags, *kl, "--load-debug-rollout-data", template, name="again")
     assert again.code == 0, again.output
     for name in ("train/loss", "train/grad_norm", "rollout/advantages", "train/kl_loss"):
         assert [step[name] for step in again.metrics()] == [step[name] for step in steps], name
-    half = runner.run(
+    half = runner.inline(
         *flags, *kl, "--load-debug-rollout-data", template, "--load-debug-rollout-data-subsample", "0.5",
         "--log-samples", 5, "--log-keep-last", 1, "--log-compress", name="half",
     )  # fmt: skip
@@ -57,13 +57,13 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     (texts,) = (half.folder / "samples").iterdir()
     assert texts.name == "rollout_000002.jsonl.zst" and len(read_samples(texts)) == 5
     assert all(step["train/global_batch_size"] == 8 for step in half.metrics())
-    forge = runner.run(*flags, *kl, "--load-forge-rollout-data", template, name="forge")
+    forge = runner.inline(*flags, *kl, "--load-forge-rollout-data", template, name="forge")
     assert forge.code == 0, forge.output
     for name in ("train/loss", "rollout/raw_reward"):
         assert [step[name] for step in forge.metrics()] == [step[name] for step in steps], name
     assert all("perf/update_weights_time" in step for step in forge.metrics()), "engines are alive and get the weights"
 
-    resumed = runner.run(
+    resumed = runner.inline(
         *flags, *kl, "--lr", "2e-5", "--load", tmp_path / "save", "--ckpt-step", 1, "--num-rollout", 3, name="resumed"
     )
     assert resumed.code == 0, resumed.output
@@ -79,7 +79,7 @@ def test_only_rollouts_with_streamed_prompts(runner, flags, prompts: Path, tmp_p
     for name, more in (("held", []), ("streamed", ["--streaming-data", "--num-data-workers", 2])):
         template = tmp_path / name / "{rollout_id}.pt"
         flags_of = ["--debug-rollout-only", "--save-debug-rollout-data", template, "--num-rollout", 6]
-        result = runner.run(*flags, *flags_of, *more, name=name)
+        result = runner.inline(*flags, *flags_of, *more, name=name)
         assert result.code == 0, result.output
         assert runner.wait_gone() == []
         import torch

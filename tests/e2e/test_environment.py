@@ -72,13 +72,13 @@ def test_a_killed_run_goes_on_with_the_same_tasks(runner, letters) -> None:
 
 
 def test_an_epoch_of_the_environment_is_the_length_of_the_run(runner, letters) -> None:
-    result = runner.run(*letters)
+    result = runner.inline(*letters)
     assert_good(result)
     assert len(result.metrics()) == 3, "12 tasks, 4 a rollout"
 
 
 def test_mistakes_are_told_together_and_before_anything_starts(runner, letters) -> None:
-    result = runner.run(*letters, "--environment", "letters_env.py:Letters?size=3", "--lr", "-1")
+    result = runner.inline(*letters, "--environment", "letters_env.py:Letters?size=3", "--lr", "-1")
     assert result.code == 2 and not result.folder.exists()
     assert "--environment letters_env.py:Letters?size=3: it cannot be created: TypeError" in result.output
     assert "--lr -1" in result.output

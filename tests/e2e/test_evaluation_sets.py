@@ -48,7 +48,7 @@ def test_two_data_sets_with_overrides(runner, flags, datasets_dir: Path, tmp_pat
         ],
     }  # fmt: skip
     (tmp_path / "eval.yaml").write_text(yaml.safe_dump({"eval": config}))
-    result = runner.run(
+    result = runner.inline(
         *flags, "--custom-rm-path", f"{tmp_path}/mine.py:run_reward", "--eval-config", tmp_path / "eval.yaml",
         "--eval-reward-key", "score", "--eval-interval", 1, "--num-rollout", 0,
     )  # fmt: skip

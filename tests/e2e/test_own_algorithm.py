@@ -15,7 +15,7 @@ def test_maxrl_trains_two_steps_on_rewards_relative_to_their_groups_mean(runner,
 
     (tmp_path / "maxrl.py").write_text(EXAMPLE.read_text())  # found from the working directory, as the guide has it
     dump = f"{tmp_path}/train/{{rollout_id}}.pt"
-    result = runner.run(
+    result = runner.inline(
         *flags, "--advantage-estimator", "maxrl.py:MaxRL", "--num-rollout", 2, "--save-debug-train-data", dump
     )
     assert result.code == 0, result.output
@@ -40,7 +40,7 @@ def test_a_mistake_in_the_class_is_told_before_anything_starts(runner, flags, tm
         "    def advantages(self, batch):\n"
         "        return batch['kl'], batch['kl']\n"
     )
-    result = runner.run(*flags, "--advantage-estimator", "half.py:Half")
+    result = runner.inline(*flags, "--advantage-estimator", "half.py:Half")
     assert result.code == 2
     assert "--advantage-estimator half.py:Half: class Half does not define group_baseline" in result.output
     assert not result.folder.exists()

@@ -209,7 +209,7 @@ DECAY = [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]
 
 @pytest.mark.slow
 def test_the_loop_with_a_reference_an_old_actor_and_a_decay(runner, flags) -> None:
-    result = runner.run(*epochs(flags), "--use-kl-loss", "--kl-loss-coef", "0.001", "--keep-old-actor")
+    result = runner.inline(*epochs(flags), "--use-kl-loss", "--kl-loss-coef", "0.001", "--keep-old-actor")
     assert_good(result)
     rows = result.metrics()
     assert [row["train/lr-pg_0"] for row in rows] == pytest.approx(DECAY)
@@ -223,7 +223,7 @@ def test_the_loop_with_a_reference_an_old_actor_and_a_decay(runner, flags) -> No
 @pytest.mark.slow
 def test_the_asynchronous_loop_trains_in_order_within_its_bound(runner, flags) -> None:
     flags = [*epochs(flags), "--async-buffer-size", 2, "--update-weights-interval", 2]
-    result = runner.run(*flags, script="train_async.py")
+    result = runner.inline(*flags, script="train_async.py")
     assert_good(result)
     rows = result.metrics()
     assert [row["rollout/step"] for row in rows] == list(range(8))
@@ -246,7 +246,7 @@ def test_the_asynchronous_loop_trains_in_order_within_its_bound(runner, flags) -
 def test_the_old_log_probs_are_those_of_the_weights_that_made_the_samples(runner, flags, script, more) -> None:
     """A rollout that is made while the one before trains is of the weights before the update between them, and so are
     the old log-probs: they equal those that the engine gave."""
-    result = runner.run(*flags, "--keep-old-actor", "--num-rollout", 5, *more, script=script)
+    result = runner.inline(*flags, "--keep-old-actor", "--num-rollout", 5, *more, script=script)
     assert_good(result)
     for row in result.metrics():
         assert row["rollout/log_probs"] == pytest.approx(row["rollout/rollout_log_probs"], abs=1e-4)
@@ -259,8 +259,8 @@ def test_a_run_resumed_between_two_updates_goes_on_with_the_weights_of_its_engin
     saved = runner.tmp / "saved"
     flags = [*flags, "--keep-old-actor", "--update-weights-interval", 3, "--num-rollout", 6, "--save", saved]
     flags += ["--save-interval", 1]
-    whole = runner.run(*flags, name="whole", script="train_async.py")
-    resumed = runner.run(*flags, "--load", saved, "--ckpt-step", 3, name="resumed", script="train_async.py")
+    whole = runner.inline(*flags, name="whole", script="train_async.py")
+    resumed = runner.inline(*flags, "--load", saved, "--ckpt-step", 3, name="resumed", script="train_async.py")
     for result in (whole, resumed):
         assert_good(result)
         for row in result.metrics():
@@ -270,7 +270,7 @@ def test_a_run_resumed_between_two_updates_goes_on_with_the_weights_of_its_engin
 
 @pytest.mark.slow
 def test_ppo_trains_a_critic(runner, flags) -> None:
-    result = runner.run(*flags, "--advantage-estimator", "ppo", "--num-rollout", 3)
+    result = runner.inline(*flags, "--advantage-estimator", "ppo", "--num-rollout", 3)
     assert_good(result)
     losses = [row["train/critic-value_loss"] for row in result.metrics()]
     assert losses[-1] < losses[0]
@@ -305,10 +305,10 @@ def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) ->
 
 def test_bad_input_is_reported_together_before_any_process_starts(runner, flags, prompts) -> None:
     prompts.write_text('{"prompt": "a", "label": "b"}\n{"prompt": broken\n')
-    result = runner.run(*flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere")
+    result = runner.inline(*flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere")
     assert result.code == 2
     assert "--rollout-temperature" in result.output  # the suggestion
-    without_typo = runner.run(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere")
+    without_typo = runner.inline(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere")
     assert without_typo.code == 2
     for word in ("nowhere", f"{prompts}:2", "= 16", "--global-batch-size 7"):
         assert word in without_typo.output, without_typo.output

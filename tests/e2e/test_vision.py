@@ -67,7 +67,7 @@ def test_images_reach_engine_and_trainer_alike(runner, flags, tiny_llava, tmp_pa
         rows.append({"prompt": f"<image>Write {i}.", "label": "a", "images": [str(tmp_path / f"{i}.png")]})
     data = tmp_path / "pictures.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = runner.run(
+    result = runner.inline(
         *flags, "--hf-checkpoint", tiny_llava, "--prompt-data", data, "--multimodal-keys", '{"image": "images"}',
         "--num-rollout", 2,
     )  # fmt: skip
