@@ -44,7 +44,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         ``sample``, with status COMPLETED, TRUNCATED or ABORTED.
 
     Raises:
-        ValueError: The sample is already finished, or the engine returned no log-probs.
+        ValueError: The sample is already finished.
         BadAnswer: What the engine answered was no answer, :data:`~slime.engines.http.BAD_ANSWERS` times.
         TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
         HttpError: The engine refused the request.
@@ -128,9 +128,6 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
     Args:
         params: The parameters of the request. A reply that continues an interrupted response is cut at a stop string of
             theirs that is divided between the two.
-
-    Raises:
-        ValueError: The reply has no log-probs.
     """
     if params is not None and sample.response_length and sample.status is Sample.Status.ABORTED:
         known = sample.array("tokens")
@@ -138,12 +135,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
         response = known[len(known) - sample.response_length :].tolist()
         output = cut_at_stop(GenerateState(args).tokenizer, response, output, params)
     meta = output["meta_info"]
-    scored = meta.get("output_token_logprobs")
-    if scored is None:
-        raise ValueError(
-            f"the engine's reply for sample {sample.index} has no output_token_logprobs; "
-            f"its meta_info has {', '.join(sorted(meta))}"
-        )
+    scored = meta.get("output_token_logprobs") or []
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
     if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
@@ -264,7 +256,10 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
     kind = finish.get("type") if isinstance(finish, dict) else None
     if not isinstance(kind, str) and not (part and finish is None):
         return f"its finish_reason is {finish!r}"
-    scored = meta.get("output_token_logprobs") or []
+    scored = meta.get("output_token_logprobs")
+    if scored is None and not part and kind != "abort":
+        return f"it has no output_token_logprobs; its meta_info has {', '.join(sorted(meta))}"
+    scored = scored or []
     try:
         ids, log_probs = [item[1] for item in scored], np.array([item[0] for item in scored], np.float64)
         wrong = [token for token in ids if type(token) is not int or not 0 <= token < (vocabulary or 2**31)]

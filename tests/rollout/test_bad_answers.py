@@ -39,6 +39,7 @@ LIES: dict[str, tuple[Lie | str, str]] = {
     "no meta": (lambda answer: {"text": "a", "meta_info": None}, "without text or meta_info"),
     "no end": (changed(finish_reason=None), "its finish_reason is None"),
     "no log-prob": (changed(output_token_logprobs=[[None, 5, None]]), "the log-prob of its token 0 is null or NaN"),
+    "no log-probs": (changed(output_token_logprobs=None), "it has no output_token_logprobs; its meta_info has"),
     "no pairs": (changed(output_token_logprobs=[-0.5]), "no pairs of a log-prob and an id"),
     "large id": (changed(output_token_logprobs=[[-0.5, 10**6, None]]), "its token id 1000000 is none of the 257"),
     "negative id": (changed(output_token_logprobs=[[-0.5, -1, None]]), "its token id -1 is none of the 257"),
@@ -98,7 +99,7 @@ async def test_an_engine_that_gives_no_other_is_named(checkpoint: Path, name: st
         assert f"{engine.url}/generate answered 200, but" in str(raised.value) and LIES[name][1] in str(raised.value)
 
 
-@pytest.mark.parametrize("name", sorted(LIES.keys() - {"empty", "no end", "one log-prob less"}))
+@pytest.mark.parametrize("name", sorted(LIES.keys() - {"empty", "no end", "no log-probs", "one log-prob less"}))
 async def test_a_bad_part_of_a_stream_is_a_lost_stream(checkpoint: Path, name: str) -> None:
     async with LyingEngine(LIES[name][0], lies=2) as engine:
         sample = await answered(engine, checkpoint, generate_streaming)
