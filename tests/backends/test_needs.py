@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.backends.needs import TrainNeeds
+from slime.backends.train_loop import score_rollout
 from slime.data.fields import RankBatch
 from tests.make_args import make_args as resolved_args
 
@@ -23,6 +25,19 @@ def needs(**changes: Any) -> TrainNeeds:
 
 def batch(steps: int = 1, **entries: Any) -> RankBatch:
     return RankBatch({"global_batch_sizes": [8] * steps} | entries)
+
+
+@pytest.mark.parametrize(("kept", "weights"), [(True, "old_actor"), (False, "actor")])
+def test_old_log_probs_are_those_of_the_kept_weights(kept: bool, weights: str) -> None:
+    asked: list[str] = []
+
+    def log_probs(batch: RankBatch, model: str, with_entropy: bool) -> dict[str, list[str]]:
+        asked.append(model)
+        return {"log_probs": [f"of {model}"]}
+
+    backend: Any = SimpleNamespace(needs=needs(keep_old_actor=kept), log_probs=log_probs)
+    entries, _ = score_rollout(backend, batch(steps=2))
+    assert entries == {"old_log_probs": [f"of {weights}"]} and asked == [weights]
 
 
 def test_the_default_run_reuses_current_log_probs() -> None:

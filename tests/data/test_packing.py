@@ -113,6 +113,17 @@ def test_the_branches_of_a_session_are_a_tree() -> None:
     assert len(layout_of(short, share=True).tokens) == 2 + 2 * n, "it is not worth a segment"
 
 
+def test_a_sample_between_two_alike_shares_only_what_it_has_in_common_with_them() -> None:
+    """In the order of the samples, and in that of their first token ids alone, the two are no neighbours."""
+    n = MIN_SHARED_TOKENS
+    prompt, same = [1], [2] * n
+    specs = [(0, prompt, [*same, 5]), (0, prompt, [3] * n), (0, prompt, [*same, 6])]
+    layout = layout_of(specs, share=True)
+    assert layout.tokens.tolist() == [1, *same, 5, *[3] * n, 6]
+    rows = [[0, *range(1, n + 1), n + 1], [0, *range(n + 2, 2 * n + 2)], [0, *range(1, n + 1), 2 * n + 2]]
+    assert [layout.rows_of(i).tolist() for i in range(3)] == rows
+
+
 def test_nothing_to_share_needs_no_gather() -> None:
     assert layout_of([(0, [1], [2]), (1, [1], [3])], share=True).kv_index is None
     assert layout_of([(0, [1], [2]), (0, [1], [3])], share=False).kv_index is None

@@ -73,6 +73,8 @@ def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_
     raw, rewards = post_process_rewards(args, samples, [0, 0, 0])
     assert raw == [1.0, 1.0, 1.0]
     assert rewards == pytest.approx([0.5, 0.0, -0.5])  # shaped: 1, 0.5, 0; their mean is 0.5
+    args.rewards_normalization = False
+    assert post_process_rewards(args, samples, [0, 0, 0]) == ([1.0, 1.0, 1.0], [1.0, 0.5, 0.0])
 
 
 @pytest.mark.parametrize(

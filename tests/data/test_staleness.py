@@ -61,6 +61,10 @@ def test_parts_of_one_answer_get_their_versions_with_the_last() -> None:
     assert sample.version_spans == []
     sample.append_response_tokens(**answer("0.1", 3, [("0.0", 1), ("0.1", 4)]))
     assert sample.version_spans == [("0.0", 0, 1), ("0.1", 1, 5)]
+    sample = Sample(tokens=[9])
+    sample.append_response_tokens(**answer("0.1", 2, [("0.1", 2)]))
+    sample.append_response_tokens(**answer("0.2", 3, [("0.1", 3), ("0.2", 2)]))
+    assert sample.version_spans == [("0.1", 0, 3), ("0.2", 3, 5)], "those of the last part replace the others"
 
 
 def test_tokens_over_a_cache_of_older_weights_are_labelled() -> None:
@@ -96,6 +100,8 @@ def test_a_cut_keeps_the_versions_of_what_is_left() -> None:
     sample.append_response_tokens(**answer("0.1", 5, [("0.0", 3), ("0.1", 2)]))
     sample.cut_response(2, "ab")
     assert sample.version_spans == [("0.0", 0, 2)]
+    sample.cut_response(1, "a")
+    assert sample.version_spans == [("0.0", 0, 1)], "none is longer than the response"
     sample.reset_response()
     assert sample.version_spans == []
 

@@ -161,3 +161,11 @@ def test_two_processes_make_one_folder(tmp_path: Path) -> None:
         jobs = [pool.apply_async(fp8_folder, (str(source), Fp8Format("block"), None, tmp_path / "c")) for _ in "ab"]
         folders = {job.get(60) for job in jobs}
     assert len(folders) == 1 and (folders.pop() / "config.json").is_file()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_largest_of_small_weights_gets_the_largest_value(granularity: Granularity) -> None:
+    """With weights of the usual size (0.02 or less) the scales are small, and all of the format is used."""
+    for size in (0.02, 1e-6):
+        weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * size
+        assert quantize(weight, granularity)[0].float().abs().max() == LARGEST

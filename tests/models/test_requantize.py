@@ -126,3 +126,27 @@ def test_another_shape_is_refused(plain: Path, tmp_path: Path) -> None:
     name = next(iter(stored.plan.weights))
     with pytest.raises(ModelError, match=r"has shape \[3\].*cannot be written as that checkpoint stores it"):
         stored.store(name, torch.zeros(3))
+
+
+def relative_error(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> float:
+    return float((values.float() * scales - weight).norm() / weight.norm())
+
+
+def test_a_stored_scale_that_fits_no_more_is_replaced() -> None:
+    """Only an error that the rounding to bfloat16 explains counts as none."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, 128, generator=generator) * 0.02
+    _, scale = requantize.to_scaled(weight, torch.ones(1, 1), FP8, (128, 128))
+    values, scales = requantize.to_scaled(weight, scale * 40, FP8, (128, 128))
+    assert torch.equal(scales, scale) and relative_error(values, scales, weight) < 0.03
+    values, scales = requantize.to_scaled(weight, torch.full((1, 1), 0.004), torch.int8, (128, 128))
+    assert relative_error(values, scales, weight) < 0.012
+    assert torch.equal(values.abs().max(), torch.tensor(127, dtype=torch.int8))
+
+
+def test_a_new_exponent_is_that_of_ocp() -> None:
+    """floor(log2(the largest value)) - 2, since the largest 4-bit float is 1.5 * 2**2."""
+    weight = torch.zeros(32, 4)
+    weight[3] = torch.tensor([6.0, 4.0, 3.9, 0.02])
+    _, exponents = requantize.to_mxfp4(weight, torch.full((4, 1), 90, dtype=torch.uint8))
+    assert exponents.flatten().tolist() == [127, 127, 126, 127 - 6 - 2]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
+from slime.weights.sync import _Sender
 
 
 def test_a_frozen_engine_is_given_up_before_the_other_ranks_give_up_the_sender() -> None:
@@ -44,3 +47,18 @@ def test_engines_that_were_started_in_another_folder_get_an_absolute_path(
     monkeypatch.chdir(tmp_path)
     settings = WeightSyncSettings.from_args(make_args(update_weight_disk_dir="shared/weights"))
     assert settings.disk_dir == str(tmp_path / "shared/weights")
+
+
+@pytest.mark.parametrize(
+    ("held", "ours"), [(["1.3", "1.4"], True), (["1.3", "0.4"], False), (["1.3", "10.4"], False), (["default"], False)]
+)
+def test_frozen_tensors_are_left_out_only_where_engines_hold_versions_of_this_attempt(
+    held: list[str], ours: bool
+) -> None:
+    sender: Any = _Sender.__new__(_Sender)
+    sender.transport, sender.version, sender.check_equal = SimpleNamespace(name="nccl"), "1.5", False
+    sender.settings = SimpleNamespace(adapter_name=None, engines_lose_weights=False)
+    infos = {f"engine {i}": SimpleNamespace(weight_version=version) for i, version in enumerate(held)}
+    plan: Any = SimpleNamespace(infos=infos)
+    sender.memory = SimpleNamespace(updated=set(infos))
+    assert sender._engines_are_ours(plan) is ours

@@ -24,9 +24,12 @@ def test_cast_leaves_integers_and_wide_names_alone() -> None:
         ("w", torch.ones(2)),
         ("position", torch.ones(2, dtype=torch.int64)),
         ("layers.0.mlp.gate.e_score_correction_bias", torch.ones(2)),
+        ("layers.0.feed_forward.expert_bias", torch.ones(2)),
+        ("layers.0.linear_attn.A_log", torch.ones(2)),
+        ("layers.0.linear_attn.dt_bias", torch.ones(2)),
     ]
     out = [tensor.dtype for pair in pairs for _, tensor in step(*pair)]
-    assert out == [torch.bfloat16, torch.int64, torch.float32]
+    assert out == [torch.bfloat16, torch.int64, *[torch.float32] * 3, torch.bfloat16]
     same = torch.ones(2, dtype=torch.bfloat16)
     assert next(iter(step("w", same)))[1] is same  # nothing to do, nothing copied
 
