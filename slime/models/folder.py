@@ -58,7 +58,7 @@ def require_hub(name: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
     except Exception as error:  # OSError, or an error of the HTTP client of the release
-        if local_folder(name) is None:
+        if cached_folder(name) is None:
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ModelError(
                 f"{name} is not on this machine, and the hub does not give it ({why}). Where there is a network, run "
@@ -68,17 +68,23 @@ def require_hub(name: str) -> None:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """Return the local folder of a checkpoint without a download: None for a hub id that is not cached."""
+    """Return the local folder of a checkpoint without a download: None for a hub id whose weights are not cached."""
+    folder = cached_folder(path)
+    found = folder is not None and (Path(path).expanduser().is_dir() or any(folder.glob("*.safetensors")))
+    return folder if found else None
+
+
+def cached_folder(path: str | Path) -> Path | None:
+    """Return the local folder of a checkpoint, which may lack its weights; None for a hub id that is not cached."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(str(path), allow_patterns=["*.json"], local_files_only=True))
+        return Path(snapshot_download(str(path), allow_patterns=["*.json"], local_files_only=True))
     except (OSError, ValueError):  # nothing is cached, or no hub id
         return None
-    return found if any(found.glob("*.safetensors")) else None
 
 
 def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
-from tiny_checkpoints import llama_config, save_model
+from tiny_checkpoints import llama_config, read_tensors, save_model
 
+from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.cluster.checks import all_checks
 from slime.models.folder import require_hub, resolve_folder
-from slime.models.loading import ModelError, load_hf_config
+from slime.models.loading import ModelError, load_hf_config, load_hf_model
 
 NAME = "owner/model"
 
@@ -43,11 +45,21 @@ def test_a_run_with_such_a_model_has_one_problem(no_hub: Path) -> None:
     assert problem.startswith(f"--hf-checkpoint: {NAME} is not on this machine")
 
 
-def test_a_model_in_the_cache_is_used_and_no_hub_is_asked_again(no_hub: Path) -> None:
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_model_in_the_cache_is_used_and_no_hub_is_asked_again(no_hub: Path, pickled: bool, tmp_path: Path) -> None:
+    """Also with weights in PyTorch's older format; an export of it has all of its other files."""
     snapshot = no_hub / "models--owner--model" / "snapshots" / "abc"
     save_model(llama_config(), snapshot)
     (no_hub / "models--owner--model" / "refs").mkdir()
     (no_hub / "models--owner--model" / "refs" / "main").write_text("abc")
+    (snapshot / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    if pickled:
+        torch.save(read_tensors(snapshot), snapshot / "pytorch_model.bin")
+        (snapshot / "model.safetensors").unlink()
     require_hub(NAME)
     assert os.environ["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
     assert resolve_folder(NAME) == snapshot and load_hf_config(NAME).hidden_size == 32
+    model = load_hf_model(NAME, torch.float32, "cpu")
+    save_hf_checkpoint(model, tmp_path / "out", torch.float32, NAME, writer=True)
+    name = "generation_config.json"
+    assert (tmp_path / "out" / name).read_bytes() == (snapshot / name).read_bytes()

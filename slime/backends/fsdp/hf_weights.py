@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.quantized_base import rounded_weights
-from slime.models.folder import local_folder
+from slime.models.folder import cached_folder
 from slime.models.loading import ModelError
 from slime.models.lora import lora_layers
 from slime.weights.export_form import ExportForm
@@ -175,7 +175,7 @@ def save_hf_checkpoint(
         ModelError: The export is to be as the source stores it, and the source is not there or does not fit.
     """
     # For a hub id these are the downloaded files, so that a save does not need the network.
-    folder = local_folder(source) if writer else None
+    folder = cached_folder(source) if writer else None
     mtp, form = MtpLayers(folder), ExportForm(choice, folder, writer)
     write_tensors(form.tensors(chain(iter_hf_weights(model, form.dtype or dtype), mtp.tensors())), path, writer)
     if writer:
