@@ -113,3 +113,13 @@ def test_other_errors_of_ray_are_raised_at_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="no port"):
         connect()
     assert asked == [1]
+
+
+def test_a_folder_that_hides_this_package_is_named_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match=f"would import {tmp_path}/slime in place of "):
+        connect()
