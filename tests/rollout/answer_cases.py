@@ -37,6 +37,8 @@ MATH = {
         ("January 5, 2024", "January 6, 2024", 0), (r"\text{January 5, 2024}", "January 5, 2024", 1),
         (r"\text{May 12}", r"\text{May 21}", 0), (r"\text{May 12}", "12", 0),
         (r"\text{June 20}", r"\text{July 20}", 0), ("B-52", "B-52", 1), ("COVID-19", "19", 0),
+        ("10-12", r"10 \text{ to } 12", 1), ("10 to 12", "10-12", 1), ("1:2", r"1 \text{ to } 2", 1),
+        ("1:2", r"1\colon 2", 1), ("v1.2.3", "v1.2.4", 0), ("0-0", "0", 0), ("5:30", "5:30 PM", 1),
     ],
     "words": [
         (r"\text{listen}", r"\text{silent}", 0), ("evil", "live", 0), (r"\text{East}", "east", 1),
@@ -61,6 +63,7 @@ MATH = {
         (r"\frac{1}{2}", r"\frac{1}{2} \text{ million}", 0), ("5", r"5~\text{hundred}", 0),
         ("18", r"\text{18 million}", 0), (r"\$2.5\text{ billion}", r"\$2,500,000,000", 1), ("3", r"3 \text{ lakh}", 0),
         ("2300", r"23 \text{ hundred}", 1), ("18", r"18 \text{ millions}", 0), ("18", r"18\text{ million people}", 0),
+        ("18", r"18\text{k}", 0), ("18", "18 hundred", 0), ("1500", r"1.5\text{ thousand dollars}", 1),
     ],
     "units": [
         (r"10\text{ cm}", r"10\text{ m}", 0), (r"10\text{ cm}", r"10\text{ cm}", 1), (r"10\text{ cm}", "10", 1),
@@ -83,6 +86,11 @@ MATH = {
         ("2t", "2", 0), ("3ab", "3", 0), ("3", "3ab", 0), ("3ab", "3ba", 1), (r"\frac12 ab", r"\frac{ab}{2}", 1),
         (r"\frac12 ab", r"\frac{1}{2}", 0), ("10m", "10cm", 0), ("3x", "3y", 0),
         ("5", "5 m", 1), ("3x", "3", 0), ("x + 2y", "2y + x", 1), ("2 x + 3 y", "3 y + 2 x", 1), ("5", "5 1/2", 0),
+        (r"5\text{ mL}", r"5\text{ ml}", 1), (r"5\text{ hrs}", r"5\text{ hours}", 1),
+        (r"5\text{ in}", r"5\text{ inches}", 1), (r"5\text{ sq ft}", r"5\text{ square feet}", 1),
+        (r"5\text{ cm}^2", r"5\text{ square centimeters}", 1), (r"5\text{ m/s}", r"5\text{ meters per second}", 1),
+        (r"5\text{ m}", r"500\text{ cm}", 0), (r"10\text{ square units}", r"10\text{ units}^2", 1),
+        (r"5^\circ\text{C}", r"5\text{ degrees Celsius}", 1), ("10", r"10 \text{ square units}", 1),
     ],
     "currencies": [
         ("18", r"\$18", 1), (r"\$18", "18", 1), (r"\$18", "18 dollars", 1), (r"\$18", r"18\text{ cents}", 0),
@@ -109,7 +117,8 @@ MATH = {
     ],
     "numbers": [
         ("1/2", "½", 1), ("1.5", "1½", 1), ("11/2", "1½", 0), ("1000", r"1{,}000", 1), ("1000", "1 000", 1),
-        ("1000", r"1\,000", 1), ("1000", "1,000.0", 1), ("1000", "1,00", 0), ("12345", "12,345", 1), ("5", "5.", 1),
+        ("1000", r"1\,000", 1), ("1000", "1,000.0", 1), ("1000", "1,00", 0), ("12345", "12,345", 1),
+        ("5", "5.", 1), ("5", "5,", 1), ("5", r"5\\", 1), ("1,2,3", "1,2,3,...", 0),
         ("5", "05", 1), ("0.5", ".5", 1), ("-5", "−5", 1), ("5", "５", 1), ("5", "+5", 1), ("0", "-0", 1),
         ("1/2", r"\tfrac12", 1), ("0.3", "0.1+0.2", 1), (r"\frac13", "0.333", 0), (r"\frac{1}{2}", "1/3", 0),
         (r"\frac{-1}{2}", r"-\frac{1}{2}", 1), (r"-\frac12", r"\frac{1}{-2}", 1), ("5/2", r"2\frac{1}{2}", 1),
@@ -188,6 +197,8 @@ CHOICES = {
         ("(A) is false. (B) is true.", "B", 1),
         ("Answer: C (not A)", "C", 1), ("It is not Paris.", "Paris", 0), ("Paris or Rome", "Paris", 0),
         (r"\boxed{Paris, Rome}", "Paris", 0), ("It is Paris.", "Paris", 1), (r"\boxed{\text{Paris}}", "Paris", 1),
+        ("Anything but A", "A", 0), (r"\boxed{\neg A}", "A", 0), ("A is correct. B is wrong.", "A", 1),
+        ("The answer is (B) A proton, not (A).", "B", 1), ("It's not B. It's A.", "A", 1),
     ],
     "formulas and words": [
         (r"We get \boxed{E = mc^2}. So option C.", "C", 1), (r"We get \boxed{E = mc^2}. So option C.", "E", 0),
@@ -201,6 +212,8 @@ CHOICES = {
         (r"\boxed{Answer}: B", "B", 1), (r"\boxed{42}. So option C.", "C", 1),
         ("The answer is E = mc^2, option C", "C", 1),
         (r"\boxed{\frac{A}{2}}. So option C.", "C", 1), (r"\boxed{D = 5, E = 6}. So option C.", "C", 1),
+        ("E = mc^2", "E", 0), (r"\boxed{B = 5}", "B", 0), (r"\boxed{A, \dots, D}", "A", 0),
+        (r"\boxed{\{A, B\}}", "A", 0), ("Answer: <C>", "C", 1),
         ("A cat is an animal. The answer is B", "B", 1), ("I think it is B", "B", 1), ("It is option (c).", "C", 1),
     ],
     "forms": [

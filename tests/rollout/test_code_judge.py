@@ -17,7 +17,11 @@ HUMAN_EVAL = {
     "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
     "entry_point": "add",
 }
-CLOSE = ["assert abs(half(5) - 2.5) < 1e-9", "assert sorted(listed(3)) == [0, 1, 2]", "assert half(4) == 2.0"]
+CLOSE = [
+    "assert abs(half(5) - 2.5) < 1e-9", "assert sorted(listed(3)) == [0, 1, 2]", "assert half(4) == 2.0",
+    "assert half(5) % 2 == 0.5", "assert round(half(5), 1) == 2.5", "assert 2 in listed(3)",
+    "assert half(4) > 1 and half(4) < 3",
+]  # fmt: skip
 
 
 async def outcome(code: str, label: Any) -> str:
@@ -55,7 +59,9 @@ class Yes{base}:
     __le__ = __gt__ = __ge__ = __lt__
     def __hash__(self): return 3
     def __sub__(self, other): return 0
-    __rsub__ = __add__ = __radd__ = __abs__ = __float__ = __sub__
+    __rsub__ = __add__ = __radd__ = __float__ = __sub__
+    def __mod__(self, other): return self
+    def __abs__(self): return 0
     def __contains__(self, other): return True
     def __bool__(self): return True
     def __instancecheck__(self, kind): return True
@@ -128,6 +134,11 @@ async def test_a_program_cannot_replace_what_its_tests_use(code: str) -> None:
         assert await outcome(code, test) != "passed"
 
 
+async def test_a_block_of_a_program_does_not_swallow_the_verdict() -> None:
+    code = "class C:\n    def __enter__(self): return self\n    def __exit__(self, *error): return True\n"
+    assert await outcome(code, "with C() as c:\n    assert False\n") == "wrong"
+
+
 async def test_a_program_cannot_replace_a_helper_of_its_prompt() -> None:
     label = {
         "prompt": "def value(p, x):\n    return p[0] + p[1] * x\n\ndef zero(p):\n    '''Where is value(p, x) 0?'''\n",
@@ -162,6 +173,16 @@ RIGHT = {
         "    def __add__(self, other): return P(self.x + other.x, self.y + other.y)\n",
         "assert P(1, 2) + P(3) == P(4, 2)\nassert P(1) != P(2) and P(1) < P(2)\nassert str(P(1)) == 'P(x=1, y=0)'\n"
         "assert len({P(1), P(1)}) == 1\nassert [P(1), P(2)] == [P(1), P(2)]",
+    ),
+    "objects in arithmetic and in a block": (
+        "class M:\n    def __init__(self, x): self.x = x\n    def __mul__(self, k): return M(self.x * k)\n"
+        "    def __eq__(self, other): return self.x == other.x\n    def __enter__(self): return self\n"
+        "    def __exit__(self, *error): self.x = 0",
+        "assert M(1) * 2 == M(2)\nwith M(3) as m:\n    assert m.x == 3\nassert m.x == 0",
+    ),
+    "an enumeration": (
+        "from enum import Enum\nclass Color(Enum):\n    RED = 'red'\ndef f(): return Color.RED",
+        "assert f() is Color.RED and f() == Color('red') and f().value == 'red'",
     ),
     "a generator": (
         "def count():\n    n = 0\n    while True:\n        yield n\n        n += 1\ndef upto(n): yield from range(n)",

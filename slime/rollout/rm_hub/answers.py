@@ -14,6 +14,7 @@ from slime.rollout.rm_hub.text import as_number, normalize_math
 
 _LONGEST_ANSWER = 500  # characters; a longer "answer" is a derivation and counts as wrong
 _BASE_TEN = re.compile(r"(?<=[0-9])_(?:\{(?:10|ten)\}|10\b)")
+_LAST_MARK = re.compile(r"(?:\\\\|(?<![.\\])[.,;])\s*$")
 _BASE = re.compile(r"[0-9A-Fa-f]_\{?(\d+|two|eight|sixteen)\}?\s*$")
 _LABEL_NAME = re.compile(r"\+?(?:\(\d+\))?\d+(?:[-:/.]\d+)+")  # 2024-01-05, 10-12, 3:2, 1.2.3, (555)123-4567
 _ANSWER_NAME = re.compile(r"\d+([-:/.])\d+(?:\1\d+)+")  # a single 10-12 is a calculation where the label is -2
@@ -37,11 +38,11 @@ _CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|[€£¥₹])(.+)", re.DOTALL)
 _SAME_UNITS = {
     "percent": "%", "degree": "°", "dollar": "$", "usd": "$", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee",
     "kilo": "k", "centi": "c", "milli": "m", "meter": "m", "metre": "m", "gram": "g", "liter": "l", "litre": "l",
-    "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "feet": "ft", "foot": "ft", "inches": "in",
-    "inch": "in", "mile": "mi", "per": "/", "AM": "am", "PM": "pm",
+    "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "feet": "ft", "foot": "ft", "inche": "in",
+    "inch": "in", "L": "l", "celsiu": "C", "fahrenheit": "F", "mile": "mi", "per": "/", "AM": "am", "PM": "pm",
 }  # fmt: skip
 _UNIT_NAME = re.compile("|".join(map(re.escape, sorted(_SAME_UNITS, key=len, reverse=True))))
-_OTHER_VALUE = re.compile(r"\b(?:or|not|wrong|incorrect|and|half|halves|thirds?)\b")
+_OTHER_VALUE = re.compile(r"\b(?:or|not|wrong|incorrect|and|half|halves|thirds?|k|mn|bn)\b")
 _PRODUCTS = {"ab", "bc", "c", "d", "o", "t"}  # which math-verify would drop as if they were units
 
 
@@ -68,7 +69,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
     An answer without a unit equals a label with one, and the other way round; two different units are never equal.
     """
-    gold, answer = _BASE_TEN.sub("", gold), _BASE_TEN.sub("", answer)
+    gold, answer = (_BASE_TEN.sub("", _LAST_MARK.sub("", text.strip("` "))) for text in (gold, answer))
     wanted, found = _quantity(gold), _quantity(answer)
     if _units_differ(wanted, found):
         return False
@@ -81,7 +82,8 @@ def same_answer(gold: str, answer: str) -> bool | None:
     gold_value, value = _number(wanted.value), _number(found.value)
     if gold_value is not None and value is not None:
         return gold_value == value
-    gold_name, name = _name(wanted.value), _name(found.value)
+    gold_name = _name(wanted.value)
+    name = _name(found.value, ":" if ":" in gold_name else "-")
     if not _NUMBER.fullmatch(gold_name) and (_LABEL_NAME.fullmatch(gold_name) or _ANSWER_NAME.fullmatch(name)):
         return gold_name == name
     words = normal.isalpha() and other.isalpha() and (len(normal) > 3 or "\\text" in gold)
@@ -121,9 +123,10 @@ def _quantity(answer: str) -> _Quantity:
 def _unit(text: str) -> str:
     """Return the name of a unit without styles and plural. Names of two letters keep their case: Mm is not mm."""
     text = re.sub(r"\([^()]*\)|[{}\\]", "", re.sub(_CIRCLE, "°", _STYLED.sub(r"\1", text)))
-    text = re.sub(r"[A-Za-z]{3,}", lambda word: word[0].lower(), text)
-    text = _UNIT_NAME.sub(lambda name: _SAME_UNITS[name[0]], re.sub(r"(?<=[a-z]{3})s\b", "", text))
-    return re.sub(r"\s*([/°])\s*", r"\1", text.replace(".", "")).strip()
+    text = re.sub(r"[A-Za-z]{3,}", lambda word: word[0].lower(), text.replace(".", ""))
+    text = re.sub(r"\b(?:square|sq) (\w+)", r"\1^2", re.sub(r"\b(?:cubic|cu) (\w+)", r"\1^3", text))
+    text = _UNIT_NAME.sub(lambda name: _SAME_UNITS[name[0]], re.sub(r"(?<=[a-z]{2})s\b", "", text))
+    return re.sub(r"\s*([/°])\s*", r"\1", text).strip()
 
 
 def _units_differ(wanted: _Quantity, found: _Quantity) -> bool:
@@ -148,5 +151,7 @@ def _number(text: str) -> Fraction | None:
     return as_number(normalize_math(bare)) if value is None else value
 
 
-def _name(text: str) -> str:
-    return re.sub("-+", "-", normalize_math(text))
+def _name(text: str, joint: str = "-") -> str:
+    """Return the form in which dates, ranges and the like are compared; ``joint`` stands for the word "to"."""
+    name = re.sub(r"(?<=\d)(?:\\text\{)?to\}?(?=\d)", joint, normalize_math(text))
+    return re.sub("-+", "-", name.replace("\\colon", ":"))

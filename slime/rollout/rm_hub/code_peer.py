@@ -46,6 +46,7 @@ class Peer:
         self.judges = names is None
         self.kept: list[Any] = [names]
         self.handles: dict[int, int] = {}
+        self.remotes: dict[int, Remote] = {}  # one for each object, so that ``is`` means what it says
         self.errors: dict[str, type[Exception]] = {}
 
     def ask(self, handle: int, operation: str, *values: Any, **named: Any) -> Any:
@@ -114,8 +115,11 @@ class Peer:
 
 
 class Remote:
-    """An object of the other end. Operators work between two of them only, because an object of a program could
-    otherwise say that it equals a plain value, or that its difference from it is 0."""
+    """An object of the other end.
+
+    Two of them are compared as their class says. With a plain value, one is never equal, and its arithmetic gives no
+    plain value: an object of a program could otherwise say that it is 3, or that its difference from 3 is 0.
+    """
 
     def __init__(self, peer: Peer, handle: int) -> None:
         self.__dict__.update(_peer=peer, _handle=handle)
@@ -129,6 +133,12 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         return self._ask("getattr", name)
 
+    def __enter__(self) -> Any:
+        return self._ask("getattr", "__enter__")()
+
+    def __exit__(self, *error: Any) -> None:  # a program may not swallow an AssertionError
+        self._ask("getattr", "__exit__")(*error)
+
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and bool(value._ask("isinstance", self))
 
@@ -138,13 +148,23 @@ def _forward(operation: str) -> Any:
 
 
 def _between_two(operation: str) -> Any:
-    return lambda self, other: self._ask(operation, other) if isinstance(other, Remote) else NotImplemented
+    return lambda self, other: self._ask(operation, other) if type(other) is Remote else NotImplemented
+
+
+def _arithmetic(operation: str) -> Any:
+    def apply(self: Remote, other: Any) -> Any:
+        result = self._ask(operation, other)
+        return result if type(other) is Remote or type(result) is Remote else NotImplemented
+
+    return apply
 
 
 for _name in ("setattr", "len", "iter", "next", "getitem", "setitem", "delitem", "str", "repr", "bool", "hash", "neg"):
     setattr(Remote, f"__{_name}__", _forward(_name))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_"):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _between_two(_name))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _between_two(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Remote, f"__{_name}__", _arithmetic(_name))
 
 
 def _become(value: Any, new: Any) -> None:
@@ -204,4 +224,6 @@ class _Reader(pickle.Unpickler):
             return self.peer.error(content)
         if owner == "fraction":
             return fractions.Fraction(*content)
-        return Remote(self.peer, content) if owner == "mine" else self.peer.kept[content]
+        if owner == "yours":
+            return self.peer.kept[content]
+        return self.peer.remotes.setdefault(content, Remote(self.peer, content))

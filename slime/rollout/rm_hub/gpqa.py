@@ -28,6 +28,9 @@ _BEFORE_A_CHOICE = (  # the first of these that is followed by a choice decides,
 )
 _TAIL = 4000  # characters at the end of a response in which the choice is searched
 
+# Behind a letter that stands neither in a word nor in a formula.
+_FREE = r"(?![A-Za-z'’\d_^{(]|\s*[=^\\]|\s*[*<>]\s*[\w.-]|\s*[+-](?!\s*[A-Za-z]{2})|\s+[a-z](?![A-Za-z]))"
+
 
 def gpqa_reward(sample: Sample) -> float | None:
     """Score one sample. If label and metadata do not tell what is correct, the sample is marked as unscored."""
@@ -63,7 +66,7 @@ def compute_gpqa_reward(
     found = exact[0] if len(exact) == 1 else extract_letter(response, letters)
     if found is None and correct:
         found = _chosen_text(_normal(last_line), metadata, letters)
-    if found is not None and correct:
+    if correct and (found is not None or _choice_texts(metadata, letters)):
         return float(found == correct)
     wanted = _normal(text) if text is not None else ""
     several = boxed is not None and re.search(r"[,;/&]|\b(?:and|or)\b", boxed)
@@ -117,14 +120,17 @@ def extract_letter(response: str, letters: str) -> str | None:
         if matches:
             return str(matches[-1])
     # An I before a word of small letters is the pronoun.
-    alone = re.findall(rf"(?<![A-Za-z'])(?!I\s+[a-z])({one})(?![A-Za-z'])", response[-100:])
+    alone = re.findall(rf"(?<![A-Za-z'])(?!I\s+[a-z])({one}){_FREE}", response[-100:])
     return alone[-1] if len(set(alone)) == 1 else None
 
 
 def _not_denied(text: str, one: str) -> str:
     """Remove the letters that a text says are not the answer."""
     several = rf"\(?{one}\)?(?:(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)\(?{one}\)?)*(?![A-Za-z'])"
-    denial = r"(?i:(?:\b|can)not|n['’]t|\b(?:never|rul\w+ out|eliminat\w+|exclud\w+|except|rather than|neither|nor))"
+    denial = (
+        r"(?i:(?:\b|can)not|n['’]t|\\neg|\\lnot|\b(?:never|rul\w+ out|eliminat\w+|exclud\w+|except|rather than|"
+        r"(?:all|anything|everything) but|neither|nor))"
+    )
     between = rf"(?:(?i:be|the|choose|pick|select|{_NAMES}s?) )*"
     wrong = r"(?i:not|n['’]t|wrong|incorrect|false|impossible|ruled out|eliminated|excluded)"
     text = re.sub(rf"{denial} {between}{several}", "no", text)
@@ -141,9 +147,8 @@ def _choice_at_start(text: str, one: str, whole: bool = False) -> str | None:
     """
     if re.fullmatch(rf"(?:[^A-Za-z]|\b(?:and|or)\b|\b(?i:{one})\b)*", text):
         text = re.sub(r"\b[a-z]\b", lambda letter: letter[0].upper(), text)
-    # not in a word, not in a formula, and no article
-    free = r"(?![A-Za-z'’\d_^{(]|\s*[=<>^*\\]|\s*[+-]\s*(?![A-Za-z]{2})|\s+[a-z](?![A-Za-z]))"
-    letter = rf"\(?({one}){free}"
+    text = re.sub(r"\\[lc]?dots|\\[{}]", "", text)
+    letter = rf"\(?({one}){_FREE}"
     article = r"(?<!A)(?<!I)|(?!\s+[a-z])"
     first = re.match(rf"[\s*(\[]*{letter}(?:{article})", text)
     joined = rf"\s*[)\].:]*\s*(?:[,;/&+|]|\b(?:and|or)\b)[\s,;/&+|]*(?:and|or)?\s*{letter}"
