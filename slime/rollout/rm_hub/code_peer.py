@@ -49,7 +49,7 @@ class Peer:
         self.remotes: dict[int, Remote] = {}  # one for each object, so that ``is`` means what it says
         self.errors: dict[str, type[Exception]] = {}
 
-    def ask(self, handle: int, operation: str, *values: Any, **named: Any) -> Any:
+    def ask(self, handle: int, operation: str, *values: object, **named: object) -> Any:
         """Let the other end apply an operation to one of its objects; return the result or raise its exception.
 
         A list, dict or set among the values changes as that of the other end, if the operation returns None."""
@@ -91,7 +91,7 @@ class Peer:
             self.errors[names[0]] = type(str(names[0]), (self.error(names[1:]) if names[1:] else Exception,), {})
         return self.errors[names[0]]
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: object) -> None:
         data = io.BytesIO()
         _Writer(data, self).dump(message)
         try:
@@ -124,10 +124,10 @@ class Remote:
     def __init__(self, peer: Peer, handle: int) -> None:
         self.__dict__.update(_peer=peer, _handle=handle)
 
-    def _ask(self, operation: str, *values: Any, **named: Any) -> Any:
+    def _ask(self, operation: str, *values: object, **named: object) -> Any:
         return self._peer.ask(self._handle, operation, *values, **named)
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
+    def __call__(self, *values: object, **named: object) -> Any:
         return self._ask("call", *values, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -136,10 +136,10 @@ class Remote:
     def __enter__(self) -> Any:
         return self._ask("getattr", "__enter__")()
 
-    def __exit__(self, *error: Any) -> None:  # a program may not swallow an AssertionError
+    def __exit__(self, *error: object) -> None:  # a program may not swallow an AssertionError
         self._ask("getattr", "__exit__")(*error)
 
-    def __instancecheck__(self, value: Any) -> bool:
+    def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and bool(value._ask("isinstance", self))
 
 
@@ -152,7 +152,7 @@ def _between_two(operation: str) -> Any:
 
 
 def _arithmetic(operation: str) -> Any:
-    def apply(self: Remote, other: Any) -> Any:
+    def apply(self: Remote, other: object) -> Any:
         result = self._ask(operation, other)
         return result if type(other) is Remote or type(result) is Remote else NotImplemented
 
@@ -167,15 +167,12 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     setattr(Remote, f"__{_name}__", _arithmetic(_name))
 
 
-def _become(value: Any, new: Any) -> None:
-    if type(value) is not type(new):
-        return
-    if isinstance(value, list | collections.deque):
-        value.clear()
-        value.extend(new)
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(new)
+def _become(value: object, new: object) -> None:
+    """Give a list, deque, dict or set the content of another one."""
+    for kind, add in ((list, "extend"), (collections.deque, "extend"), (dict, "update"), (set, "update")):
+        if type(value) is type(new) is kind:
+            operator.methodcaller("clear")(value)
+            operator.methodcaller(add, new)(value)
 
 
 class _Writer(pickle.Pickler):
@@ -185,7 +182,7 @@ class _Writer(pickle.Pickler):
         super().__init__(file, 5)
         self.peer = peer
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> Any:
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", [kind.__name__ for kind in value.__mro__]
         if type(value) is Remote:
@@ -200,7 +197,7 @@ class _Writer(pickle.Pickler):
             self.peer.kept.append(value)
         return "mine", self.peer.handles[id(value)]
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         for base in _BASES:
             if isinstance(value, base) and type(value) not in _PLAIN:
                 return base, (str.__str__(value) if base is str else base(value),)
@@ -218,7 +215,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _BY_NAME[module, name]
 
-    def persistent_load(self, number: Any) -> Any:
+    def persistent_load(self, number: tuple[str, Any]) -> Any:
         owner, content = number
         if owner == "error":
             return self.peer.error(content)
