@@ -13,8 +13,8 @@ from typing import NamedTuple
 from slime.agent.demands import Demand, Schema
 from slime.agent.fields import Reply
 from slime.agent.messages import Tool
-from slime.agent.reasoning import Tags
 from slime.agent.tool_formats import FORMATS
+from slime.data.reasoning import Tags
 
 
 class _Form(NamedTuple):

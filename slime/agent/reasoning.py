@@ -2,53 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from slime.agent.messages import ToolCall
 from slime.agent.tool_parsers import Shown, ToolParser, overlap
-from slime.config.agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
-from slime.types import Tokenizer
-
-
-class Tags(NamedTuple):
-    """The tags that enclose a model's reasoning."""
-
-    start: str
-    end: str
-
-
-THINK = Tags("<think>", "</think>")
-TAGS: dict[str, Tags] = {
-    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"), THINK),
-    **dict.fromkeys(("step3", "step3p5", "interns1"), THINK),
-    "kimi": Tags("◁think▷", "◁/think▷"),
-    "mistral": Tags("[THINK]", "[/THINK]"),
-}
-
-
-def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template or the tokenizer.
-
-    Raises:
-        ValueError: Neither slime nor the installed SGLang has a parser of this name.
-    """
-    if name == "none":
-        return None
-    if name == "auto":
-        template = str(tokenizer.chat_template)
-        return next((tags for tags in dict.fromkeys(TAGS.values()) if _knows(tokenizer, template, tags)), None)
-    if name in TAGS:
-        return TAGS[name]
-    problem = reasoning_parser_problem(name)
-    if problem is not None:
-        raise ValueError(problem)
-    detector = sglang_parsers(*SGLANG_REASONING_PARSERS)[name]()
-    return Tags(detector.think_start_token, detector.think_end_token)
-
-
-def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
-    token = tokenizer.convert_tokens_to_ids(tags.end)
-    return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
+from slime.data.reasoning import Tags
 
 
 def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, str]:

@@ -121,18 +121,16 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
 
 
 def _samples(session: Session) -> list[Sample]:
-    tokenizer = session.state.tokenizer
-    samples = session.tree.samples(session.state.args, session.sample, tokenizer)
+    samples = session.tree.samples(session.state, session.sample)
     if samples:
         return samples
     # The program never got an answer. The prompt and one untrained token make a valid sample.
     sample = session.sample
-    end = tokenizer.eos_token_id
+    end = session.state.tokenizer.eos_token_id
     assert end is not None, "a model that answers in turns ends them with a token"
     # Conversations are text only, and the model may have no processor for the media of a prompt.
     sample.tokens = ([] if sample.multimodal_inputs else prompt_ids(session.state, sample)) or [end]
     sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
-    sample.response = tokenizer.decode([end])
     return [sample]
 
 

@@ -18,7 +18,7 @@ from slime.agent.constraints import structural_tag
 from slime.agent.demands import UNMET
 from slime.agent.fields import ApiError, Reply, note
 from slime.agent.messages import Ask, Message
-from slime.agent.reasoning import StreamSplit, parse_answer, reasoning_tags, split_reasoning
+from slime.agent.reasoning import StreamSplit, parse_answer, split_reasoning
 from slime.agent.settings import AgentSettings
 from slime.agent.tool_formats import KNOWN_MARKS, NoCalls
 from slime.agent.tool_parsers import Shown, ToolParser, tool_parser
@@ -27,9 +27,11 @@ from slime.config.agent import choose_parser
 from slime.config.hf_config import read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
+from slime.data.reasoning import opened_by_ids, reasoning_tags
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.rollout.abort import retry_delay
+from slime.rollout.end_token import end_text
 from slime.rollout.generate import CHARACTER_TOKENS, ask_engine, build_generate_body, remaining, with_retries
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
@@ -259,8 +261,7 @@ class Session:
 
     def _opened(self, added: list[int]) -> bool:
         """Whether the prompt ends with the start tag of the reasoning, which some chat templates add."""
-        tail = str(self.state.tokenizer.decode(added[-16:])).rstrip() if self.tags is not None else ""
-        return self.tags is not None and tail.endswith(self.tags.start)
+        return self.tags is not None and opened_by_ids(self.state.tokenizer, added, (self.tags,)) is not None
 
     def _message(
         self, parser: ToolParser, begun: list[int], opened: bool, outputs: list[GenerateOutput], params: SamplingParams
@@ -293,11 +294,14 @@ class Session:
         outputs, or if it stopped at a string, because the beginning of this string may have been streamed.
         """
         matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
-        if len(outputs) == 1 and not isinstance(matched, str):
-            return str(outputs[0]["text"])
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
-        ids = ids[:-1] if isinstance(matched, int) else ids
-        text = str(self.state.tokenizer.decode(ids, skip_special_tokens=bool(params.get("skip_special_tokens"))))
+        if len(outputs) == 1 and not isinstance(matched, str):
+            text = str(outputs[0]["text"])
+        else:
+            said = ids[:-1] if isinstance(matched, int) else ids
+            text = str(self.state.tokenizer.decode(said, skip_special_tokens=bool(params.get("skip_special_tokens"))))
+        if matched is None and ids:  # an end token may be the last one for which there is room
+            text = text.removesuffix(end_text(self.state, ids[-1], stopped=False))
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text
 
     async def _generate(

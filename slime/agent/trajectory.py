@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from slime.agent.messages import Ask, Message, Tool, key_of
 from slime.data.sample import Sample
+from slime.rollout.end_token import text_of
 from slime.rollout.generate import append_output
-from slime.types import GenerateOutput, Tokenizer
+from slime.rollout.state import GenerateState
+from slime.types import GenerateOutput
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -117,16 +119,14 @@ class Tree:
         """Return the turns that no other turn continues, in the order of their completion."""
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
+    def samples(self, state: GenerateState, base: Sample) -> list[Sample]:
         """Return one sample per leaf. A turn that several samples share is trained only in the first of them."""
         trained: set[Turn] = set()
         samples = []
         for leaf in self.leaves():
-            sample = _sample(args, base, leaf, trained)
-            sample.response = tokenizer.decode(
-                sample.tokens[-sample.response_length :],
-                skip_special_tokens=args.rollout_skip_special_tokens,
-            )
+            sample = _sample(state.args, base, leaf, trained)
+            response = sample.tokens[-sample.response_length :]
+            sample.response = text_of(state, response, state.args.rollout_skip_special_tokens)
             trained.update(leaf.path())
             samples.append(sample)
         return samples

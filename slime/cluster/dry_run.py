@@ -306,7 +306,9 @@ def own_answer(args: Args, sample: Sample) -> str | None:
 
     For a custom reward function, whose form is not known, it is the label as it is.
     """
-    from slime.rollout.rm_hub.dispatch import load_reward
+    from slime.data.reasoning import THINK
+    from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
+    from slime.rollout.rm_hub.math import gold_answer
     from slime.rollout.rm_hub.model_rm import is_model_class
 
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
@@ -320,19 +322,16 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     plain = name.removeprefix("boxed_")
     if not plain or plain in _OWN_FORMS:
         return None
-    if plain in ("math", "deepscaler"):
-        return _boxed_answer(label, plain)
     if plain == "gpqa":
-        return _choice(sample)
-    answer = f"Answer: {label}" if plain == "dapo" else str(label)
-    return f"\\boxed{{{label}}}" if plain != name else answer
-
-
-def _boxed_answer(label: object, rm_type: str) -> str:
-    from slime.rollout.rm_hub.math import gold_answer
-
-    thought = "</think>" if rm_type == "deepscaler" else ""
-    return f"{thought}\\boxed{{{gold_answer(label)}}}"
+        answer = _choice(sample)
+    elif plain in ("math", "deepscaler"):
+        answer = f"\\boxed{{{gold_answer(label)}}}"
+    elif plain != name:
+        answer = f"\\boxed{{{label}}}"
+    else:
+        answer = f"Answer: {label}" if plain == "dapo" else str(label)
+    opened = opened_reasoning(args, sample) or (THINK if plain == "deepscaler" else None)
+    return answer if opened is None or answer is None else f"{opened.end}{answer}"
 
 
 def _choice(sample: Sample) -> str | None:

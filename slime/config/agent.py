@@ -34,7 +34,7 @@ TOOL_PARSERS = (
 
 REASONING_PARSERS = (
     *("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking", "step3", "step3p5"),
-    *("interns1", "kimi", "mistral"),
+    *("interns1", "kimi", "mistral", "seed-oss"),
 )
 
 

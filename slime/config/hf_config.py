@@ -57,14 +57,14 @@ def looks_like_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
 
 
-def read_config(checkpoint: str) -> dict[str, Any] | None:
-    """Read config.json from a local folder or from the hub cache; None if neither has a readable one.
+def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | None:
+    """Read config.json, or another JSON file, from a local folder or the hub cache; None if there is no readable one.
 
     For a vision-language model, the keys of its text part are merged into the top level, because the flags describe
     the text model.
     """
     folder = Path(checkpoint).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _cached(checkpoint)
+    file = folder / name if folder.is_dir() else _cached(checkpoint, name)
     if file is None or not file.is_file():
         return None
     try:
@@ -196,6 +196,16 @@ def media_token_ids(checkpoint: str | None) -> list[int]:
     config = (read_config(checkpoint) if checkpoint else None) or {}
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio", "boi") for end in ("id", "index"))
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
+
+
+def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
+    """Return the tokens at which engines end a response: those of generation_config.json and config.json of a local or
+    cached checkpoint, and ``others`` (that of the tokenizer)."""
+    ends: set[Any] = {*others}
+    for name in ("generation_config.json", "config.json"):
+        value = (read_config(checkpoint, name) or {}).get("eos_token_id")
+        ends |= set(value if isinstance(value, list) else [value])
+    return frozenset(int(token) for token in ends if token is not None)
 
 
 def _cached(hub_id: str, name: str = "config.json") -> Path | None:

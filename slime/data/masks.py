@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 
+from slime.data.reasoning import THINK
 from slime.data.tokenizers import TemplateRefusal, joined_text, render_chat
 from slime.types import Tokenizer
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _MARK = "\ue000slime\ue001"  # private-use characters, which appear in no text and no template
 _R1_ASSISTANT = "<｜Assistant｜>"
-_OPENED = ("<think>\n", "<think>")  # what opens the reasoning
+_OPENED = (f"{THINK.start}\n", THINK.start)  # what opens the reasoning
 _HEADER_TOKENS = 4  # tokens of context before a response, which distinguish equal texts when masks are aligned
 TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 

@@ -7,15 +7,16 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slime.data.reasoning import after_thinking, opened_by_ids
 from slime.data.sample import Sample
 from slime.environments.base import Episode, Step, StepFailed, StepLimits
 from slime.environments.registry import environment
 from slime.environments.source import NUMBER, SPEC
 from slime.observability.trace_utils import trace_span
+from slime.rollout.end_token import text_of
 from slime.rollout.generate import generate as generate_text
 from slime.rollout.multi_turn import Conversation, ModelTurn
 from slime.rollout.rm_hub.outcome import mark_unscored
-from slime.rollout.rm_hub.text import after_thinking
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,14 +83,12 @@ async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) ->
 
 
 def said(talk: Conversation, turn: ModelTurn) -> str:
-    """Return what the model said in a turn, without its reasoning and the special tokens at its end."""
-    tokens, tokenizer = talk.sample.tokens, talk.state.tokenizer
-    begin = len(tokens) - talk.sample.response_length
-    ids = list(tokens[begin + turn["start"] : None if turn["end"] is None else begin + turn["end"]])
-    special = set(tokenizer.all_special_ids)
-    while ids and ids[-1] in special:
-        ids.pop()
-    return after_thinking(tokenizer.decode(ids))
+    """Return what the model said in a turn, without its reasoning and the token that ended it."""
+    tokens = talk.sample.tokens
+    first = len(tokens) - talk.sample.response_length
+    begin, end = first + turn["start"], None if turn["end"] is None else first + turn["end"]
+    opened = opened_by_ids(talk.state.tokenizer, tokens[:begin])
+    return after_thinking(text_of(talk.state, tokens[begin:end]), opened)
 
 
 async def _start(sample: Sample, limits: StepLimits) -> Episode:

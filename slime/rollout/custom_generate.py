@@ -20,6 +20,7 @@ from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
+from slime.rollout.end_token import text_of
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, prompt_ids, render, render_first
@@ -168,7 +169,7 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
-        sample.response = state.tokenizer.decode(sample.tokens[-sample.response_length :])
+        sample.response = text_of(state, sample.tokens[-sample.response_length :])
 
 
 def _misaligned(sample: Sample) -> str | None:

@@ -14,6 +14,7 @@ from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, retrying
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
+from slime.rollout.end_token import end_text
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.state import GenerateState
@@ -125,6 +126,8 @@ def build_generate_body(state: GenerateState, sample: Sample, params: SamplingPa
 def append_output(args: Args, sample: Sample, output: GenerateOutput, params: SamplingParams | None = None) -> None:
     """Append an engine's reply to ``sample``: token ids, log-probs, text, status, weight version and counters.
 
+    The token that ends the response is appended, but its text is not.
+
     Args:
         params: The parameters of the request. A reply that continues an interrupted response is cut at a stop string of
             theirs that is divided between the two.
@@ -139,6 +142,10 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
     if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
+    finish = meta.get("finish_reason")
+    kind = finish.get("type") if isinstance(finish, Mapping) else finish
+    if text and len(tokens) and kind in ("stop", "length"):
+        text = text.removesuffix(end_text(GenerateState(args), int(tokens[-1]), kind == "stop"))
     log_probs = np.array([item[0] for item in scored], np.float64)
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)
 

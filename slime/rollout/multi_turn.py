@@ -18,6 +18,7 @@ from slime.data.json_text import parse_json
 from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
+from slime.rollout.end_token import end_text
 from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
@@ -37,7 +38,7 @@ class ModelTurn(TypedDict):
     Attributes:
         start: Token offset in the response at which the turn begins.
         end: Token offset in the response at which the turn ends, or None if an abort interrupted it.
-        text: The text of the turn.
+        text: The text of the turn, without the token that ended it.
         finish: Value of :class:`Sample.Status` with which the turn ended, or None if an abort interrupted it.
         answered: Whether an observation or a reply was appended after the turn.
     """
@@ -121,9 +122,9 @@ class Conversation:
             max_tokens: Maximum number of tokens of this turn.
 
         Returns:
-            The text of the turn, including the stop string that ended it. None if there is no further turn: The sample
-            is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample whose prompt alone leaves no
-            room is TRUNCATED and excluded from training.
+            The text of the turn, including the stop string that ended it, but without an end token. None if there is
+            no further turn: The sample is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample
+            whose prompt alone leaves no room is TRUNCATED and excluded from training.
         """
         sample, turns = self.sample, self.turns
         last = turns[-1] if turns else None
@@ -215,7 +216,7 @@ class Conversation:
             raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
         tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
         if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:
-            after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
+            after = after.removeprefix(state.tokenizer.decode(tokens[:1]))  # _append writes its text
             tokens = tokens[1:]  # the model sampled the end-of-turn token itself: do not append it twice
         return tokens, after
 
@@ -301,9 +302,18 @@ class Conversation:
             return False
         if text is None:
             text = self.state.tokenizer.decode(tokens)
+        text = self._unsaid() + text
         sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
         self.turns[-1]["answered"] = True
         return True
+
+    def _unsaid(self) -> str:
+        """Return the text of the end token of a turn that nothing follows yet. The turn's text is without it, but the
+        conversation, whose next turn may be asked for as text, is not."""
+        turn, sample = self.turns[-1], self.sample
+        if turn["end"] != sample.response_length or self.params.get("skip_special_tokens"):
+            return ""
+        return end_text(self.state, sample.tokens[-1], turn["finish"] == Sample.Status.COMPLETED.value)
 
 
 def _join_media(sample: Sample, new: Sample) -> None:

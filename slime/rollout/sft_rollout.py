@@ -13,6 +13,7 @@ from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource
 from slime.observability import progress
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.end_token import text_of
 from slime.rollout.prompts import encode_conversation
 from slime.rollout.state import GenerateState
 
@@ -66,6 +67,6 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
     if not length:
         raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
     sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
-    sample.response = state.tokenizer.decode(sample.tokens[-length:])
+    sample.response = text_of(state, sample.tokens[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED

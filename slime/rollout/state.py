@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slime.config.hf_config import media_token_ids
+from slime.config.hf_config import end_token_ids, media_token_ids
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
@@ -155,6 +155,13 @@ class GenerateState:
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of ``--hf-checkpoint``, loaded at the first access."""
         return load_tokenizer(self.args.hf_checkpoint, **self._trust())
+
+    @functools.cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end what the model says: those of the model, and special ones of ``--rollout-stop-token-ids``."""
+        known = end_token_ids(self.args.hf_checkpoint, self.tokenizer.eos_token_id)
+        named = self.args.rollout_stop_token_ids or ()
+        return known | {token for token in named if not self.tokenizer.decode([token], skip_special_tokens=True)}
 
     @functools.cached_property
     def processor(self) -> Any:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from slime.agent.program import Task, reward_of
-from slime.agent.reasoning import TAGS
 from slime.agent.tool_formats import FORMATS
 from slime.agent.tool_parsers import tool_parser
 from slime.config.agent import REASONING_PARSERS, TOOL_PARSERS, check_parsers, choose_parser, sglang_parsers
 from slime.config.args import Args
 from slime.config.hf_config import read_chat_template
 from slime.config.resolve import resolve_defaults
+from slime.data.reasoning import TAGS
 
 
 @pytest.mark.parametrize(

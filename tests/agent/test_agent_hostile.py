@@ -18,12 +18,13 @@ from slime.agent.chat import ChatTemplate
 from slime.agent.fields import ApiError, guarded, to_json
 from slime.agent.messages import Ask, call, fold_system
 from slime.agent.openai_api import Chat, Responses
-from slime.agent.reasoning import THINK, StreamSplit, parse_answer, split_reasoning
+from slime.agent.reasoning import StreamSplit, parse_answer, split_reasoning
 from slime.agent.server import AgentServer
 from slime.agent.session import Session
 from slime.agent.tool_formats import FORMATS
 from slime.agent.tool_parsers import Shown
 from slime.agent.trajectory import Tree, Turn
+from slime.data.reasoning import THINK
 from slime.data.sample import Sample
 from slime.observability.samples import write_samples
 from slime.rollout.multi_turn import tool_calls

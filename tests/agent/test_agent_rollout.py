@@ -211,7 +211,7 @@ async def test_zero_drift_over_random_conversations(
             ask = Ask(messages, max_tokens=draw.randint(1, 12))
             turn = await session.answer(ask, session.prepare(ask))
             told.append([*messages, turn.answer])
-        return session.tree.samples(args, session.sample, state.tokenizer)
+        return session.tree.samples(state, session.sample)
 
     samples = [sample for talks in await asyncio.gather(*map(talk, range(150))) for sample in talks]
     known = {(tuple(prompt), tuple(output)): log_probs for prompt, output, log_probs in seen}

@@ -21,12 +21,13 @@ from test_agent_tools import QUESTION, Scripted
 
 from slime.agent import fields
 from slime.agent import server as server_module
-from slime.agent.reasoning import THINK, StreamSplit, parse_answer, reasoning_tags, split_reasoning
+from slime.agent.reasoning import StreamSplit, parse_answer, split_reasoning
 from slime.agent.server import AgentServer
 from slime.agent.tool_formats import FORMATS, Hermes
 from slime.agent.tool_parsers import Shown, tool_parser
 from slime.config.agent import choose_parser
 from slime.config.hooks import HookError
+from slime.data.reasoning import THINK, reasoning_tags
 
 THINKING = CHAT.replace(
     "<|assistant|> {% endif %}", "<|assistant|> {% if think %}<think>\n{% endif %}{# </think> #}{% endif %}"
@@ -85,7 +86,7 @@ from slime.engines.sglang.cpu_kernels import install
 install()
 import json, sys
 from call_forms import FORMS, TOOLS
-from slime.agent.reasoning import reasoning_tags
+from slime.data.reasoning import reasoning_tags
 from slime.agent.tool_parsers import SGLangParser, tool_parser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 dsml, texts = json.loads(sys.argv[1])

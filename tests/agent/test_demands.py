@@ -16,10 +16,10 @@ from test_agent_tools import ADD, CALL, QUESTION, Scripted
 from slime.agent.constraints import structural_tag
 from slime.agent.demands import Demand, demand_of
 from slime.agent.fields import ApiError, guarded
-from slime.agent.reasoning import THINK
 from slime.agent.server import _DIALECTS, AgentServer
 from slime.config.agent import check_constrained_decoding
 from slime.config.args import Args
+from slime.data.reasoning import THINK
 from slime.types import JsonObject
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": ADD}} for name in ("add", "sub")]

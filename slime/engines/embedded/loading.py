@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.config.hf_config import rotary_limit
+from slime.config.hf_config import end_token_ids, rotary_limit
 from slime.engines.embedded import attention
 from slime.engines.embedded.deterministic import make_reproducible, separate_rows_of_experts
 from slime.engines.embedded.engine import Engine
@@ -111,7 +111,7 @@ def load_engine(options: EngineOptions) -> Loaded:
         max_running=options.max_running_requests,
         max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, options),
         context_len=context_len,
-        eos_token_ids=_end_tokens(model, tokenizer),
+        eos_token_ids=end_token_ids(options.model_path, tokenizer.eos_token_id),
         match_stop=detokenizer.match_stop,
         weight_version=options.weight_version,
         whole_prefixes=stateful,
@@ -180,16 +180,6 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
     logits = runner.forward(rows, step, list(range(end - start)))
     assert logits is not None
     return logits.float()
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the generation config, the config and the tokenizer."""
-    ends: set[int] = set()
-    generation = getattr(model, "generation_config", None)
-    for source in (generation, model.config, tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        ends |= set(value if isinstance(value, list | tuple) else () if value is None else (value,))
-    return frozenset(int(token) for token in ends)
 
 
 def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -> int:

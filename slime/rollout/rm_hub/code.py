@@ -17,10 +17,10 @@ import math
 import re
 from typing import TYPE_CHECKING, Literal
 
+from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.code_tests import BadTests, CodeTests, Trial, read_tests, trials
 from slime.rollout.rm_hub.outcome import mark_unscored
-from slime.rollout.rm_hub.text import after_thinking
 from slime.rollout.sandbox import Isolation, Limits, Result, Sandbox, SandboxUnavailable
 from slime.rollout.verifier.pool import default_workers
 

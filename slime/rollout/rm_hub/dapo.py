@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.answers import same_answer, value_of
-from slime.rollout.rm_hub.text import after_thinking, as_latex, last_boxed, normalize_math
+from slime.rollout.rm_hub.text import as_latex, last_boxed, normalize_math
 
 _TAIL = 300
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from slime.data.reasoning import answer_after_reasoning
 from slime.rollout.rm_hub.math_utils import grade_answer_sympy
-from slime.rollout.rm_hub.text import answer_after_reasoning, last_boxed
+from slime.rollout.rm_hub.text import last_boxed
 
 __all__ = ["get_deepscaler_rule_based_reward"]
 

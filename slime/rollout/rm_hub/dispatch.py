@@ -3,26 +3,29 @@
 The first of these that is set decides: the sample's own ``custom_rm_path`` (set by a data set of an evaluation),
 ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``. An empty ``custom_rm_path`` of a sample means that it is
 scored by its type, although ``--custom-rm-path`` is set; evaluation sets with their own type use this. The prefix
-``boxed_`` of a type scores only the last boxed part of the response. A custom function must return within
+``boxed_`` of a type scores only the last boxed part of the response. A built-in type reads the response without an end
+token, and what a model says while it still reasons is not paid. A custom function must return within
 ``--reward-timeout``; otherwise its samples are marked as unscored and do not get the reward 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
+from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
+from slime.rollout.end_token import model_tokenizer, spoken
 from slime.rollout.hooks import parameters
+from slime.rollout.prompts import render
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
 from slime.rollout.rm_hub.outcome import mark_unscored, plain_reward
-from slime.rollout.rm_hub.text import after_thinking, last_boxed
+from slime.rollout.rm_hub.text import last_boxed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -38,6 +41,7 @@ def _built_in(name: str) -> Callable[[Args, Sample], Any]:
 
 REWARD_TYPES = {name: _built_in(name) for name in RM_TYPES}
 _BOXED = "boxed_"
+_WHOLE = ("random", "remote_rm")  # these read the reasoning as well, or nothing
 _COMPARED = ("math", "deepscaler", "dapo", "f1")  # the other types check their label themselves
 
 
@@ -142,15 +146,37 @@ async def by_type(args: Args, sample: Sample) -> Any:
         )
     if plain in _COMPARED and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
-    scored = sample
+    scored = spoken(args, sample)
+    if plain not in _WHOLE or plain != name:
+        scored.response = _finished(args, sample, scored.response)
     if plain != name:
-        scored = copy.copy(sample)  # the sample itself keeps its whole response
-        scored.response = _boxed_only(plain, sample.response)
+        scored.response = _boxed_only(plain, scored.response)
     result = REWARD_TYPES[plain](args, scored)
     reward = await result if inspect.isawaitable(result) else result
-    if scored is not sample and scored.reward_timed_out:
+    if scored.reward_timed_out:
         sample.reward, sample.reward_timed_out, sample.remove_sample = None, True, True
     return reward
+
+
+def _finished(args: Args, sample: Sample, response: str) -> str:
+    """Return the response, or an empty text if it never leaves the reasoning that its prompt has opened."""
+    opened = opened_reasoning(args, sample)
+    return "" if opened is not None and opened.end not in response else response
+
+
+def opened_reasoning(args: Args, sample: Sample) -> Tags | None:
+    """Return the tags of the reasoning that the prompt of a sample has opened, or None.
+
+    The tokens of the prompt decide, if the sample has them, because an agent's program writes its own prompts.
+    """
+    tokenizer, ids = model_tokenizer(args), sample.array("tokens")
+    if tokenizer is not None and ids is not None and 0 < sample.response_length < len(ids):
+        return opened_by_ids(tokenizer, ids[: -sample.response_length].tolist())
+    if isinstance(sample.prompt, str):
+        return opened_by(sample.prompt)
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    return opened_by(render(tokenizer, sample, sample.prompt))
 
 
 def _boxed_only(rm_type: str, response: str) -> str:

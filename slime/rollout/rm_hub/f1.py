@@ -10,8 +10,9 @@ import string
 from collections import Counter
 from typing import NamedTuple
 
+from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import after_thinking, without_styles
+from slime.rollout.rm_hub.text import without_styles
 
 
 class F1Score(NamedTuple):

@@ -11,10 +11,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.ifbench_checks import follows, instructions_problem
 from slime.rollout.rm_hub.outcome import verify
-from slime.rollout.rm_hub.text import after_thinking
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import after_thinking, as_number, last_number
+from slime.rollout.rm_hub.text import as_number, last_number
 
 
 def last_number_reward(sample: Sample) -> float:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.data.reasoning import after_thinking, answer_after_reasoning
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.answers import decide
 from slime.rollout.rm_hub.outcome import verify
 from slime.rollout.rm_hub.text import (
-    after_thinking,
-    answer_after_reasoning,
     as_latex,
     as_number,
     last_boxed,

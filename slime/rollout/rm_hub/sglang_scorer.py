@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from slime.data.sample import Message, Sample
 from slime.engines.http import post
+from slime.rollout.end_token import spoken
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
@@ -68,7 +69,7 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
         raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
     template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
-    scores: list[float] = await _FORMS[form](judge, samples)
+    scores: list[float] = await _FORMS[form](judge, [spoken(args, sample) for sample in samples])
     return scores
 
 

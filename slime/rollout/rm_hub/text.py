@@ -111,19 +111,6 @@ def normalize_math(text: str) -> str:
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", out.lower() if words else out)  # "2 3" is not 23
 
 
-def after_thinking(text: str | None) -> str:
-    """Return the text without reasoning: after the last ``</think>``, and before a ``<think>`` that is not closed."""
-    return (text or "").rsplit("</think>", 1)[-1].split("<think>", 1)[0]
-
-
-def answer_after_reasoning(text: str | None) -> str | None:
-    """Return the text after ``</think>`` or ``###Response``, or None if it has neither."""
-    for marker in ("</think>", "###Response"):
-        if text and marker in text:
-            return text.rsplit(marker, 1)[-1]
-    return None
-
-
 def without_styles(text: str) -> str:
     r"""Return a text without LaTeX's styles, spaces and escapes: ``\text{New York}`` becomes ``New York``."""
     text = re.sub(r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?", r"\1", text)

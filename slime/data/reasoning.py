@@ -1,0 +1,90 @@
+"""What is known about reasoning: the tags of each model, whether a prompt has opened it, and the answer after it.
+
+Rewards, environments, loss masks and agents all read it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from slime.config.agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
+from slime.types import Tokenizer
+
+
+class Tags(NamedTuple):
+    """The tags that enclose a model's reasoning."""
+
+    start: str
+    end: str
+
+
+THINK = Tags("<think>", "</think>")
+TAGS: dict[str, Tags] = {
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"), THINK),
+    **dict.fromkeys(("step3", "step3p5", "interns1"), THINK),
+    "kimi": Tags("◁think▷", "◁/think▷"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    "seed-oss": Tags("<seed:think>", "</seed:think>"),
+}
+ALL_TAGS = tuple(dict.fromkeys(TAGS.values()))
+_OPENING_TOKENS = 16  # more tokens than a start tag and the white space after it have
+
+
+def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
+    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template or the tokenizer.
+
+    Raises:
+        ValueError: Neither slime nor the installed SGLang has a parser of this name.
+    """
+    if name == "none":
+        return None
+    if name == "auto":
+        template = str(tokenizer.chat_template)
+        return next((tags for tags in ALL_TAGS if _knows(tokenizer, template, tags)), None)
+    if name in TAGS:
+        return TAGS[name]
+    problem = reasoning_parser_problem(name)
+    if problem is not None:
+        raise ValueError(problem)
+    detector = sglang_parsers(*SGLANG_REASONING_PARSERS)[name]()
+    return Tags(detector.think_start_token, detector.think_end_token)
+
+
+def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
+    token = tokenizer.convert_tokens_to_ids(tags.end)
+    return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
+
+
+def opened_by(prompt: str, among: Iterable[Tags] = ALL_TAGS) -> Tags | None:
+    """Return the tags whose start ends ``prompt``, as the generation prompt of some chat templates does, or None."""
+    end = prompt.rstrip()
+    return next((tags for tags in among if end.endswith(tags.start)), None)
+
+
+def opened_by_ids(tokenizer: Tokenizer, ids: Sequence[int], among: Iterable[Tags] = ALL_TAGS) -> Tags | None:
+    """Return the tags that the tokens before a response have opened, as :func:`opened_by`."""
+    return opened_by(tokenizer.decode(list(ids[-_OPENING_TOKENS:])), among)
+
+
+def after_thinking(text: str | None, opened: Tags | None = None) -> str:
+    """Return the answer in ``text``: what follows the last reasoning. It is empty while the model still reasons.
+
+    Args:
+        opened: The tags that the prompt before ``text`` has opened, so that ``text`` begins within the reasoning.
+    """
+    text = text or ""
+    begin = max((at + len(tags.end) for tags in ALL_TAGS if (at := text.rfind(tags.end)) >= 0), default=0)
+    answer = text[begin:]
+    reasons = any(tags.start in answer for tags in ALL_TAGS) or (opened is not None and opened.end not in text)
+    return "" if reasons else answer
+
+
+def answer_after_reasoning(text: str | None) -> str | None:
+    """Return what follows the reasoning or ``###Response``; None if the text has neither."""
+    text = text or ""
+    answer = after_thinking(text)
+    if answer != text:
+        return answer
+    _, found, rest = text.rpartition("###Response")
+    return rest if found else None

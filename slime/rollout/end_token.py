@@ -1,0 +1,85 @@
+"""The token with which a model ends what it says.
+
+It is trained, but the text that people and verifiers read ends before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slime.config.hf_config import end_token_ids, read_chat_template
+from slime.data.sample import Sample
+from slime.data.tokenizers import load_tokenizer
+from slime.rollout.state import GenerateState
+from slime.types import Tokenizer
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+_OF_OTHERS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<end_of_turn>", "<eos>"),
+    *("<|end|>", "<|return|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
+)
+"""What other models end with. A user's function may set the text of such a model."""
+
+
+def end_text(state: GenerateState, token: int, stopped: bool) -> str:
+    """Return the text of the last token of a response if it is an end token, else an empty text.
+
+    Args:
+        stopped: Whether the engine stopped at this token. Then every special token is an end token, also one that only
+            the request named.
+    """
+    text = state.tokenizer.decode([token])
+    if token in state.end_token_ids or (stopped and not state.tokenizer.decode([token], skip_special_tokens=True)):
+        return text
+    return ""
+
+
+def text_of(state: GenerateState, ids: Sequence[int], skip: bool = False) -> str:
+    """Return the text of a response without the end token.
+
+    Args:
+        skip: Whether all other special tokens are left out as well.
+    """
+    ended = bool(ids) and ids[-1] in state.end_token_ids
+    return state.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=skip)
+
+
+def without_end(args: Args, text: str) -> str:
+    """Return a text that a user's function may have set, without end tokens at its end."""
+    ends = _end_texts(args.hf_checkpoint, args.trust_remote_code)
+    while (whole := text.rstrip()).endswith(ends):
+        text = next(whole.removesuffix(end) for end in ends if whole.endswith(end))
+    return text
+
+
+def spoken(args: Args, sample: Sample) -> Sample:
+    """Return a copy of a sample for a verifier, whose response is :func:`without_end`."""
+    heard = copy.copy(sample)
+    heard.response = without_end(args, sample.response or "")
+    return heard
+
+
+def model_tokenizer(args: Args) -> Tokenizer | None:
+    """Return the tokenizer of the run, or None without a model on this machine: samples are also scored by hand."""
+    return _tokenizer(args.hf_checkpoint, args.trust_remote_code)
+
+
+@functools.cache
+def _tokenizer(checkpoint: str, trust: bool) -> Tokenizer | None:
+    if not checkpoint or read_chat_template(checkpoint) is None:
+        return None
+    return load_tokenizer(checkpoint, **({"trust_remote_code": True} if trust else {}))
+
+
+@functools.cache
+def _end_texts(checkpoint: str, trust: bool) -> tuple[str, ...]:
+    tokenizer = _tokenizer(checkpoint, trust)
+    if tokenizer is None:
+        return _OF_OTHERS
+    ends = end_token_ids(checkpoint, tokenizer.eos_token_id)
+    return *filter(None, map(tokenizer.decode, sorted(ends))), *_OF_OTHERS
