@@ -89,7 +89,7 @@ def write_rows(folder: Path, name: str, count: int, seed: int) -> Path:
 
 async def score(args: Any, sample: Any, **kwargs: Any) -> float:
     """The reward: 1 for exactly the right number."""
-    return float(sample.response.removesuffix("<eos>").strip() == sample.label)
+    return float(sample.response.strip() == sample.label)
 
 
 def make_tokenizer(image_tokens: tuple[str, ...] = ("<image>",)) -> Any:

@@ -72,9 +72,8 @@ class Team:
 
 
 def numbered(answers: Sequence[Sample]) -> str:
-    """Answers as a list for a prompt, each in one line and without the end-of-turn marker."""
-    texts = (re.sub(r"<\|[^|]*\|>", "", part.response) for part in answers)
-    return "\n".join(f"{i}. {' '.join(text.split())}" for i, text in enumerate(texts, 1))
+    """Answers as a list for a prompt, each in one line."""
+    return "\n".join(f"{i}. {' '.join(part.response.split())}" for i, part in enumerate(answers, 1))
 
 
 def choice(response: str, answers: Sequence[Sample]) -> Sample | None:

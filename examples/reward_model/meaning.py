@@ -9,7 +9,6 @@ writes the questions and reference answers:
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,14 +29,8 @@ class BriefMeaning(EmbeddingSimilarity):
 
     def compute_reward(self, prompts: Sequence[Any], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
         """In [0, 1]."""
-        spoken = [plain(response) for response in responses]
-        meanings = super().compute_reward(prompts, spoken, labels)
-        return [meaning * brevity(text) for meaning, text in zip(meanings, spoken, strict=True)]
-
-
-def plain(response: str) -> str:
-    """What was said, without markers such as <|im_end|>."""
-    return re.sub(r"<\|[^|]*\|>", " ", response).strip()
+        meanings = super().compute_reward(prompts, responses, labels)
+        return [meaning * brevity(text) for meaning, text in zip(meanings, responses, strict=True)]
 
 
 def brevity(text: str) -> float:

@@ -162,7 +162,7 @@ class BaseAdapter:
         await self.drop_session(sid)
         if session.fault is not None:
             raise session.fault
-        samples = session.tree.samples(session.state, base_sample)
+        samples = session.tree.samples(session.state.args, base_sample, self.tokenizer)
         for sample in samples:
             sample.metadata.update(extra_metadata or {})
             sample.reward = copy.copy(reward)

@@ -121,7 +121,7 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
 
 
 def _samples(session: Session) -> list[Sample]:
-    samples = session.tree.samples(session.state, session.sample)
+    samples = session.tree.samples(session.state.args, session.sample, session.state.tokenizer)
     if samples:
         return samples
     # The program never got an answer. The prompt and one untrained token make a valid sample.

@@ -18,7 +18,7 @@ from slime.data.sample import Sample
 from slime.rollout.end_token import text_of
 from slime.rollout.generate import append_output
 from slime.rollout.state import GenerateState
-from slime.types import GenerateOutput
+from slime.types import GenerateOutput, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -119,14 +119,15 @@ class Tree:
         """Return the turns that no other turn continues, in the order of their completion."""
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def samples(self, state: GenerateState, base: Sample) -> list[Sample]:
+    def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
         """Return one sample per leaf. A turn that several samples share is trained only in the first of them."""
         trained: set[Turn] = set()
+        ends = GenerateState(args).end_token_ids
         samples = []
         for leaf in self.leaves():
-            sample = _sample(state.args, base, leaf, trained)
+            sample = _sample(args, base, leaf, trained)
             response = sample.tokens[-sample.response_length :]
-            sample.response = text_of(state, response, state.args.rollout_skip_special_tokens)
+            sample.response = text_of(tokenizer, ends, response, args.rollout_skip_special_tokens)
             trained.update(leaf.path())
             samples.append(sample)
         return samples

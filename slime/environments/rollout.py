@@ -84,11 +84,11 @@ async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) ->
 
 def said(talk: Conversation, turn: ModelTurn) -> str:
     """Return what the model said in a turn, without its reasoning and the token that ended it."""
-    tokens = talk.sample.tokens
+    tokens, state = talk.sample.tokens, talk.state
     first = len(tokens) - talk.sample.response_length
     begin, end = first + turn["start"], None if turn["end"] is None else first + turn["end"]
-    opened = opened_by_ids(talk.state.tokenizer, tokens[:begin])
-    return after_thinking(text_of(talk.state, tokens[begin:end]), opened)
+    opened = opened_by_ids(state.tokenizer, tokens[:begin])
+    return after_thinking(text_of(state.tokenizer, state.end_token_ids, tokens[begin:end]), opened)
 
 
 async def _start(sample: Sample, limits: StepLimits) -> Episode:

@@ -169,7 +169,8 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
-        sample.response = text_of(state, sample.tokens[-sample.response_length :])
+        response = sample.tokens[-sample.response_length :]
+        sample.response = text_of(state.tokenizer, state.end_token_ids, response)
 
 
 def _misaligned(sample: Sample) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import end_token_ids, read_chat_template
@@ -39,14 +39,15 @@ def end_text(state: GenerateState, token: int, stopped: bool) -> str:
     return ""
 
 
-def text_of(state: GenerateState, ids: Sequence[int], skip: bool = False) -> str:
+def text_of(tokenizer: Tokenizer, ends: Set[int], ids: Sequence[int], skip: bool = False) -> str:
     """Return the text of a response without the end token.
 
     Args:
+        ends: The ids of the end tokens.
         skip: Whether all other special tokens are left out as well.
     """
-    ended = bool(ids) and ids[-1] in state.end_token_ids
-    return state.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=skip)
+    ended = bool(ids) and ids[-1] in ends
+    return tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=skip)
 
 
 def without_end(args: Args, text: str) -> str:

@@ -144,7 +144,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
         text = _finish_character(GenerateState(args), sample, tokens, text)
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else finish
-    if text and len(tokens) and kind in ("stop", "length"):
+    if text and len(tokens) and kind in ("stop", "length") and args.hf_checkpoint:
         text = text.removesuffix(end_text(GenerateState(args), int(tokens[-1]), kind == "stop"))
     log_probs = np.array([item[0] for item in scored], np.float64)
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)

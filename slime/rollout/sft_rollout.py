@@ -67,6 +67,6 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
     if not length:
         raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
     sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
-    sample.response = text_of(state, sample.tokens[-length:])
+    sample.response = text_of(state.tokenizer, state.end_token_ids, sample.tokens[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED

@@ -53,7 +53,9 @@ async def test_functions(
     tokenizer = GenerateState(args).tokenizer
     for sample in samples:
         assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-        assert tokenizer.decode(sample.tokens[-sample.response_length :]) == sample.response
+        ended = sample.tokens[-1] in GenerateState(args).end_token_ids
+        response = sample.tokens[len(sample.tokens) - sample.response_length : -1 if ended else None]
+        assert tokenizer.decode(response) == sample.response
         assert sample.metadata["session"]["turns"] == sample.metadata["round_number"]
     assert endpoint.sessions == {}
 
@@ -211,7 +213,7 @@ async def test_zero_drift_over_random_conversations(
             ask = Ask(messages, max_tokens=draw.randint(1, 12))
             turn = await session.answer(ask, session.prepare(ask))
             told.append([*messages, turn.answer])
-        return session.tree.samples(state, session.sample)
+        return session.tree.samples(args, session.sample, state.tokenizer)
 
     samples = [sample for talks in await asyncio.gather(*map(talk, range(150))) for sample in talks]
     known = {(tuple(prompt), tuple(output)): log_probs for prompt, output, log_probs in seen}

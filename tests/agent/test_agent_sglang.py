@@ -71,7 +71,7 @@ async def test_real_sglang_constrains_what_clients_demand(
     turn = await ask(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": PICK}})
     assert turn.cut or json.loads(turn.answer["content"])["n"] in (1, 2)
     assert session.counts["turns"] == 2 and not session.counts["unmet"] and session.error is None
-    samples = session.tree.samples(state, session.sample)
+    samples = session.tree.samples(args, session.sample, state.tokenizer)
     assert [sample.effective_response_length for sample in samples] == [0, 0], "sampled from a part of the vocabulary"
     with pytest.raises(openai.APIStatusError) as refused:
         remote = {"type": "object", "properties": {"n": {"$ref": "#/nowhere"}}, "required": ["n"]}
@@ -101,7 +101,7 @@ async def test_real_sglang(endpoint: AgentServer, tiny_model: Path, sglang: Any)
     assert all(eos not in turn.answer["content"] for turn in (one, two, three))
     ended = [turn for turn in (one, two, three) if turn.output_ids[-1] == state.tokenizer.eos_token_id]
     assert all(turn.outputs[-1]["meta_info"]["finish_reason"]["type"] == "stop" for turn in ended)
-    samples = session.tree.samples(state, session.sample)
+    samples = session.tree.samples(args, session.sample, state.tokenizer)
     assert sum(s.effective_response_length for s in samples) == sum(len(t.output_ids) for t in (one, two, three))
 
     with pytest.raises(openai.BadRequestError) as refused:

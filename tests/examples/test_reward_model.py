@@ -14,9 +14,9 @@ meaning = load_example("reward_model/meaning.py")
 
 def test_a_short_true_answer_earns_most(minilm: Path) -> None:
     model = meaning.BriefMeaning(str(minilm))
-    true, wordy = "A kitten is a young cat.<|im_end|>", "A kitten is a young cat, " + "and so on " * 6
-    false = "A kitten is a kind of ladder.<|im_end|>"
-    rewards = model.compute_reward([""] * 4, [true, wordy, false, "<|im_end|>"], ["a young cat"] * 4)
+    true, wordy = "A kitten is a young cat.", "A kitten is a young cat, " + "and so on " * 6
+    false = "A kitten is a kind of ladder."
+    rewards = model.compute_reward([""] * 4, [true, wordy, false, ""], ["a young cat"] * 4)
     assert rewards[0] > 0.7 > rewards[2] > rewards[3] == 0.0
     assert rewards[1] < 0.6 * rewards[0]
 

@@ -139,7 +139,7 @@ def test_an_agents_conversation_ends_before_the_last_end_token(folder: Path) -> 
     tree = Tree()
     tree.add(first)
     tree.add(last)
-    (sample,) = tree.samples(state, Sample(prompt="q"))
+    (sample,) = tree.samples(args, Sample(prompt="q"), state.tokenizer)
     assert sample.response == "a</s>bc" and sample.tokens == encode("qa</s>bc</s>")
 
 

@@ -130,7 +130,8 @@ async def test_no_token_drifts_over_a_thousand_conversations(crossing_tokenizer,
         kept = [place for place in trained if place < len(sample.tokens)]
         assert sum(sample.loss_mask) == len(kept), "everything that was said, and nothing else, is trained"
         assert sample.weight_versions == [version for *_, version in engine.said]
-        assert sample.response == tokenizer.decode(sample.tokens[first:])
+        ended = sample.tokens[-1] == tokenizer.eos_token_id and sample.loss_mask[-1]
+        assert sample.response == tokenizer.decode(sample.tokens[first : -1 if ended else None])
         retokenised += tokenizer(sample.response)["input_ids"] != sample.tokens[first:]
         turns += len(sample.metadata["model_turns"])
         samples.append(sample)
