@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from slime.agent.messages import Ask, Message, Tool, key_of
 from slime.data.sample import Sample
+from slime.data.tokenizers import end_ids
 from slime.rollout.end_token import text_of
 from slime.rollout.generate import append_output
-from slime.rollout.state import GenerateState
 from slime.types import GenerateOutput, Tokenizer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Tree:
     def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
         """Return one sample per leaf. A turn that several samples share is trained only in the first of them."""
         trained: set[Turn] = set()
-        ends = GenerateState(args).end_token_ids
+        ends = end_ids(tokenizer, args.hf_checkpoint, args.rollout_stop_token_ids)
         samples = []
         for leaf in self.leaves():
             sample = _sample(args, base, leaf, trained)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.hf_config import end_token_ids
 from slime.config.loading import ONE_AT_A_TIME
 from slime.data.json_text import parse_json
 from slime.types import Tokenizer
@@ -245,6 +246,13 @@ def _as_object(arguments: object) -> object:
 
 def _as_text(arguments: object) -> object:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def end_ids(tokenizer: Tokenizer, checkpoint: str | None, named: Sequence[int] | None = None) -> frozenset[int]:
+    """Return the tokens that end what a model says: those of its checkpoint and its tokenizer, and special ones of
+    ``named`` (``--rollout-stop-token-ids``)."""
+    special = {token for token in named or () if not tokenizer.decode([token], skip_special_tokens=True)}
+    return end_token_ids(checkpoint or "", tokenizer.eos_token_id) | special
 
 
 @functools.cache

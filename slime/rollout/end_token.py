@@ -10,9 +10,9 @@ import functools
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import end_token_ids, read_chat_template
+from slime.config.hf_config import read_chat_template
 from slime.data.sample import Sample
-from slime.data.tokenizers import load_tokenizer
+from slime.data.tokenizers import end_ids, load_tokenizer
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
 
@@ -82,5 +82,5 @@ def _end_texts(checkpoint: str, trust: bool) -> tuple[str, ...]:
     tokenizer = _tokenizer(checkpoint, trust)
     if tokenizer is None:
         return _OF_OTHERS
-    ends = end_token_ids(checkpoint, tokenizer.eos_token_id)
-    return *filter(None, map(tokenizer.decode, sorted(ends))), *_OF_OTHERS
+    ends = sorted(end_ids(tokenizer, checkpoint))
+    return *filter(None, map(tokenizer.decode, ends)), *_OF_OTHERS

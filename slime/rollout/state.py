@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slime.config.hf_config import end_token_ids, media_token_ids
+from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
-from slime.data.tokenizers import load_processor, load_tokenizer
+from slime.data.tokenizers import end_ids, load_processor, load_tokenizer
 from slime.engines.plan import engine_count
 from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
@@ -158,10 +158,8 @@ class GenerateState:
 
     @functools.cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end what the model says: those of the model, and special ones of ``--rollout-stop-token-ids``."""
-        known = end_token_ids(self.args.hf_checkpoint, self.tokenizer.eos_token_id)
-        named = self.args.rollout_stop_token_ids or ()
-        return known | {token for token in named if not self.tokenizer.decode([token], skip_special_tokens=True)}
+        """Tokens that end what the model says, see :func:`~slime.data.tokenizers.end_ids`."""
+        return end_ids(self.tokenizer, self.args.hf_checkpoint, self.args.rollout_stop_token_ids)
 
     @functools.cached_property
     def processor(self) -> Any:
