@@ -147,6 +147,7 @@ def test_normal_form_keeps_what_differs():
         "Answer:" * 5_000,
         "(" * 30_000,
         "-" * 30_000,
+        "A or " * 6_000,
     ],
 )
 @pytest.mark.parametrize("rm_type", ["deepscaler", "dapo", "f1", "gpqa", "last_number", "boxed_f1"])

@@ -127,7 +127,7 @@ def extract_letter(response: str, letters: str) -> str | None:
 
 def _not_denied(text: str, one: str) -> str:
     """Remove the letters that a text says are not the answer."""
-    several = rf"\(?{one}\)?(?:(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)\(?{one}\)?)*(?![A-Za-z'])"
+    several = rf"\(?{one}\)?(?:(?:\s*,\s*|\s*,?\s+(?:and|or|nor)\s+)\(?{one}\)?){{0,9}}(?![A-Za-z'])"
     denial = (
         r"(?i:(?:\b|can)not|n['’]t|\\neg|\\lnot|\b(?:never|rul\w+ out|eliminat\w+|exclud\w+|except|rather than|"
         r"(?:all|anything|everything) but|neither|nor))"
