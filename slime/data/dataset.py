@@ -96,7 +96,7 @@ class PromptMaker:
             renderer = self._renderer(media)
             check_shown(renderer, prompt, text, tools=row.tools, **self.template_kwargs)
             if media and self.rendered_later:
-                self._process(text, media)
+                self._process(row, text, media)
         except ValueError as error:
             return str(error)
         return None
@@ -126,20 +126,23 @@ class PromptMaker:
             raise ValueError(f"it has {', '.join(media)}, but the model of --hf-checkpoint has no processor for media")
         return processor or self.tokenizer
 
-    def _process(self, text: str, media: Mapping[str, Sequence[object]]) -> None:
+    def _process(self, row: PromptRow, text: str, media: Mapping[str, Sequence[object]]) -> None:
         """Try the processor on the first rows with images that need no download.
 
         Raises:
-            ValueError: It fails.
+            ValueError: It fails, or the loss mask does not fit the ids that it makes.
         """
         if self.processed >= PROCESSED_ROWS or media.keys() != {"images"} or any(map(is_remote, media["images"])):
             return
         self.processed += 1
         try:
-            self._processor()(text=[text], **processor_inputs(media))
+            ids = self._processor()(text=[text], **processor_inputs(media))["input_ids"][0]
         except Exception as error:  # A processor is a program of the checkpoint and can fail in any way.
             reason = (str(error).splitlines() or [""])[0][:200]
             raise ValueError(f"the processor refuses its images: {type(error).__name__}: {reason}") from error
+        if self.masks is not None:
+            assert isinstance(row.prompt, list), "it has images"
+            self.masks.get_loss_mask_with_multimodal_alignment(row.prompt, ids, row.tools)
 
     def _too_long(self, samples: list[Sample]) -> set[int]:
         """Indices of the text prompts, with or without media, that have more than ``max_length`` tokens."""

@@ -146,6 +146,9 @@ def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None
     bad, broken = caught.value.problems
     assert bad.endswith("rows.jsonl:2: the processor refuses its images: AssertionError: aspect ratio of (4, 8)")
     assert "rows.jsonl:3: the processor refuses its images: UnidentifiedImageError" in broken
+    make.mask_type, conversation = "qwen", [*rows[0], answer("It is white.")]
+    with pytest.raises(DataError, match=r"sft.jsonl:1: the assistant message .* is not in the processor's input_ids"):
+        Dataset.of(write(tmp_path / "sft.jsonl", [conversation]), make)
 
 
 def test_a_user_s_functions_may_use_messages_in_another_way(model: Any, tmp_path: Path) -> None:
