@@ -39,10 +39,8 @@ class Sample:
     """One prompt and, after generation, one response to it.
 
     ``tokens`` are the ids of prompt and response; ``response_length`` counts everything after the first prompt,
-    including tool output. ``response`` is the text of these tokens, without the end token of the model's last turn,
-    which is trained but says nothing; a text that a user's function set stays as it is. ``loss_mask``,
-    ``rollout_log_probs`` and the nucleus offsets are aligned with the response. A sample is mutable, and may have
-    additional attributes.
+    including tool output. ``response`` is their text without the end token of the last turn, or what a function set.
+    ``loss_mask``, ``rollout_log_probs`` and the nucleus offsets are aligned with it. A sample may have more attributes.
     """
 
     class Status(Enum):

@@ -50,36 +50,27 @@ def text_of(tokenizer: Tokenizer, ends: Set[int], ids: Sequence[int], skip: bool
     return tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=skip)
 
 
-def without_end(args: Args, text: str) -> str:
-    """Return a text that a user's function may have set, without end tokens at its end."""
+def spoken(args: Args, sample: Sample) -> Sample:
+    """Return a copy of a sample for a verifier, without end tokens that a user's function left in the response."""
+    heard, text = copy.copy(sample), sample.response or ""
     ends = _end_texts(args.hf_checkpoint, args.trust_remote_code)
     while (whole := text.rstrip()).endswith(ends):
         text = next(whole.removesuffix(end) for end in ends if whole.endswith(end))
-    return text
-
-
-def spoken(args: Args, sample: Sample) -> Sample:
-    """Return a copy of a sample for a verifier, whose response is :func:`without_end`."""
-    heard = copy.copy(sample)
-    heard.response = without_end(args, sample.response or "")
+    heard.response = text
     return heard
 
 
-def model_tokenizer(args: Args) -> Tokenizer | None:
-    """Return the tokenizer of the run, or None without a model on this machine: samples are also scored by hand."""
-    return _tokenizer(args.hf_checkpoint, args.trust_remote_code)
-
-
 @functools.cache
-def _tokenizer(checkpoint: str, trust: bool) -> Tokenizer | None:
+def local_tokenizer(checkpoint: str | None, trust: bool) -> Tokenizer | None:
+    """Return the tokenizer of a model, or None without a model on this machine: samples are also scored by hand."""
     if not checkpoint or read_chat_template(checkpoint) is None:
         return None
     return load_tokenizer(checkpoint, **({"trust_remote_code": True} if trust else {}))
 
 
 @functools.cache
-def _end_texts(checkpoint: str, trust: bool) -> tuple[str, ...]:
-    tokenizer = _tokenizer(checkpoint, trust)
+def _end_texts(checkpoint: str | None, trust: bool) -> tuple[str, ...]:
+    tokenizer = local_tokenizer(checkpoint, trust)
     if tokenizer is None:
         return _OF_OTHERS
     ends = sorted(end_ids(tokenizer, checkpoint))

@@ -19,7 +19,7 @@ from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
 from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
-from slime.rollout.end_token import model_tokenizer, spoken
+from slime.rollout.end_token import local_tokenizer, spoken
 from slime.rollout.hooks import parameters
 from slime.rollout.prompts import render
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
@@ -148,7 +148,9 @@ async def by_type(args: Args, sample: Sample) -> Any:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
     scored = spoken(args, sample)
     if plain not in _WHOLE or plain != name:
-        scored.response = _finished(args, sample, scored.response)
+        opened = opened_reasoning(args, sample)
+        if opened is not None and opened.end not in scored.response:
+            scored.response = ""  # it never leaves the reasoning
     if plain != name:
         scored.response = _boxed_only(plain, scored.response)
     result = REWARD_TYPES[plain](args, scored)
@@ -158,18 +160,13 @@ async def by_type(args: Args, sample: Sample) -> Any:
     return reward
 
 
-def _finished(args: Args, sample: Sample, response: str) -> str:
-    """Return the response, or an empty text if it never leaves the reasoning that its prompt has opened."""
-    opened = opened_reasoning(args, sample)
-    return "" if opened is not None and opened.end not in response else response
-
-
 def opened_reasoning(args: Args, sample: Sample) -> Tags | None:
     """Return the tags of the reasoning that the prompt of a sample has opened, or None.
 
     The tokens of the prompt decide, if the sample has them, because an agent's program writes its own prompts.
     """
-    tokenizer, ids = model_tokenizer(args), sample.array("tokens")
+    tokenizer = local_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    ids = sample.array("tokens")
     if tokenizer is not None and ids is not None and 0 < sample.response_length < len(ids):
         return opened_by_ids(tokenizer, ids[: -sample.response_length].tolist())
     if isinstance(sample.prompt, str):

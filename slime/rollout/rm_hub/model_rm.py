@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample
-from slime.rollout.end_token import without_end
+from slime.rollout.end_token import spoken
 from slime.rollout.hooks import supported_kwargs
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.verifier import VerifierPool
@@ -53,7 +53,7 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
     check_class(model_class, model_path)
     columns = [
         [sample.prompt for sample in samples],
-        [without_end(args, sample.response) for sample in samples],
+        [spoken(args, sample).response for sample in samples],
         [sample.label for sample in samples],
         [sample.metadata for sample in samples],
     ]
