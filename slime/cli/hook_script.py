@@ -27,6 +27,7 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     aborted: bool = False
     cut: bool = False  # at the token limit
+    of_text: bool = False  # the prompt was sent as a text
 
 
 class _Params(TypedDict, total=False):
@@ -109,7 +110,7 @@ class ScriptedEngine:
             return await self._send("POST", "/generate", json.dumps(body).encode())
         number = len(self.requests)
         params: _Params = dict(body.get("sampling_params") or {})  # type: ignore[assignment]  # JSON from a client
-        asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]))
+        asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]), of_text=not body.get("input_ids"))
         self.requests.append(asked)
         if self.refuses:
             return web.json_response({"error": {"message": _TOO_LONG}}, status=400)

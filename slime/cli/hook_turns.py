@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import re
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec
@@ -243,6 +244,9 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     for begin, (count, _, theirs) in nearest.items():
         sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
     sampled, scores, given = sampled[-length:], scores[-length:], given[-length:]
+    in_text = _answered_in_text(bench, tokens[-length:], [request for request in requests if request.of_text])
+    scores[~sampled & in_text] = given[~sampled & in_text]  # of tokens that were made anew from a text, none are known
+    sampled |= in_text
     if not sampled.any():
         if any(request.ids for request in requests):
             bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
@@ -266,6 +270,23 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
             f"rollout_log_probs of {len(off)} trained tokens differ from those of the engine, the first at "
             f"{off[0]} of {length} in the response: {given[off[0]]:.3f} instead of {scores[off[0]]:.3f}",
         )
+
+
+def _answered_in_text(bench: Bench, response: list[int], requests: Sequence[Request]) -> np.ndarray:
+    """Return for each token of a response whether it belongs to the text of an answer.
+
+    A function that sends texts may tokenize texts again: its tokens, and those of its next prompt, can then differ from
+    those that were sampled, although it trains only what the model said. It may also shorten an answer.
+    """
+    ends = np.array([len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))])
+    starts = np.concatenate([[0], ends[:-1]])
+    whole, belongs = bench.tokenizer.decode(response), np.zeros(len(response), bool)
+    for answer in {bench.tokenizer.decode(request.ids) for request in requests}:
+        sizes = range(len(answer), len(answer) // 2, -1)
+        size = next((size for size in sizes if answer[:size] in whole), None)
+        for found in re.finditer(re.escape(answer[:size]), whole) if size else ():
+            belongs |= (starts < found.end()) & (ends > found.start())
+    return belongs
 
 
 @contextmanager

@@ -314,6 +314,33 @@ async def turns(args, sample, sampling_params, mask=True, look=True, scores=True
     if status:
         sample.status = {"abort": sample.Status.ABORTED, "length": sample.Status.TRUNCATED}.get(reason, sample.Status.COMPLETED)
     return sample
+async def turns_in_text(args, sample, sampling_params, mask=True, own=False):
+    # the form of search-r1: each request has the whole text so far, and the tokens are those of the engine or made anew
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    response, ids, trained = "", [], []
+    for turn in range(3):
+        payload = {"text": sample.prompt + response, "sampling_params": sampling_params, "return_logprob": not own}
+        out = await post(url, payload)
+        reason = out["meta_info"]["finish_reason"]["type"]
+        said = out["text"].split("</search>")[0] + "</search>" * ("</search>" in out["text"])
+        new = tokenizer(said)["input_ids"] if own else [t[1] for t in out["meta_info"]["output_token_logprobs"]]
+        response, ids, trained = response + said, ids + new, trained + [1] * len(new)
+        if "<search>" not in out["text"]:
+            break
+        result = " \n\n<result>4</result>\n\n"
+        new = tokenizer(result)["input_ids"]
+        response, ids, trained = response + result, ids + new, trained + [int(not mask)] * len(new)
+    sample.tokens, sample.response, sample.response_length = tokenizer(sample.prompt)["input_ids"] + ids, response, len(ids)
+    sample.loss_mask = trained
+    sample.status = {"abort": sample.Status.ABORTED, "length": sample.Status.TRUNCATED}.get(reason, sample.Status.COMPLETED)
+    return sample
+async def turns_in_own_text(args, sample, sampling_params):
+    return await turns_in_text(args, sample, sampling_params, own=True)
+async def trains_results_in_text(args, sample, sampling_params):
+    return await turns_in_text(args, sample, sampling_params, mask=False)
+async def trains_results_in_own_text(args, sample, sampling_params):
+    return await turns_in_text(args, sample, sampling_params, mask=False, own=True)
 async def trains_results(args, sample, sampling_params):
     return await turns(args, sample, sampling_params, mask=False)
 async def turns_scores(args, sample, sampling_params):
@@ -448,6 +475,10 @@ PARTIAL = ("--partial-rollout",)
         ("no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
+        ("turns_in_text", (), 0, "; a tool turn of 2 answers, an abort"),
+        ("turns_in_own_text", (), 0, "; a tool turn of 2 answers, an abort"),
+        ("trains_results_in_text", (), 1, "tokens that no engine sampled would be trained"),
+        ("trains_results_in_own_text", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_scores", (), 1, "differ from those of the engine"),
         ("own_limit_no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
         ("siblings", (), 0, ": 4 samples, "),
