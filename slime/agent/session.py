@@ -35,7 +35,7 @@ from slime.rollout.end_token import end_text
 from slime.rollout.generate import CHARACTER_TOKENS, ask_engine, build_generate_body, remaining, with_retries
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
-from slime.rollout.state import GenerateState
+from slime.rollout.state import EVALUATION, GenerateState
 from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
@@ -154,6 +154,7 @@ class Session:
 
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
         """Return the maximum number of tokens of an answer; raise an :class:`ApiError` if there is no room for one."""
+        EVALUATION.set(self.evaluation)  # a request of the program is a task of the server's
         probe = self._probe(parent, added)
         left = (remaining(self.state, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
         if self.context:

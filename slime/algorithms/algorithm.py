@@ -78,6 +78,8 @@ class Algorithm(ABC):
     needs_old_log_probs: ClassVar[bool] = False
     """Whether the trainer recomputes log π_old even if a rollout has a single optimizer step. Otherwise the current
     log-probs are used in that case, which gives the same gradient for a ratio per token and saves a forward pass."""
+    discounts: ClassVar[bool] = False
+    """Whether :meth:`advantages` discounts later rewards by ``--gamma``."""
     uses_kl_in_reward: ClassVar[bool] = False
     """Whether :meth:`advantages` uses the values of ``batch["kl"]``, so that ``--kl-coef`` has an effect."""
     zero_advantage_has_no_gradient: ClassVar[bool] = True

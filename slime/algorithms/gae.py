@@ -68,6 +68,7 @@ class Ppo(Algorithm):
     needs_critic = True
     needs_group = False
     needs_old_log_probs = True
+    discounts = True
     uses_kl_in_reward = True
     row = Row(
         "GAE: δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}; r_t = −kl_coef·kl_t, and r at the last trained token; "

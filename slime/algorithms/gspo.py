@@ -46,6 +46,9 @@ def compute_gspo_kl(
     return spread(sequence_means(difference, mask, lengths), [len(x) for x in local_log_probs])
 
 
+_LARGEST_CLIP = 0.05  # a hundred times that of the paper; clips of ratios per token are larger
+
+
 class Gspo(Grpo):
     """GRPO with one ratio per response."""
 
@@ -58,6 +61,15 @@ class Gspo(Grpo):
         "small clips: `--eps-clip 3e-4 --eps-clip-high 4e-4`",
         "Zheng et al. 2025",
     )
+
+    def notices(self) -> list[str]:
+        low, high = self.settings.eps_clip, self.settings.eps_clip_high
+        if max(low, high) < _LARGEST_CLIP:
+            return []
+        return [
+            f"gspo clips the ratio of a whole sequence at --eps-clip {low} and --eps-clip-high {high}, which hardly "
+            "any sequence reaches; the paper has --eps-clip 3e-4 --eps-clip-high 4e-4"
+        ]
 
     def ppo_kl(
         self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce

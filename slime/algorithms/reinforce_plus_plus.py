@@ -64,6 +64,7 @@ class ReinforcePlusPlus(Algorithm):
     """REINFORCE++. There is no group baseline: whitening subtracts the mean over the batch, which is the baseline."""
 
     needs_group = False
+    discounts = True
     uses_kl_in_reward = True
     requires = _NEEDS_WHITENING
     row = Row(

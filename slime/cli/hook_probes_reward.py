@@ -83,9 +83,15 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
     if bench.evaluates and bench.args.eval_reward_key:
         key, option = bench.args.eval_reward_key, "--eval-reward-key"
     values = []
-    for reward in rewards:
-        if reward is None:
-            raise wrong(fn, "it returned None: a return statement is missing on some path")
+    scored = [reward for reward in rewards if reward is not None]
+    if rewards and not scored:
+        raise wrong(fn, "it returned None: a return statement is missing on some path")
+    if len(scored) < len(rewards):
+        bench.notes.append(
+            f"it returned None for {len(rewards) - len(scored)} of {len(rewards)} answers: it abstains, and such "
+            "samples are left out. If it should not, a return statement is missing on some path"
+        )
+    for reward in scored:
         if isinstance(reward, dict):
             if key is None:
                 keys = ", ".join(map(str, reward))

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import door
@@ -15,12 +16,12 @@ from slime.cluster.generation import Generation
 from slime.config.hooks import load_function
 from slime.data.sample import flatten
 from slime.engines.background import run
-from slime.observability.best_effort import take_warnings
+from slime.observability.best_effort import take_warnings, warn
 from slime.observability.debug_data import load_rollout, save_rollout
 from slime.observability.logging_utils import logged_into
 from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
@@ -226,6 +227,10 @@ class RolloutManager(EngineManager):
         if not handled:
             metrics.update(rollout_metrics(self.args, samples, seconds))
         metrics.update(staleness_metrics(samples, rollout_id))
+        if samples:
+            metrics["rollout/failed_ratio"] = fmean(map(is_untrainable, samples))
+        if failure := all_failed(samples):
+            warn(f"rollout {rollout_id}: {failure}")
         return preview(samples)
 
     def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:

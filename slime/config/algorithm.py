@@ -180,10 +180,6 @@ def check_estimator(args: Args) -> list[str]:
     if unknown:
         return [f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not a flag"]
     args.notices += create_algorithm(args).notices()
-    if args.kl_coef != 0 and not algorithm.uses_kl_in_reward:
-        args.notices.append(
-            f"--kl-coef has no effect with --advantage-estimator {name}: use --use-kl-loss with --kl-loss-coef"
-        )
     problems = [
         f"--advantage-estimator {name} needs {flags[switch].option}: {reason}"
         for switch, reason in algorithm.requires.items()

@@ -130,11 +130,6 @@ def check_batch(args: Args) -> list[str]:
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
             f"{args.rollout_batch_size}: use at least --rollout-batch-size"
         )
-    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
-        args.notices.append("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
-    padded = args.attn_implementation not in (None, "varlen")
-    if padded and "log_probs_max_tokens_per_gpu" in args.explicit:
-        args.notices.append("--log-probs-max-tokens-per-gpu has no effect on padded batches (--attn-implementation)")
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size disables it)")
     if "num_rollout" in args.explicit and "num_epoch" in args.explicit:

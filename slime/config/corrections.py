@@ -145,8 +145,6 @@ def check_kl(args: Args) -> list[str]:
             "--kl-loss-type k1 in the loss does not regularize: its expected gradient is 0 for samples of the policy "
             "itself; use low_var_kl or k2, or add --use-unbiased-kl"
         )
-    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
-        args.notices.append("--ref-update-interval has no effect, because no KL term uses the reference model")
     return problems
 
 

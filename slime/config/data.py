@@ -166,9 +166,9 @@ class EvalConfig:
     )
     eval_max_context_len: int | None = flag(
         None,
-        low=1,
-        help="Maximum number of tokens of prompt and response together in evaluations, for the user's functions. "
-        "Default: --rollout-max-context-len",
+        low=2,
+        help="Maximum number of tokens of prompt and response together in evaluations. Default: "
+        "--rollout-max-context-len",
     )
 
 
@@ -187,6 +187,8 @@ def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 def derive_evaluation(args: Args) -> None:
     if args.eval_function_path is None and is_fully_async(args):
         args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the fully asynchronous function cannot evaluate
+    if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
+        args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
     fallbacks: dict[str, str] = {
         "eval_function_path": "rollout_function_path",
         "eval_input_key": "input_key",

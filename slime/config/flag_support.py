@@ -28,8 +28,9 @@ def refused(default: object, help: str, reason: str, *, kind: Kind | None = None
 
 
 def ignored(default: object, help: str, reason: str, *, kind: Kind | None = None, option: str | None = None) -> Any:
-    """Declare a flag that is accepted with a notice that it has no effect."""
-    return flag(default, help=help, status="notice", reason=reason, kind=kind, option=option)
+    """Declare a flag that is accepted with a notice that it has no effect. If it is a number, it is a count, a size, a
+    time or a factor, and never below 0."""
+    return flag(default, help=help, status="notice", reason=reason, kind=kind, option=option, low=0)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
+from slime.config.idle_flags import idle_flags
 from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.settings import apply_file, redacted, set_value
@@ -356,7 +357,8 @@ def check_args(
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
-    args.notices += [*no_effect_notice(idle), *other_defaults(args)]
+    alone, doubtful = idle_flags(args, asynchronous)
+    args.notices += [*no_effect_notice([*idle, *alone]), *doubtful, *other_defaults(args)]
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
-from slime.config.flag import DERIVED, flag, flags_of, hook_flag, path_flag
+from slime.config.flag import DERIVED, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, is_hf_folder, read_config, rotary_limit
 
 if TYPE_CHECKING:
@@ -176,12 +176,6 @@ def check_rollout(args: Args) -> list[str]:
             f"--rollout-workers {args.rollout_workers} has no effect: {args.rollout_function_path} runs as a whole in "
             "the process of the rollout manager"
         )
-    idle = ["--partial-rollout"] if args.partial_rollout and (is_fully_async(args) or args.deterministic) else []
-    samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
-    idle += ["--over-sampling-batch-size"] if samples_more and is_fully_async(args) else []
-    if idle:
-        why = "the fully asynchronous rollout" if is_fully_async(args) else "--deterministic, which aborts no group"
-        args.notices.append(f"{' and '.join(idle)}: no effect with {why}")
     if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
         problems.append(
             "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"
@@ -243,10 +237,6 @@ def check_loop(args: Args, asynchronous: bool) -> list[str]:
         )
     if asynchronous:
         return [*_check_staleness(args), *_check_old_actor(args), *_check_replay(args)]
-    flags = flags_of(type(args))
-    for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness", "replay_schedule"):
-        if name in args.explicit and getattr(args, name) != flags[name].default:
-            args.notices.append(f"{flags[name].option} has no effect in train.py; it is for train_async.py")
     if is_fully_async(args):
         return ["the fully asynchronous rollout generates samples during training: start the run with train_async.py"]
     return []
@@ -349,11 +339,12 @@ def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[st
     return model.model_path, [group.overrides for group in model.groups if group.worker_type != "placeholder"]
 
 
-def context_limit(args: Args) -> int | None:
-    """Return the maximum number of tokens of prompt and response together: ``--rollout-max-context-len``, limited by
-    what the engines accept. None if there is no limit."""
+def context_limit(args: Args, given: int | None) -> int | None:
+    """Return the maximum number of tokens of prompt and response together: ``given``, the value of
+    ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept. None if there is no
+    limit."""
     served = served_context(args)
-    limits = [args.rollout_max_context_len, None if served is None else served - ENGINES_OWN]
+    limits = [given, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
@@ -365,7 +356,7 @@ def longest_per_gpu(args: Args) -> int:
 def longest_sample(args: Args) -> int:
     """Return the number of tokens of the longest possible sample. Prompts without a limit count as empty ones."""
     longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
-    limit = context_limit(args)
+    limit = context_limit(args, args.rollout_max_context_len)
     return longest if limit is None else min(longest, limit)
 
 
@@ -375,7 +366,7 @@ def rotary_problem(args: Args) -> str | None:
     limit = rotary_limit((read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {})
     if limit is None or args.loss_type == "sft_loss":
         return None
-    served = context_limit(args)
+    served = context_limit(args, args.rollout_max_context_len)
     is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
     if is_known and longest_sample(args) <= limit:
         return None
@@ -388,7 +379,7 @@ def rotary_problem(args: Args) -> str | None:
 
 def context_notice(args: Args) -> str | None:
     """Return a notice if the longest prompt and the longest response together exceed the context length."""
-    limit, response = context_limit(args), args.rollout_max_response_len
+    limit, response = context_limit(args, args.rollout_max_context_len), args.rollout_max_response_len
     if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:
         return None
     given = args.rollout_max_context_len is not None and args.rollout_max_context_len <= limit

@@ -103,18 +103,12 @@ def checks_first_update(args: Args) -> bool:
     return not other and not args.sglang.get("speculative_algorithm")
 
 
-_OF_FILES = ("update_weight_disk_dir", "update_weight_disk_keep_files")
-
-
 def check_disk_sync(args: Args) -> list[str]:
     problems = []
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         problems.append(
             "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
         )
-    given = [f"--{name.replace('_', '-')}" for name in _OF_FILES if getattr(args, name)]
-    if given and args.update_weight_transport != "disk":
-        args.notices.append(f"{' and '.join(given)}: no effect without --update-weight-transport disk")
     if args.update_weight_mode == "delta" and args.update_weight_transport != "disk":
         problems.append("--update-weight-mode delta uses files: add --update-weight-transport disk")
     if args.update_weight_mode == "delta" and args.colocate:

@@ -67,3 +67,18 @@ def _finite(number: str) -> float:
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 """Reads JSON with finite numbers only. The depth is not limited, so callers must catch :class:`RecursionError`."""
+
+
+def metadata_of(value: object) -> dict[str, Any]:
+    """Convert None or the JSON text of an object, as users' functions and data sources assign it, to a dict.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        given = (parse_json(value) if value.strip() else None) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"Sample.metadata is a text that is not valid JSON: {error}") from error
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"Sample.metadata must be a dict, or the JSON text of an object, not {value!r:.100}")
+    return {} if given is None else given

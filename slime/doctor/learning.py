@@ -29,7 +29,7 @@ def not_finite(facts: Facts) -> Iterator[Finding]:
         if bad:
             yield Finding(
                 "not_finite",
-                f"{name} is not a finite number since step {_whole(bad[0])}.",
+                f"{name} is not a finite number since step {whole(bad[0])}.",
                 (f"{len(bad)} of {len(facts.steps)} steps",),
                 "Continue from a snapshot before that step with a smaller --lr or --clip-grad; the samples of that "
                 "step are in the folder samples.",
@@ -177,7 +177,7 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "logprob_outliers",
             f"Log-probs of single tokens differ by {most:.1f} between engine and trainer, on average by {mean:.3f}.",
-            (f"{GAP}_max: {_list(facts.series(f'{GAP}_max')[-5:])}", *worst_tokens(facts, f"{GAP}_max")),
+            (f"{GAP}_max: {listed(facts.series(f'{GAP}_max')[-5:])}", *worst_tokens(facts, f"{GAP}_max")),
             "slime ui shows them in colour (a sample, token by token, with --dump-details). Usual causes: tokens that "
             "a tool or the chat template wrote are not masked, a forced end token, a sampling mask of one side only.",
             hint=True,
@@ -193,7 +193,7 @@ def unstable(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "gradient_spike",
             f"The gradient norm jumped to {max(norms):.3g} at step {steps[at]}; its median is {usual:.3g}.",
-            (f"train/grad_norm from step {steps[max(at - 2, 0)]}: {_list(norms[max(at - 2, 0) : at + 3])}",),
+            (f"train/grad_norm from step {steps[max(at - 2, 0)]}: {listed(norms[max(at - 2, 0) : at + 3])}",),
             "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
             "responses are the usual cause.",
         )
@@ -211,7 +211,7 @@ def unstable(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "kl",
                 f"The policy has run far away: {name} is {latest:.2f} per token.",
-                (f"{name}: {_list(facts.series(name)[-5:])}",),
+                (f"{name}: {listed(facts.series(name)[-5:])}",),
                 "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
             )
             return
@@ -277,7 +277,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "reward_hacking",
                 "The reward rises while the evaluation falls: the model learns what the reward counts, not the task.",
-                (f"{REWARD} {change[0]:.3f} to {change[1]:.3f}", f"eval/{name}: {_list(values)}"),
+                (f"{REWARD} {change[0]:.3f} to {change[1]:.3f}", f"eval/{name}: {listed(values)}"),
                 "Read samples with the highest rewards, and make the reward stricter; a KL term slows it down.",
             )
             return
@@ -299,7 +299,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "length_collapse",
             f"Responses shrank from {length[0]:.0f} to {length[1]:.0f} tokens, and the reward did not rise.",
-            (f"rollout/response_len/mean; {REWARD} {_list(reward or ())}",),
+            (f"rollout/response_len/mean; {REWARD} {listed(reward or ())}",),
             "Look whether the reward punishes length, and at --advantage-estimator: a mean per sample favours "
             "short ones.",
         )
@@ -321,7 +321,7 @@ def dropped(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "filter_starvation",
             f"For each rollout of {prompts} groups, the filter throws {median(thrown):.0f} away.",
-            (f"{FILTERED}*, the sum of all reasons: {_list(thrown)}",),
+            (f"{FILTERED}*, the sum of all reasons: {listed(thrown)}",),
             "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
         )
     stale = facts.lately("rollout/staleness/mean")
@@ -334,65 +334,9 @@ def dropped(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def verifiers(facts: Facts) -> Iterator[Finding]:
-    """Rewards that could not be computed."""
-    failed, timed_out = facts.lately("rollout/reward_error_count"), facts.lately("rollout/reward_timeout_count")
-    for kind, count, what in (
-        ("reward_timeouts", timed_out, "did not end in time"),
-        ("reward_errors", failed, "raised an error"),
-    ):
-        if count and facts.samples and count > 0.05 * facts.samples:
-            yield Finding(
-                kind,
-                f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples are left out.",
-                (f"{count:.0f} of {facts.samples:.0f} samples of a rollout", *facts.last_lines("reward", most=4)),
-                "slime check-hooks measures a reward function; --reward-timeout is its deadline.",
-            )
-
-
-def engines(facts: Facts) -> Iterator[Finding]:
-    """Engines and training ranks that die, and requests that are sent again."""
-    lost = sum(facts.series("rollout/engine_lost_count"))
-    if lost >= 2:
-        yield Finding(
-            "engines_lost",
-            f"{lost:.0f} times an engine was lost and started again.",
-            facts.last_lines("engine-", most=4),
-            "The log of the engine says why: out of memory (a smaller --sglang-mem-fraction-static) is the usual "
-            "cause.",
-        )
-    replaced = sum(facts.series("perf/trainer_restart_count"))
-    if replaced >= 2:
-        yield Finding(
-            "ranks_lost",
-            f"{replaced:.0f} times a training rank was lost, and new ranks went on from the last snapshot.",
-            facts.last_lines("train-", most=4),
-            "The log of the rank says why: out of memory (a smaller --max-tokens-per-gpu) is the usual cause. Steps "
-            "since the last snapshot were trained again: a smaller --save-interval makes them fewer.",
-        )
-    retries = facts.lately("rollout/http_retry_count")
-    if retries is not None and facts.samples and retries > 0.2 * facts.samples:
-        yield Finding(
-            "retries",
-            f"{retries:.0f} requests of a rollout of {facts.samples:.0f} samples had to be sent again.",
-            (f"rollout/http_retry_count: {_list(facts.series('rollout/http_retry_count')[-5:])}",),
-            "The engines or the router refuse connections: lower --sglang-server-concurrency.",
-        )
-    aborted = facts.lately("rollout/aborted_group_count")
-    prompts = facts.settings.get("rollout_batch_size")
-    if aborted is not None and isinstance(prompts, int) and aborted > prompts:
-        yield Finding(
-            "aborted",
-            f"{aborted:.0f} groups are aborted per rollout of {prompts}.",
-            (f"rollout/aborted_group_count {aborted:.0f}",),
-            "Keep them for the next rollout (--partial-rollout), or lower --over-sampling-batch-size.",
-            hint=True,
-        )
-
-
-def _list(values: Sequence[float]) -> str:
+def listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3g}" for value in values)
 
 
-def _whole(value: float | None) -> str:
+def whole(value: float | None) -> str:
     return "?" if value is None else f"{value:.0f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from slime.doctor import ends, flight, learning, speed
+from slime.doctor import ends, failures, flight, learning, speed
 from slime.doctor.facts import Facts
 from slime.doctor.findings import Finding, Rule
 from slime.observability.run_state import FILE as STATE
@@ -15,14 +15,15 @@ RULES: tuple[Rule, ...] = (
     ends.end_of_run,
     ends.hanging,
     learning.not_finite,
+    failures.samples,
     learning.no_reward,
     learning.nothing_trained,
     learning.large_learning_rate,
     learning.weights_differ,
     learning.gap_by_age,
     learning.gap_of_tokens,
-    learning.verifiers,
-    learning.engines,
+    failures.verifiers,
+    failures.engines,
     learning.reward_falls,
     learning.unstable,
     learning.entropy,

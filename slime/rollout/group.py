@@ -20,7 +20,7 @@ from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.settings import seeded
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.rollout.state import GenerateState
+from slime.rollout.state import EVALUATION, GenerateState
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ async def generate_and_rm(
     Raises:
         ValueError: The reward function returned None.
     """
+    EVALUATION.set(evaluation)
     state = GenerateState(args)
     if sample.status in _FINISHED:
         _mask_earlier_rollouts(state, sample)
@@ -89,6 +90,7 @@ async def generate_and_rm_group(
     Args:
         purpose: Part of the seeds and session ids, so that training and each evaluation data set sample independently.
     """
+    EVALUATION.set(evaluation)
     state = GenerateState(args)
     _assign_sessions(state.seed, group, purpose)
     with trace_span(group, "generate_and_rm_group"):

@@ -17,7 +17,7 @@ from slime.data.rewards import PASS_ABOVE, keys_of_rollouts, mean_reward
 from slime.data.sample import Sample, flatten
 from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
 from slime.rollout.base_types import EvalResults
-from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
+from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, TOO_LONG
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -218,6 +218,24 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
     return dict_add_prefix(compute_statistics(values), f"{name}/")
 
 
+def is_untrainable(sample: Sample) -> bool:
+    """Whether a sample cannot be trained, because its generation or its reward failed, or it has no trained token."""
+    return sample.status is Sample.Status.FAILED or sample.remove_sample or not sample.effective_response_length
+
+
+def all_failed(samples: Sequence[Sample]) -> str | None:
+    """Explain that no sample of a rollout can be trained; None if one can."""
+    if not all(map(is_untrainable, samples)):
+        return None
+    if not samples:
+        return "it has no samples, so this step trains nothing"
+    first = samples[0]
+    reasons = [s.metadata[key] for s in samples for key in (FAILURE_KEY, "error") if key in s.metadata]
+    why = f"the first error: {reasons[0]}" if reasons else f"the first has the status {first.status.value}"
+    what = f"all {len(samples)} samples failed or have no token to train, so this step trains nothing"
+    return f"{what}; {why}, and {first.response_length} response tokens. See the folder samples"
+
+
 def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> Metrics:
     """Return :func:`sample_metrics` with the flags of the run, for users' logging functions."""
     return sample_metrics(samples, args.log_reward_category)
@@ -231,6 +249,7 @@ class Counts:
         dropped: Groups that the filter dropped, by reason.
         replaced: Groups that were dropped because their verifier gave no result.
         timed_out: Samples without a reward because their verifier timed out.
+        abstained: Samples without a reward because the user's function returned None.
         failed: Samples without a reward for another reason.
         surplus: Finished groups that the rollout did not need.
         aborted: Unfinished groups that the rollout did not need.
@@ -243,6 +262,7 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     timed_out: int = 0
+    abstained: int = 0
     failed: int = 0
     surplus: int = 0
     aborted: int = 0
@@ -258,7 +278,8 @@ class Counts:
             if sample.reward_timed_out:
                 status = str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
                 self.timed_out += status == "timeout"
-                self.failed += status not in ("timeout", TOO_LONG)  # counted with the dropped groups
+                self.abstained += status == ABSTAINED
+                self.failed += status not in ("timeout", ABSTAINED, TOO_LONG)  # counted with the dropped groups
         rewards = rollout_rewards(samples, reward_key)
         self.rewards += len(rewards)
         self.reward_sum += sum(reward for _, reward in rewards)
@@ -270,6 +291,7 @@ class Counts:
     def metrics(self) -> dict[str, float]:
         metrics = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.dropped.items())}
         counts = {"reward_timeout": self.timed_out, "reward_error": self.failed, "replaced_group": self.replaced}
+        counts["reward_abstained"] = self.abstained
         counts |= {"surplus_group": self.surplus, "aborted_group": self.aborted, "lost_group": self.lost}
         return metrics | {f"rollout/{name}_count": float(count) for name, count in counts.items()}
 

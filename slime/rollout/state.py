@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.config.hf_config import media_token_ids
@@ -43,6 +44,8 @@ Reference: TypeAlias = "weakref.ref[Args] | Args"
 """A weak reference, or the object itself if it does not support weak references (a test's SimpleNamespace)."""
 _KEPT_WITHOUT_WEAKREF = 8  # states of strongly referenced args that are kept; older ones are dropped
 _MOST_THREADS = 4096  # a process cannot have many more; further calls of synchronous functions wait in a queue
+EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
+"""Whether the current task generates for an evaluation. Both go through the same functions, with the same ``args``."""
 _lock = threading.Lock()
 _states: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
 
@@ -56,7 +59,6 @@ class GenerateState:
         seed: The seed from which the seeds of all samples are derived (``--rollout-seed``).
         sampling_params: The sampling parameters of a training request. Copy them before you change them.
         requests: How requests are sent.
-        context: Maximum number of tokens of prompt and response together, or None if no limit is known.
         served: Maximum sequence length of the engines, see :func:`~slime.config.rollout.served_context`.
         media_token_ids: Ids of the placeholder tokens of images and other media; empty for a text model.
         aborted: True if the rollout has all groups that it needs. Tasks that have not started then mark their samples
@@ -98,7 +100,11 @@ class GenerateState:
 
     def _start(self, args: Args) -> None:
         self._args = _reference(args)
-        self.context, self.served = context_limit(args), served_context(args)
+        self.served = served_context(args)
+        self._contexts = {
+            False: context_limit(args, args.rollout_max_context_len),
+            True: context_limit(args, args.eval_max_context_len),
+        }
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
         self.seed, self.requests = args.rollout_seed, RequestSettings.from_args(args)
         self.sampling_params = self.stopping_at_media(request_params(args))
@@ -132,6 +138,12 @@ class GenerateState:
         if not self.media_token_ids:
             return params
         return {**params, "stop_token_ids": sorted({*(params.get("stop_token_ids") or []), *self.media_token_ids})}
+
+    @property
+    def context(self) -> int | None:
+        """Maximum number of tokens of prompt and response together, in an evaluation or a rollout; None if no limit is
+        known."""
+        return self._contexts[EVALUATION.get()]
 
     @property
     def args(self) -> Args:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
 
+from slime.config.args import Args
 from slime.data import schedule
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 __all__ = ["build_dp_schedule"]
 
 
 def build_dp_schedule(
-    args: Args,
+    args: Args | SimpleNamespace,
     train_parallel_config: Mapping[str, int],
     total_lengths: Sequence[int],
     *,
@@ -22,9 +21,11 @@ def build_dp_schedule(
     rollout_indices: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None = None,
 ) -> schedule.Schedule:
-    """Call :func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``."""
+    """Call :func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``: those of a run, or a plain
+    namespace with only those that matter. What it does not set has the default of its flag."""
+    settings: Any = SimpleNamespace(**(vars(Args()) | vars(args)))
     return schedule.build_dp_schedule(
-        schedule.PackingSettings.from_args(args),
+        schedule.PackingSettings.from_args(settings),
         train_parallel_config,
         total_lengths,
         global_batch_size=global_batch_size,

@@ -328,7 +328,7 @@ async def turns_in_text(args, sample, sampling_params, mask=True, own=False):
         response, ids, trained = response + said, ids + new, trained + [1] * len(new)
         if "<search>" not in out["text"]:
             break
-        result = " \n\n<result>4</result>\n\n"
+        result = " \\n\\n<result>4</result>\\n\\n"
         new = tokenizer(result)["input_ids"]
         response, ids, trained = response + result, ids + new, trained + [int(not mask)] * len(new)
     sample.tokens, sample.response, sample.response_length = tokenizer(sample.prompt)["input_ids"] + ids, response, len(ids)

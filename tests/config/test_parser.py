@@ -360,6 +360,14 @@ def test_conversion_gives_the_type_or_says_why_not(value: object) -> None:
 NUMBERS = [flag for flag in FLAGS.values() if flag.value_type in (int, float) and flag.kind in ("value", "list")]
 
 
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.status == "notice"])
+def test_a_number_of_a_flag_without_effect_is_not_negative_either(name: str) -> None:
+    flag = FLAGS[name]
+    if flag.value_type in (int, float) and not flag.is_bool:
+        _, problems = read_command_line([flag.option, "-5"])
+        assert len(problems) == 1 and "must be at least 0" in problems[0]
+
+
 @pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf", "1e999", "1" * 400, float("nan"), 10**400])
 def test_every_number_is_finite(value: object) -> None:
     """A threshold of NaN would never be passed: the alarm would be off, silently."""

@@ -327,3 +327,16 @@ def test_reset_keeps_the_prompt() -> None:
     sample.status, sample.reward = Sample.Status.ABORTED, 1.0
     sample.reset_response()
     assert sample == Sample(group_index=1, index=2, prompt="p", label="l", metadata={"a": 1})
+
+
+def test_metadata_may_be_the_json_text_of_an_object() -> None:
+    sample = Sample(metadata='{"a": 1}')  # type: ignore[arg-type]
+    assert sample.metadata == {"a": 1}
+    sample.metadata = '{"rm_type": "math"}'  # type: ignore[assignment]
+    assert sample.metadata["rm_type"] == "math"
+    for nothing in ("", None):
+        sample.metadata = nothing  # type: ignore[assignment]
+        assert sample.metadata == {}
+    for wrong in ("[1]", "{a", [1], 7):
+        with pytest.raises(ValueError, match=r"Sample\.metadata"):
+            sample.metadata = wrong  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +227,12 @@ def test_settings_from_flags() -> None:
     of_args = dp_schedule.build_dp_schedule(args, config, [8] * 4, **sizes, prompts=prompts)
     assert of_args == build_dp_schedule(shared, config, [8] * 4, **sizes, prompts=prompts)
     assert of_args != build_dp_schedule(shared, config, [8] * 4, **sizes), "four samples with one prompt fit together"
+
+
+def test_the_documented_path_takes_a_plain_namespace() -> None:
+    args = SimpleNamespace(use_dynamic_batch_size=True, max_tokens_per_gpu=10, balance_data=False)
+    lengths = [3, 7, 5, 5, 9, 2, 12, 1]
+    parts, _, micro_batches, sizes = dp_schedule.build_dp_schedule(
+        args, {"dp_size": 2, "cp_size": 1}, lengths, global_batch_size=4, rollout_indices=range(8)
+    )
+    assert (parts, micro_batches, sizes) == ([[0, 1, 4, 6], [2, 3, 5, 7]], [1, 2], [4, 4])

@@ -34,7 +34,7 @@ def checkpoint(tokenizer_dir: Path, tmp_path: Path) -> Path:
 def test_what_the_engines_take(checkpoint: Path) -> None:
     def served(**more: Any) -> tuple[int | None, int | None]:
         args = arguments(checkpoint, **more)
-        return served_context(args), context_limit(args)
+        return served_context(args), context_limit(args, args.rollout_max_context_len)
 
     assert served() == (48, 40) and served(rollout_max_context_len=30) == (48, 30)
     assert served(rollout_max_context_len=47) == (48, 40)
@@ -100,7 +100,7 @@ def test_what_the_server_groups_take(
     file = tmp_path / "groups.yaml"
     file.write_text(json.dumps({"sglang": models}))
     args = arguments(checkpoint, rollout_backend="sglang", sglang_config=str(file), sglang={"context_length": 32})
-    assert served_context(args) == served and context_limit(args) == served - 8
+    assert served_context(args) == served and context_limit(args, None) == served - 8
     assert GenerateState(args).context == served - 8, "prompts and responses are checked against this"
 
 
@@ -169,6 +169,18 @@ async def test_a_conversation_whose_prompt_leaves_no_room(checkpoint: Path) -> N
     sample = Sample(prompt=LONG, index=0, group_index=0)
     assert await Conversation(args, sample, GenerateState(args).sampling_params).turn() is None
     assert sample.status is Sample.Status.TRUNCATED and sample.reward_timed_out and sample.reward is None
+
+
+async def test_evaluations_have_a_limit_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "easy: ", "label": "1"}))
+    own = {"rollout_max_context_len": 30, "eval_max_context_len": 36, "rm_type": "random"}
+    async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 1000) as engine:
+        args = arguments(checkpoint, rollout_max_response_len=100, eval_max_response_len=100, **own)
+        args = engine.serve(args.with_values(eval_prompt_data=["set", str(tmp_path / "eval.jsonl")]))
+        output = await asyncio.wait_for(eval_rollout(args, 0), 30)
+        trained = await rollout(args, Prompts(prompt=lambda i: f"prompt {i:02}: "))
+    assert {len(sample.tokens) for sample in output.data["set"]["samples"]} == {36}
+    assert {len(sample.tokens) for sample in flatten(trained.samples)} == {30}
 
 
 async def test_evaluations_leave_them_out_and_go_on_after_an_abort(checkpoint: Path, tmp_path: Path) -> None:

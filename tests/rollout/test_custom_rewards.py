@@ -8,6 +8,7 @@ import pytest
 from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
+from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.rollout.metrics import known_reward
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -148,6 +149,35 @@ async def test_a_function_may_bring_its_own_deadline(file):
 async def test_reward_functions_have_a_thread_of_their_own(file):
     _, rewards = await score_all(settings(file, "thread_of", timeout=30.0), count=1)
     assert rewards == [{"thread": "custom-rewards"}]
+
+
+ABSTAINS = """
+async def one(args, sample, **kwargs):
+    return None if sample.index % 4 == 1 else float(sample.index)
+async def listed(args, samples, **kwargs):
+    return [await one(args, sample) for sample in samples]
+"""
+
+
+@pytest.mark.parametrize(("name", "group"), [("one", False), ("listed", True)])
+async def test_a_reward_of_none_leaves_its_sample_out_of_statistics_and_loss(tokenizer_dir, tmp_path, name, group):
+    (tmp_path / "abstains.py").write_text(ABSTAINS)
+    path = f"{tmp_path / 'abstains.py'}:{name}"
+    args = arguments(tokenizer_dir, custom_rm_path=path, group_rm=group, n_samples_per_prompt=4, rollout_batch_size=2)
+    async with SmallEngine() as engine:
+        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 30)
+    samples = flatten(output.samples)
+    without = [sample for sample in samples if sample.reward is None]
+    assert [sample.index % 4 for sample in without] == [1, 1]
+    assert output.metrics["rollout/reward_abstained_count"] == 2
+    assert output.metrics["rollout/reward_error_count"] == output.metrics["rollout/reward_timeout_count"] == 0
+    data = samples_to_train_data(args, output.samples)
+    trained = dict(zip(data["sample_indices"], data["rewards"], strict=True))
+    assert all(trained[sample.index] == 0 for sample in without)
+    rest = [trained[i] for i in (0, 2, 3)]
+    assert sum(rest) == pytest.approx(0, abs=1e-5) and rest[2] > rest[1] > 0 > rest[0]  # the baseline is that of three
+    masks = dict(zip(data["sample_indices"], data["loss_masks"], strict=True))
+    assert all(not any(masks[sample.index]) for sample in without) and any(masks[0])
 
 
 async def test_the_rollout_counts_them_and_replaces_the_group(tokenizer_dir, file):

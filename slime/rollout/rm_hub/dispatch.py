@@ -24,7 +24,7 @@ from slime.rollout.hooks import parameters
 from slime.rollout.prompts import render
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
-from slime.rollout.rm_hub.outcome import mark_unscored, plain_reward
+from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
 from slime.rollout.rm_hub.text import last_boxed
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     """Score one sample.
 
     Returns:
-        The reward, a float or a dict. None if the verifier gave no result; the sample is then marked as unscored.
+        The reward, a float or a dict. None if the verifier gave no result, or the user's function returned None: it
+        abstains. The sample is then marked as unscored.
 
     Raises:
         ValueError: No reward is configured, or its type is unknown.
@@ -59,8 +60,10 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
         rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
-        return None if rewards is None else plain_reward(rewards[0])
-    return plain_reward(await _custom(args, path, sample, [sample], kwargs))
+        rewards = [None] if rewards is None else rewards
+    else:
+        rewards = [await _custom(args, path, sample, [sample], kwargs)]
+    return accept_rewards(path, [sample], rewards)[0]
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
@@ -91,7 +94,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
         got = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else repr(rewards)
         raise ValueError(f"--custom-rm-path {path} returned {got} for {len(samples)} samples")
-    return list(map(plain_reward, rewards))
+    return accept_rewards(path, samples, rewards)
 
 
 async def _custom(

@@ -7,6 +7,7 @@ train the model on a failure of the verifier.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
 TOO_LONG = "prompt_too_long"
+ABSTAINED = "abstained"
 # Parts of the messages with which SGLang and the embedded engine refuse a request that is too long.
 _REFUSALS = ("context length", "longer than the model", "maximum allowed length", "leaves no room")
 _warned: set[str] = set()
@@ -29,7 +31,7 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     The first failure of each status is logged. Later ones are only counted.
 
     Args:
-        status: ``timeout``, ``crashed``, ``error`` or :data:`TOO_LONG`.
+        status: ``timeout``, ``crashed``, ``error``, :data:`ABSTAINED` or :data:`TOO_LONG`.
         detail: What went wrong.
     """
     sample.reward = None
@@ -40,11 +42,20 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
         _warned.add(status)
         logger.warning(
             "no reward for sample %s: verifier %s (%s). The sample is excluded from group statistics and loss; "
-            "later ones are only counted (rollout/reward_timeout_count, rollout/reward_error_count).",
+            "later ones are only counted (rollout/reward_*_count).",
             sample.index,
             status,
             detail,
         )
+
+
+def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[object]) -> list[Any]:
+    """Return what a user's reward function gave as plain numbers. None abstains: its sample is excluded."""
+    plain = list(map(plain_reward, rewards))
+    for sample, reward in zip(samples, plain, strict=True):
+        if reward is None and not sample.reward_timed_out:
+            mark_unscored(sample, ABSTAINED, f"{path} returned None")
+    return plain
 
 
 async def verify(args: Args, sample: Sample, function: str, *call_args: object) -> Any:
