@@ -45,3 +45,14 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
     torch.save(dump, file)
     code, said = replay("--step", 2)
     assert code == 1 and "DIFFERS, first in rollout/" in said, said
+
+
+def test_steps_of_ppo_with_a_kl_penalty_are_replayed_with_both_roles(runner, flags) -> None:
+    """The critic's returns need the actor's log-probs, and the actor's advantages the critic's values."""
+    ppo = ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--num-rollout", 2]
+    ran = runner.run(*flags, *ppo, "--dump-details", "details")
+    assert ran.code == 0, ran.output
+    assert all(row["perf/ref_log_probs_time"] > 0 and "train/critic-value_loss" in row for row in ran.metrics())
+    command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", "--through"]
+    result = runner.finish(runner.spawn(command), "run")
+    assert result.code == 0 and "equal: this step is the recorded one, bit for bit" in result.output, result.output

@@ -235,7 +235,7 @@ def make_arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
     from fsdp_helpers import make_args
 
     flags = dict(layout.flags)
-    if flags.get("kl_coef"):
+    if flags.get("kl_coef") and layout.role == "actor":
         flags["ref_load"] = str(paths[f"{layout.model}_reference"])
     # Adam divides a gradient by its size. With the default epsilon, one that is 0 but for rounding (that of a key's
     # bias) moves its weight by a part of a step, in a direction that depends on the layout and on the processor.
