@@ -27,6 +27,7 @@ from slime.checkpoint.numbers import Numbers
 from slime.data.sample import Group, flatten
 from slime.data.staleness import step_of
 from slime.observability.best_effort import AppendedFile, warn
+from slime.observability.regular import parse_json
 
 CLOSED = ("trained", "filtered", "replaced", "left out", "discarded", "lost")
 _FILE = "the ledger of the run"
@@ -379,8 +380,8 @@ def balance(line: Line) -> list[str]:
 def parse_line(line: bytes) -> Line:
     """Parse one line of the file. A line that is not a complete JSON object (the end of a killed run) gives {}."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

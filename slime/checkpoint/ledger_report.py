@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slime.checkpoint.ledger import CLOSED, Line, balance, parse_line
 from slime.checkpoint.numbers import Numbers
+from slime.observability.regular import LONGEST_LINE
 
 UNCHECKED = "the run has reached neither a snapshot nor its end"
 """The problem of a ledger that has no sums yet with which its rows could be compared."""
@@ -53,7 +54,7 @@ def read_ledger(path: Path) -> Report:
     report, closed = Report(), Numbers()
     again: set[tuple[int, int]] = set()
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             try:
                 closed = _line(report, parse_line(raw), closed, again, number)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file that was damaged or edited

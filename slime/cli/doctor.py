@@ -23,6 +23,7 @@ def doctor(folder: Path, as_json: bool = False, outside: bool = False) -> int:
     """
     from slime.doctor.facts import NoRun, read_facts
     from slime.doctor.report import diagnose, page
+    from slime.observability.regular import shown
 
     try:
         facts = read_facts(folder.resolve(), with_stacks=True, outside=outside)
@@ -33,5 +34,5 @@ def doctor(folder: Path, as_json: bool = False, outside: bool = False) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for line in page(facts, findings):
-            print(line)
+            print(shown(line))
     return int(any(not finding.hint for finding in findings))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
+from slime.observability.regular import shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,21 +43,22 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2))
         return int(not report.closes)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for table in _tables(report):
         console.print(table)
     for undone in report.rolled_back:
-        console.print(
+        text = (
             f"attempt {undone['attempt']} continued after step {undone['after']}: {undone['rows']} groups that later "
             f"steps had closed were rolled back ({_intervals(undone['groups'])})"
         )
+        console.print(shown(text))
     if report.beyond:
         console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume generates them again")
     for problem in report.problems:
         if problem == UNCHECKED:
             console.print(f"not checked: {problem}, so there are no sums to compare the groups with")
         else:
-            console.print(f"inconsistent: {problem}", style="red")
+            console.print(f"inconsistent: {shown(problem)}", style="red")
     if report.closes and report.cut is not None:
         console.print(f"consistent: {report.asked} groups were requested, and each is in exactly one place")
     return int(not report.closes)
@@ -66,19 +68,19 @@ def _tables(report: Report) -> list[Table]:
     from rich.table import Table
 
     cut = report.cut
-    table = Table(title=f"groups as of step {cut['cut']}" if cut else "groups before the first checkpoint")
+    table = Table(title=f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint")
     table.add_column("state")
     table.add_column("groups", justify="right")
     places = [*report.counts.items()]
     if cut:
         places += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
     for state, count in places:
-        table.add_row(str(state), str(count))
+        table.add_row(shown(state), str(count))
     versions = Table(title="trained groups by the weight versions of their tokens")
     versions.add_column("versions")
     versions.add_column("groups", justify="right")
     for names, count in list(report.versions.items())[-_MOST_ROWS:]:
-        versions.add_row(str(names) or "-", str(count))
+        versions.add_row(shown(names) or "-", str(count))
     tables = [table, versions]
     if cut and cut["open"]:
         tables.append(_open_groups(cut["open"]))
@@ -94,7 +96,7 @@ def _open_groups(rows: list[Line]) -> Table:
     for row in rows[:_MOST_ROWS]:
         names = " ".join(row["versions"])
         cells = (row["group"], row["state"], row["asked"], names or "-", row.get("tokens", 0), row.get("returns", 0))
-        table.add_row(*map(str, cells))
+        table.add_row(*map(shown, cells))
     return table
 
 

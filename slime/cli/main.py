@@ -24,11 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser().parse_args(words)  # prints the error and exits
     options.rest = flags or rest
     from slime.cli.errors import CommandError
+    from slime.observability.regular import shown
 
     try:
         return int(options.run(options) or 0)
     except CommandError as error:
-        print(f"slime {options.command}: {error}", file=sys.stderr)
+        print(shown(f"slime {options.command}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"slime {options.command}: interrupted", file=sys.stderr)
@@ -227,14 +228,19 @@ def _add_replay(commands: Subparsers) -> None:
         help="allowed difference of metrics (default: 0 on the CPU in the layout of the run)",
     )
     replay.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    replay.add_argument(
+        "--run-its-code",
+        action="store_true",
+        help="run the functions, model code and environment variables that the folder of the run names; lists them",
+    )
     replay.set_defaults(run=_replay)
 
 
 def _replay(args: argparse.Namespace) -> int:
     from slime.cli.replay import ReplayOptions, replay
 
-    options = ReplayOptions(args.step, args.through, args.sample, args.tensors, args.tolerance, args.json, args.rest)
-    return replay(args.run_dir, options)
+    shown = (args.sample, args.tensors, args.tolerance, args.json)
+    return replay(args.run_dir, ReplayOptions(args.step, args.through, *shown, args.rest, args.run_its_code))
 
 
 def _add_verify(commands: Subparsers) -> None:

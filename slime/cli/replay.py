@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
+from slime.observability.regular import shown
 
 if TYPE_CHECKING:
+    from slime.config.args import Args
     from slime.replay.step import Replayed, Wanted
 
 
@@ -26,6 +29,7 @@ class ReplayOptions:
     tolerance: float | None
     as_json: bool
     flags: Sequence[str]
+    run_its_code: bool = False
 
 
 def replay(folder: Path, options: ReplayOptions) -> int:
@@ -38,31 +42,37 @@ def replay(folder: Path, options: ReplayOptions) -> int:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
     from slime.cluster.local_ranks import RankError
+    from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
-    from slime.replay.recorded import ReplayError, attempt_of, attempts_of, read_run
+    from slime.replay.recorded import ReplayError, read_run
     from slime.replay.step import Wanted, replay_step
 
     folder = folder.resolve()
     tensors = options.tensors.absolute() if options.tensors is not None else None
     wanted = Wanted(options.step, options.through, options.sample, tensors, options.tolerance)
+    added = SAFE_PATH.keys() - os.environ.keys()
+    os.environ.update(SAFE_PATH)  # also for the processes that libraries start
     try:
-        if (folder / "attempts.jsonl").is_file():
-            # The relative paths of the settings refer to the directory in which the run was started.
-            started = Path(attempt_of(attempts_of(folder), options.step).settled.working_directory)
-            if started.is_dir():
-                os.chdir(started)
-        run = read_run(folder, options.step, options.flags)
+        run = read_run(folder, options.step, options.flags, _tell if options.run_its_code else None)
         if tensors is not None:
             with writing(f"--tensors {options.tensors}"):
                 tensors.mkdir(parents=True, exist_ok=True)
         result = replay_step(run, wanted)
+        _show(result, wanted, options.as_json, run.args)
     except (ReplayError, RankError, DebugDataError) as error:
         raise CommandError(str(error)) from error
-    _show(result, wanted, options.as_json, folder)
+    finally:
+        for name in added:
+            del os.environ[name]
     return int(not result.equal)
 
 
-def _show(result: Replayed, wanted: Wanted, as_json: bool, folder: Path) -> None:
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"slime replay: runs {shown(line)}", file=sys.stderr)
+
+
+def _show(result: Replayed, wanted: Wanted, as_json: bool, args: Args) -> None:
     from slime.replay.page import page, sample_page
 
     if as_json:
@@ -70,24 +80,21 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, folder: Path) -> None
         print(json.dumps(values, indent=2, default=_plain))
         return
     for line in page(result):
-        print(line)
+        print(shown(line))
     if result.sample is not None:
         tokens = result.sample.tokens[len(result.sample.tokens) - result.sample.response_length :].tolist()
-        for line in sample_page(result.sample, _texts(folder, tokens)):
-            print(line)
+        for line in sample_page(result.sample, _texts(args, tokens)):
+            print(shown(line))
     if wanted.tensors is not None:
         print(f"tensors: {wanted.tensors}")
 
 
-def _texts(folder: Path, tokens: list[int]) -> list[str]:
+def _texts(args: Args, tokens: list[int]) -> list[str]:
     """Return the text of each token, by the tokenizer of the run; empty if it cannot be read."""
     from slime.data.tokenizers import load_tokenizer
-    from slime.observability.run_dir import RunDir, read_settings
 
     try:
-        settings = read_settings(RunDir(folder).config)
-        remote = bool(settings["trust_remote_code"])
-        tokenizer = load_tokenizer(str(settings["hf_checkpoint"]), trust_remote_code=remote)
+        tokenizer = load_tokenizer(str(args.hf_checkpoint), trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]

@@ -34,4 +34,4 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
-        print_summary(run_dir, summary, Console(highlight=False))
+        print_summary(run_dir, summary, Console(highlight=False, markup=False))

@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.cluster.placement import thread_environment
+from slime.config.hooks import SAFE_PATH
 from slime.config.process_environment import import_environment, module_command
 from slime.engines.process import free_port
 
@@ -46,8 +47,11 @@ def run_ranks(
     threads: int = 1,
     variables: Mapping[str, str] | None = None,
     seconds: float = 3600.0,
+    modules: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``function(place, argument)`` in ``world_size`` new processes and return the results by rank.
+
+    They import nothing from the working directory, which may be a folder that somebody else has made.
 
     Args:
         function: ``package.module:name``, which the processes import.
@@ -56,14 +60,16 @@ def run_ranks(
         threads: CPU threads of each process.
         variables: Further environment variables.
         seconds: The deadline for all ranks together.
+        modules: Folders in which the processes look for modules after all others.
 
     Raises:
         RankError: A rank failed or the deadline has passed. All other ranks are ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port("127.0.0.1")
-    (folder / TASK).write_bytes(pickle.dumps((function, world_size, port, argument)))
-    environment = {**os.environ, **thread_environment(threads), **import_environment(), **(variables or {})}
+    (folder / TASK).write_bytes(pickle.dumps((function, world_size, port, argument, list(modules))))
+    environment = {**os.environ, **thread_environment(threads), **import_environment(here=False), **SAFE_PATH}
+    environment |= variables or {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
@@ -102,7 +108,8 @@ def _end(folder: Path, rank: int) -> str:
 
 
 def _main(folder: Path, rank: int) -> None:
-    function, world_size, port, argument = pickle.loads((folder / TASK).read_bytes())
+    function, world_size, port, argument, modules = pickle.loads((folder / TASK).read_bytes())
+    sys.path.extend(modules)
     module, _, name = function.partition(":")
     try:
         result = getattr(importlib.import_module(module), name)(Place(rank, world_size, port), argument)

@@ -24,6 +24,10 @@ class HookError(ValueError):
     """Raised if a hook path does not lead to a function. The message says what was tried and which names exist."""
 
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""The variable with which Python, and this module, do not look for modules in the working directory."""
+
+
 @functools.cache
 def load_function(path: str, default_name: str | None = None) -> Any:
     """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or ``file.py``.
@@ -56,7 +60,7 @@ def load_function(path: str, default_name: str | None = None) -> Any:
 
 def _import(module: str, path: str) -> ModuleType:
     here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
+    if here not in sys.path and "" not in sys.path and not os.environ.keys() & SAFE_PATH.keys():
         # Python puts the folder of the started program on sys.path. For the slime command this is not the working
         # directory, in which users expect their modules to be found.
         sys.path.append(here)

@@ -36,14 +36,17 @@ def reduced_environment(environment: Mapping[str, str], more: Sequence[str] = ()
     return {name: value for name, value in environment.items() if name in more or passed(name, value)}
 
 
-def import_environment() -> dict[str, str]:
-    """Return the variables with which processes find this package, and modules in the working directory.
+def import_environment(here: bool = True) -> dict[str, str]:
+    """Return the variables with which processes find this package and, with ``here``, modules in the working directory.
 
     The latter come after all others (:mod:`slime`), so that a ``random.py`` there never takes the place of Python's.
     """
-    here = str(Path(__file__).resolve().parents[2])
+    package = str(Path(__file__).resolve().parents[2])
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*known, here])), "SLIME_WORKING_DIRECTORY": os.getcwd()}
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*known, package])),
+        "SLIME_WORKING_DIRECTORY": os.getcwd() * here,
+    }
 
 
 def module_command(module: str) -> list[str]:

@@ -9,6 +9,7 @@ continues, except with ``--debug-rollout-only``, where the files are the purpose
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+_PLACE = re.compile(r"\{rollout_id(?::0?(\d{1,2})d)?\}")
 
 
 class Ranks(Protocol):
@@ -49,8 +53,8 @@ def find_dump(template: object, folder: Path, run_name: object, step: int) -> Pa
     if not isinstance(template, str):
         return None
     try:
-        named = Path(template.format(rollout_id=step)).expanduser()
-    except (KeyError, IndexError, ValueError):
+        named = file_of_rollout(template, step)
+    except (ValueError, RuntimeError):
         return None
     places = [named, folder / named, folder.parent.parent / named]
     names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
@@ -177,9 +181,24 @@ def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
     if template is None:
         raise DebugDataError(f"{flag} is not given, but it is needed for the path of the file")
     try:
-        return Path(template.format(rollout_id=rollout_id)).expanduser()
-    except (KeyError, IndexError, ValueError) as error:
-        raise DebugDataError(f"{flag} {template!r}: only {{rollout_id}} is a valid placeholder ({error!r})") from error
+        return file_of_rollout(template, rollout_id)
+    except (ValueError, RuntimeError) as error:
+        raise DebugDataError(f"{flag} {template!r}: {error}") from error
+
+
+def file_of_rollout(template: str, rollout_id: int | str) -> Path:
+    """Return a path with ``{rollout_id}``, or ``{rollout_id:06d}``, replaced.
+
+    A folder may have recorded the path, so it is no format string, which could ask for gigabytes of spaces.
+
+    Raises:
+        ValueError: Another text is in braces.
+        RuntimeError: There is no such home folder.
+    """
+    text = _PLACE.sub(lambda match: str(rollout_id).zfill(int(match[1] or 0)), template)
+    if "{" in text or "}" in text:
+        raise ValueError("only {rollout_id} is a valid placeholder")
+    return Path(text).expanduser()
 
 
 def _save(value: Mapping[str, object], path: Path) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from slime.observability.best_effort import best_effort
-from slime.observability.regular import regular
+from slime.observability.regular import parse_json, regular
 from slime.observability.run_dir import RunDir, read_settings
 from slime.types import JsonObject
 
@@ -106,9 +106,9 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     found = []
     for line in _lines(run.attempts):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             attempt = Attempt(Settled(**values["settled"]), dict(values["settings"]))
-        except (ValueError, TypeError, KeyError, RecursionError):  # the driver was killed while it wrote the last line
+        except (ValueError, TypeError, KeyError):  # the driver was killed while it wrote the last line
             continue
         if _is_settled(attempt.settled):
             found.append(attempt)
@@ -158,9 +158,9 @@ def read_weights(path: Path) -> dict[int, SentWeights]:
     found: dict[int, SentWeights] = {}
     for line in _lines(path):
         try:
-            sent = SentWeights(**json.loads(line))
+            sent = SentWeights(**parse_json(line))
             found[sent.step] = sent
         # The driver was killed while it wrote the last line, or the file is damaged.
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError):
             continue
     return found

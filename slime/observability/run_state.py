@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 from slime.config.settings import redacted_text
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.progress import Progress, is_progress
-from slime.observability.regular import regular
+from slime.observability.regular import parse_json, regular
 
 Status = Literal["running", "completed", "stopped", "failed", "restarting"]
 FILE = "state.json"
@@ -137,8 +137,8 @@ def _without_nan(said: Progress) -> Progress:
 def read_state(folder: Path) -> RunState | None:
     """Return the state in the folder of a run; None if there is none (a run of an older release), or it is damaged."""
     try:
-        state = RunState(**json.loads(regular(folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        state = RunState(**parse_json(regular(folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
     return state if _is_sound(state) else None
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import reprlib
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slime.config.observability import log_samples_count
 from slime.data.sample import Nested, Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.regular import regular
+from slime.observability.regular import MOST_BYTES, parse_json, regular, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -27,8 +26,6 @@ _NUMBERED = re.compile(r"(?P<kind>.+)_(?P<number>\d+)(?:\.\w+)+")
 Reward = float | dict[str, object] | None
 COMPRESSED = ".zst"
 _ZSTD_LEVEL = 3
-MOST_BYTES = 2 * 2**30
-"""Largest size of a compressed file of texts after decompression: a megabyte of zeros needs 100 bytes."""
 _PIECE = 4 * 2**20
 
 
@@ -132,7 +129,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     """
     text = regular(path).read_text(encoding="utf-8") if path.suffix != COMPRESSED else unpacked(path).decode("utf-8")
     # Not splitlines(): it also splits at separators such as U+2028, which texts can contain.
-    return [json.loads(line) for line in text.split("\n") if line]
+    return [parse_json(line) for line in text.split("\n") if line]
 
 
 def sample_files(run_dir: Path, kind: str = "*") -> dict[str, Path]:
@@ -235,4 +232,4 @@ def _short(text: str, width: int) -> str:
     line = " ".join(_SPECIAL.sub(" ", text).split())
     head = (width - 1) // 2
     short = line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
-    return "".join("�" if unicodedata.category(character) in ("Cc", "Cs") else character for character in short)
+    return shown(short)

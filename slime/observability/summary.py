@@ -17,6 +17,7 @@ from slime.observability.best_effort import best_effort, replacing
 from slime.observability.charts import bar_chart, reward_curve_png
 from slime.observability.evaluations import figures
 from slime.observability.metrics import MetricsError, Row, read_metrics
+from slime.observability.regular import parse_json, regular, shown
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.types import JsonObject
 
@@ -120,7 +121,8 @@ def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: li
     parts.append(_phase_table(summary))
     parts.append(_hints(run_dir, hints))
     spaced = [item for part in parts for item in (part, Text())][:-1]
-    panel = Panel(Group(*spaced), title=Text(f"run {summary['run']}"), title_align="left", padding=(1, 2), expand=False)
+    title = Text(shown(f"run {summary['run']}"))
+    panel = Panel(Group(*spaced), title=title, title_align="left", padding=(1, 2), expand=False)
     console.print(panel, soft_wrap=False, markup=False)
 
 
@@ -133,7 +135,7 @@ def _eval_table(summary: Summary) -> Table:
         before, after = series["values"][0], series["values"][-1]
         style = "green" if after > before else "red" if after < before else ""
         change = Text(f"{after - before:+.3f}", style=style)
-        table.add_row(name, f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change)
+        table.add_row(Text(shown(name)), f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change)
     return table
 
 
@@ -158,14 +160,14 @@ def _phase_table(summary: Summary) -> Table:
 
 
 def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
-    shown = _relative(run_dir.path)
+    folder = _relative(run_dir.path)
     lines = [
         f"curves       tensorboard --logdir {_relative(run_dir.path.parent)}",
-        f"picture      {shown}/{run_dir.reward_curve.name}",
-        f"texts        {shown}/samples/",
+        f"picture      {folder}/{run_dir.reward_curve.name}",
+        f"texts        {folder}/samples/",
         *(hints or []),
     ]
-    return Group(Text("where to look next", style="bold"), *(Text(line) for line in lines))
+    return Group(Text("where to look next", style="bold"), *(Text(shown(line)) for line in lines))
 
 
 def _relative(path: Path) -> str:
@@ -229,7 +231,7 @@ def _total_on_disk(run_dir: RunDir) -> float | None:
     if not run_dir.summary.is_file():
         return None
     try:
-        seconds = json.loads(run_dir.summary.read_text(encoding="utf-8"))["seconds_total"]
+        seconds = parse_json(regular(run_dir.summary).read_text(encoding="utf-8"))["seconds_total"]
         return float(seconds) if seconds is not None and math.isfinite(seconds) else None
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # the run was killed while it wrote it
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):  # the run was killed while it wrote it
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.regular import regular
+from slime.observability.regular import parse_json, regular
 from slime.observability.samples import MOST_BYTES, remove_older
 from slime.observability.timers import Span
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
@@ -55,7 +55,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"{path} has more than {MOST_BYTES / 2**30:g} GiB of text: it is not read")
-    events: list[dict[str, Any]] = json.loads(content)["traceEvents"]
+    events: list[dict[str, Any]] = parse_json(content)["traceEvents"]
     return events
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,27 +14,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slime.checkpoint.snapshot import Snapshot, kind, snapshots
-from slime.config.args import FLAGS
 from slime.config.parser import ConfigError, load_args, read_command_line
-from slime.config.settings import HIDDEN, RESERVED
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, no_run
 from slime.observability.run_record import Attempt, SentWeights, Settled, lineage, read_attempts, read_weights
+from slime.replay.settings import LEFT_OUT, RUNS_CODE, STOOD_FOR, Recorded, recorded_settings
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-_NOT_REPLAYED = (
-    "prompt_data", "eval_prompt_data", "eval_config", "eval_interval", "save", "save_interval", "custom_rm_path",
-    "dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path",
-    "buffer_filter_path", "eval_function_path", "custom_eval_rollout_log_function_path", "agent_function_path",
-    "agent_command", "environment", "mcp_server", "custom_update_weight_post_write_path",
-)  # fmt: skip
-"""Flags of generation, evaluation and snapshots, which a replay leaves out. The files that they name may be gone: those
-of rows and functions that a program gave are removed when it ends."""
-_STOOD_FOR = ("custom_generate_function_path", "rollout_function_path", "custom_rollout_log_function_path")
-"""Flags whose functions a replay does not call either, but checks and metrics depend on whether they are the user's."""
+_GENERATES = LEFT_OUT | STOOD_FOR | {"eval_interval", "save_interval"}
 
 
 class ReplayError(ValueError):
@@ -54,6 +46,7 @@ class RecordedRun:
         snapshots: The snapshots of the run by their last trained rollout.
         steps: The rows of metrics by rollout.
         weights: The weights that were sent to the engines, by the number of rollouts that had trained them.
+        modules: The folders in which the processes look for modules of functions, after all others.
     """
 
     folder: Path
@@ -67,6 +60,7 @@ class RecordedRun:
     snapshots: Mapping[int, Snapshot]
     steps: Mapping[int, Mapping[str, float | None]]
     weights: Mapping[int, SentWeights]
+    modules: tuple[str, ...] = ()
 
     def starts(self) -> set[int]:
         """Return the rollouts before which the state of the trainer is known: after a snapshot, and at the start."""
@@ -156,14 +150,17 @@ def attempt_of(attempts: Sequence[Attempt], step: int) -> Attempt:
     return next((one for one in reversed(attempts) if one.settled.first_rollout <= step), attempts[0])
 
 
-def read_run(folder: Path, step: int, flags: Sequence[str] = ()) -> RecordedRun:
+def read_run(
+    folder: Path, step: int, flags: Sequence[str] = (), run_its_code: Callable[[Sequence[str]], None] | None = None
+) -> RecordedRun:
     """Read the folder of a run, with the settings that were in force at a step.
 
     Args:
         flags: Flags of train.py that replace settings of the run, for example for another layout.
+        run_its_code: Allows code that the folder names, and is called before with a line for each setting and file.
 
     Raises:
-        ReplayError: The folder is not that of a run, or the flags are wrong.
+        ReplayError: The folder is not that of a run, it names code that is not allowed, or the flags are wrong.
     """
     run = RunDir(folder)
     if not run.config.is_file():
@@ -178,14 +175,29 @@ def read_run(folder: Path, step: int, flags: Sequence[str] = ()) -> RecordedRun:
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
     settled, changes = chosen.settled, _changes(flags)
-    args = _arguments(chosen.settings, changes, template, settled.asynchronous)
+    directory = Path(settled.working_directory)
+    recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
+    modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
+    for name in changes:
+        recorded.code.pop(name, None)
+    if lines := list(recorded.lines(directory)):
+        if run_its_code is None:
+            raise ReplayError(
+                "the step ran code that the folder of the run names, which a replay runs with your rights:\n  "
+                + "\n  ".join(lines)
+                + "\nRead it, then add --run-its-code, or replace these settings by flags of your own"
+            )
+        run_its_code(lines)
+        modules.append(str(directory))
+    sys.path.extend(modules)
+    args = _arguments(recorded, changes, template, settled.asynchronous)
     fixed: dict[str, Any] = {"num_rollout": settled.num_rollout, "threads_per_process": settled.threads}
     fixed |= {"max_tokens_per_gpu": settled.max_tokens, "log_probs_max_tokens_per_gpu": settled.forward_tokens}
     return RecordedRun(
         folder=folder,
         args=args.with_values(**{name: value for name, value in fixed.items() if name not in changes}),
         settled=settled,
-        begins={one.settled.first_rollout: one.settled.loaded for one in attempts},
+        begins={one.settled.first_rollout: _loaded(one.settled) for one in attempts},
         earliest=_earliest(attempts, chosen),
         changes=changes,
         template=template,
@@ -193,6 +205,7 @@ def read_run(folder: Path, step: int, flags: Sequence[str] = ()) -> RecordedRun:
         snapshots=_all_snapshots(attempts),
         steps={int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None},
         weights=read_weights(run.weights),
+        modules=tuple(modules),
     )
 
 
@@ -200,6 +213,10 @@ def _template(attempt: Attempt) -> str | None:
     settings = attempt.settings
     template = settings.get("save_debug_rollout_data") or settings.get("load_debug_rollout_data")
     return str(Path(attempt.settled.working_directory) / str(template)) if template else None
+
+
+def _loaded(settled: Settled) -> str | None:
+    return str(Path(settled.working_directory) / settled.loaded) if settled.loaded is not None else None
 
 
 def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
@@ -215,8 +232,7 @@ def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
 def _trains_like(attempt: Attempt) -> dict[str, Any]:
     """Return all that decides how a step is trained; a resumed run differs from its first attempt in ``load``."""
     of_start = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "num_rollout", "start_rollout_id")
-    left_out = (*of_start, *_STOOD_FOR)
-    settings = {name: value for name, value in _trained(attempt.settings).items() if name not in left_out}
+    settings = {name: value for name, value in attempt.settings.items() if name not in {*of_start, *_GENERATES}}
     settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))
     return {"settings": settings, "settled": settled}
 
@@ -256,20 +272,15 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
     return changes | dict(given.megatron)
 
 
-def _arguments(settings: Mapping[str, Any], changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
+def _arguments(recorded: Recorded, changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
     """Parse the settings of a run again, with changes, so that everything derived from them follows."""
-    values = _trained(settings) | {"debug_train_only": True, "load_debug_rollout_data": template}
+    values = {**recorded.data, **(recorded.code | recorded.own if recorded.code else {})}
+    values |= {"debug_train_only": True, "load_debug_rollout_data": template}
     values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False}
+    values |= dict.fromkeys(("eval_interval", "save_interval"))
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}
-    megatron = dict(values["megatron"])
-    for name, value in changes.items():
-        if name in values:
-            values[name] = value
-        else:
-            megatron[name] = value
-    hidden = sorted(name for name, value in values.items() if value == HIDDEN and name not in RESERVED)
-    values = {name: value for name, value in values.items() if name not in hidden} | {"megatron": megatron}
+    values |= changes
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(values, file)
         file.flush()
@@ -279,17 +290,6 @@ def _arguments(settings: Mapping[str, Any], changes: Mapping[str, Any], template
             raise ReplayError(
                 f"the settings of the run do not fit this machine or the given flags:\n{error}"
             ) from error
-
-
-def _trained(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without what only generation, evaluation and snapshots use."""
-    values = {**settings, **dict.fromkeys(_NOT_REPLAYED), "rollout_sample_hook_path": []}
-    values["data_source_path"] = FLAGS["data_source_path"].default
-    for name in _STOOD_FOR:
-        # slime's own functions stay: other settings follow from them.
-        if (path := values.get(name)) and not str(path).startswith("slime.rollout."):
-            values[name] = f"{__name__}.{stand_in.__name__}"
-    return values
 
 
 def stand_in(*args: object, **keywords: object) -> None:

@@ -133,7 +133,7 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
                 part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
         _check_sample(wanted, samples)
         job = _job(run, args, wanted, rollouts, folder)
-        ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics)
+        ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics, run.modules)
     return _compared(run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups)))
 
 
@@ -167,7 +167,9 @@ def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...]
     )
 
 
-def _train(job: RoleJob, folder: Path, world_size: int, seconds: float, metrics: dict[str, float]) -> list[RoleResult]:
+def _train(
+    job: RoleJob, folder: Path, world_size: int, seconds: float, metrics: dict[str, float], modules: Sequence[str]
+) -> list[RoleResult]:
     """Train the critic, if there is one, then the actor; returns the actor's results by rank."""
     results: list[RoleResult] = []
     for number, one in enumerate(_jobs(job)):
@@ -182,6 +184,7 @@ def _train(job: RoleJob, folder: Path, world_size: int, seconds: float, metrics:
             threads=int(job.args.threads_per_process or 1),
             variables=variables,
             seconds=seconds,
+            modules=modules,
         )
         metrics.update(results[0].metrics)
     return results

@@ -20,7 +20,7 @@ import orjson
 import xxhash
 
 from slime.data.staleness import step_of
-from slime.observability.regular import regular
+from slime.observability.regular import parse_json, regular, shallow
 from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 
@@ -215,7 +215,7 @@ class SampleIndex:
             return None
         if path.suffix == COMPRESSED:
             return _record(_lines(path)[position])
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             file.seek(int(found[0]["offset"] or 0))
             return _record(file.read(int(found[0]["size"] or 0)))
 
@@ -261,12 +261,12 @@ def _lines(path: Path) -> list[bytes]:
 
 def _record(line: bytes) -> JsonObject | None:
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        try:  # a lone surrogate or NaN, which orjson refuses
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
+        try:
+            value = shallow(orjson.loads(line))
+        except orjson.JSONDecodeError:  # a lone surrogate or NaN, which orjson refuses
+            value = parse_json(line)
+    except ValueError:
+        return None
     return value if isinstance(value, dict) else None
 
 

@@ -15,7 +15,7 @@ import orjson
 from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.doctor.facts import processes_of
 from slime.observability import run_dir
-from slime.observability.regular import regular
+from slime.observability.regular import regular, shallow
 from slime.observability.run_dir import RunDir, no_run, runs_in
 from slime.observability.run_state import RunState, read_state
 from slime.types import JsonObject
@@ -61,8 +61,8 @@ class Ledger:
                 self.rows, self.cut, self.of_rollout = {}, None, {}
             for line in lines:
                 try:
-                    row = orjson.loads(line)
-                except orjson.JSONDecodeError:
+                    row = shallow(orjson.loads(line))
+                except ValueError:
                     continue
                 if isinstance(row, dict):
                     self._add(row)

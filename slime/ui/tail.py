@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
-from slime.observability.regular import regular
+from slime.observability.regular import LONGEST_LINE, regular
 
 _MARK = 64
 """So many bytes before the position are compared, to notice that the file was cut and written again."""
@@ -33,13 +34,18 @@ class Tail:
             if inode != self._inode or not self._still_there(file.read, file.seek):
                 restarted = self._restart()
                 self._inode = inode
-            file.seek(self._offset)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        if complete:
-            self._offset += len(complete)
-            self._mark = (self._mark + complete)[-_MARK:]
-        return restarted, [line for line in complete.split(b"\n") if line]
+            lines: list[bytes] = []
+            while complete := self._piece(file):
+                self._offset += len(complete)
+                self._mark = (self._mark + complete)[-_MARK:]
+                lines += [line for line in complete.split(b"\n") if line]
+        return restarted, lines
+
+    def _piece(self, file: BinaryIO) -> bytes:
+        """Return the next complete lines; none if there are no more, or if a line is longer than is read."""
+        file.seek(self._offset)
+        data = file.read(LONGEST_LINE)
+        return data[: data.rfind(b"\n") + 1]
 
     def _identity(self) -> int:
         try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from slime.observability.regular import regular
+from slime.observability.regular import parse_json, regular
 from slime.observability.run_state import RunState
 from slime.observability.summary import REWARD_KEYS
 from slime.observability.trace_file import trace_of
@@ -270,7 +269,7 @@ def evaluations(run: Run) -> View:
 
 def _evaluation(path: Path) -> Mapping[str, object]:
     try:
-        sets = json.loads(regular(path).read_text(encoding="utf-8"))["datasets"]
+        sets = parse_json(regular(path).read_text(encoding="utf-8"))["datasets"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return sets if isinstance(sets, dict) else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.cli import replay as replay_command
 from slime.cli import verify as verify_command
@@ -93,11 +94,12 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(replay_command, "replay", replay)
     assert main(["replay", "outputs/mine", "--step", "3", "--context-parallel-size", "2"]) == 1
     words = ["--step", "4", "--through", "--sample", "7", "--tensors", "t", "--tolerance", "0.5", "--json"]
+    words += ["--run-its-code"]
     assert main(["replay", "outputs/mine", *words]) == 1
     flags = ["--context-parallel-size", "2"]
     assert asked == [
         (Path("outputs/mine"), ReplayOptions(3, False, None, None, None, False, flags)),
-        (Path("outputs/mine"), ReplayOptions(4, True, 7, Path("t"), 0.5, True, [])),
+        (Path("outputs/mine"), ReplayOptions(4, True, 7, Path("t"), 0.5, True, [], True)),
     ]
 
 
@@ -106,10 +108,9 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert "it has no config.yaml" in capsys.readouterr().err
 
 
-def test_a_damaged_config_leaves_out_the_texts_of_tokens(tmp_path: Path) -> None:
-    """The settings of the replay come from attempts.jsonl, so that this shows only after the step was computed."""
-    (tmp_path / "config.yaml").write_text("{")
-    assert replay_command._texts(tmp_path, [1, 2]) == []
+def test_a_damaged_checkpoint_leaves_out_the_texts_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert replay_command._texts(make_args(hf_checkpoint=str(tmp_path)), [1, 2]) == []
 
 
 def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(
