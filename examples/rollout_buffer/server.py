@@ -24,6 +24,7 @@ import asyncio
 import hmac
 import importlib.util
 import os
+import re
 import secrets
 import socket
 from collections import deque
@@ -161,7 +162,7 @@ def require_key(key: str) -> Any:
 @web.middleware
 async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResponse:
     """403 for requests from a page in a browser, also by a rebound DNS name; 415 for bodies that are not plain JSON."""
-    name = request.headers.get("Host", "").rpartition(":")[0] or request.headers.get("Host", "")
+    name = re.sub(r":[0-9]+$", "", request.headers.get("Host", ""))
     fetched = request.headers.get("Sec-Fetch-Site", "none") != "none"
     if "Origin" in request.headers or fetched or not (name in OWN_NAMES or name.strip("[]").replace(".", "").isdigit()):
         return web.json_response({"error": "requests from web pages and to foreign host names are refused"}, status=403)

@@ -10,11 +10,13 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 
 RUN_LOCKS = ".locks"
 """The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later run renames."""
 SAVE_LOCK = ".lock"
+_HOLDER = "process "
 
 
 class FolderInUse(RuntimeError):
@@ -33,7 +35,13 @@ class FolderLock:
         # Whoever writes to the folder next reports better what is wrong with it.
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            if not _foreign(file):
+                self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if _foreign(file, self._descriptor):
+            self.release()
+            raise FolderInUse(
+                f"{what} cannot be locked: {file} is no lock of slime, but a link or other file: remove it"
+            )
         if self._descriptor is None:
             return
         try:
@@ -49,13 +57,24 @@ class FolderLock:
             return
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            os.write(self._descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _foreign(file: Path, descriptor: int | None = None) -> bool:
+    """Whether a file is not a lock: writing to it would change a file that somebody else's folder points to."""
+    if file.is_symlink() or (file.parent.name == RUN_LOCKS and file.parent.is_symlink()):
+        return True
+    if descriptor is None:
+        return False
+    status = os.fstat(descriptor)
+    plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    return not plain or os.pread(descriptor, len(_HOLDER), 0) not in (b"", _HOLDER.encode())
 
 
 def lock_run(root: Path, name: str) -> FolderLock:

@@ -22,19 +22,33 @@ from slime.config.passthrough import FAMILIES, PassOption, by_name, options, pre
 
 HIDDEN = "***"
 _SECRET = re.compile(
-    r"passw(or)?d|passphrase|secret|credential|bearer"
+    r"passw(or)?d|passphrase|passcode|secret|credential|bearer|authorization|webhook|(^|_)(pwd|pass|dsn)$"
     r"|(^|_)(api|access|private|account|auth|client|service|wandb|hf|license)_?keys?($|_)"
-    r"|apikey|(^|_)keys?$|(^|_)(auth|access|api|hf|hub|refresh|session|github|gh|slack|bot)_?token(s?$|_)|^token$"
+    r"|apikey|(^|_)keys?$|(^|_)(auth|access|api|hf|hub|refresh|session|github|gh|slack|bot)_?token(s?$|_)|(^|_)token$"
 )
 _OF_DATA = re.compile(
     r"(^|_)(input|label|metadata|tool|reward|multimodal|routing|prompt|sort|group|cache|primary)_keys?$"
+    r"|(^|_)(pad|eos|bos|eot|unk|mask|sep|cls|stop|image|video|audio|end|start|think|special|per|first|last|new)_token$"
 )
 _PATH = re.compile(r"_(path|file|dir|name)$")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_TOLD = re.compile(
+    r"(?i)(\b(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:[a-z]+\s+)?|\bbearer\s+|\s-k\s+(?=[^\s-])|\s-u\s+\S+?:"
+    r"|https?://[^\s/'\"]*\bhooks?\.[^\s/'\"]*/|https?://[^\s'\"]*/webhooks?/)[^\s'\",}]+"
+)
+"""Secrets that follow what tells of them: in headers, as ``curl`` and agents take them, and in paths of webhooks."""
+_KNOWN_FORM = re.compile(
+    r"\b(?:sk-|sk_|hf_|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|AKIA|AIza|eyJ[\w-]+\.)[\w.-]{12,}"
+)
+"""Keys of services that are known by how they begin, and JSON web tokens."""
 _OPTION = re.compile(
     r"(?P<name>-{1,2}[A-Za-z][\w-]*)(?P<gap>=| +)(?P<value>'[^']*'|\"[^\"]*\"|[^\s'\"-][^\s'\"]*)"
     r"|(?P<variable>\b[A-Za-z_]\w*)=(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)"
+    r"|(?P<field>\b[A-Za-z][\w-]*['\"]?: *)(?:'[^']*'|\"[^\"]*\"|[^\s'\",}]+)"
 )
+_ENVIRONMENT = "train_env_vars"
+_NO_SECRET = re.compile(r"(TORCH|NCCL)_")
+"""Variables whose values ``slime doctor`` needs. All others of the training processes may hold a secret."""
 
 
 def is_secret(name: str) -> bool:
@@ -48,6 +62,8 @@ def redacted(name: str, value: object) -> object:
     """Return ``value`` with secrets replaced by :data:`HIDDEN`, also inside mappings, lists, URLs and commands."""
     if is_secret(name) and value not in (None, "", False, [], {}):
         return HIDDEN
+    if isinstance(value, Mapping) and name == _ENVIRONMENT:
+        return {key: redacted(str(key), item) if _NO_SECRET.match(str(key)) else HIDDEN for key, item in value.items()}
     if isinstance(value, Mapping):
         return {key: redacted(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -56,15 +72,21 @@ def redacted(name: str, value: object) -> object:
 
 
 def redacted_text(text: str) -> str:
-    """Hide the user part of URLs, and the values of options and variables that are secrets, in a text."""
+    """Hide the user part of URLs, the values of options, headers and variables that are secrets, and keys of a known
+    form, in a text."""
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
+    text = _KNOWN_FORM.sub(HIDDEN, _TOLD.sub(rf"\g<1>{HIDDEN}", text))
 
     def hide(match: re.Match[str]) -> str:
+        if field := match["field"]:
+            # "key: 3" and "token: 3" are rather words of a message.
+            hidden = is_secret(field.rstrip(" :'\"")) and not re.match(r"(?i)(keys?|token|.*authorization)\b", field)
+            return f"{field}{HIDDEN}" if hidden else match[0]
         if match["variable"]:
             return f"{match['variable']}={HIDDEN}" if is_secret(match["variable"]) else match[0]
-        return f"{match['name']}{match['gap']}{HIDDEN}" if is_secret(match["name"]) else match[0]
+        return f"{match['name']}{match['gap']}{HIDDEN if is_secret(match['name']) else redacted_text(match['value'])}"
 
-    return _OPTION.sub(hide, text) if "-" in text or "=" in text else text
+    return _OPTION.sub(hide, text) if set("-=:") & set(text) else text
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
@@ -76,12 +98,16 @@ def redacted_words(words: Sequence[str]) -> list[str]:
         option = word.startswith("-")
         if hide and not option:
             shown.append(HIDDEN)
-        elif option and equals and is_secret(name):
+        elif option and equals and _hides(name):
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(redacted_text(word))
-        hide = is_secret(word) and not equals if option else hide  # all values of a list are hidden
+        hide = _hides(word) and not equals if option else hide  # all values of a list are hidden
     return shown
+
+
+def _hides(option: str) -> bool:
+    return is_secret(option) or option.lstrip("-").replace("-", "_") == _ENVIRONMENT
 
 
 RESERVED = frozenset(
@@ -119,6 +145,8 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     pass-through flags get their full names."""
     left_out = {*RESERVED, "override"}
     settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
+    if isinstance(variables := settings.get(_ENVIRONMENT), dict):
+        settings[_ENVIRONMENT] = {name: value for name, value in variables.items() if value != HIDDEN}
     for family in FAMILIES:
         prefix = prefix_of(family)
         given = content[family] if isinstance(content[family], dict) else {}

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
+import re
 import socket
+import traceback
 from collections.abc import Iterable
 
 from aiohttp import HttpVersion11, web
+from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
+from slime.config.settings import HIDDEN, redacted_text
 from slime.engines.keys import NO_KEYS, ServerKeys
 
+_SESSION = re.compile(r"(?<=/s/)[^/\s'\"]+")
+
+
+def _without_keys(record: logging.LogRecord) -> bool:
+    """Hide keys in what aiohttp logs of a malformed request: it quotes the request line and the headers."""
+    text = record.getMessage()
+    if record.exc_info and record.exc_info[0] is not None:
+        text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
+    record.msg, record.args, record.exc_info = _SESSION.sub(HIDDEN, redacted_text(text)), (), None
+    return True
+
+
+server_logger.addFilter(_without_keys)
 _FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site in requests of a web page
 
 
@@ -100,10 +118,10 @@ async def _no_route(request: web.Request) -> web.StreamResponse:
 
 def names_this_server(host: str, own: set[str]) -> bool:
     """Return whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
-    if host.startswith("["):
-        name = host[1:].partition("]")[0]
-    else:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
+    parts = re.fullmatch(r"(?:\[([^\]]*)\]|([^\[\]]*?))(?::[0-9]+)?", host)
+    if parts is None:
+        return False
+    name = parts[1] or parts[2] or ""
     if name.lower().rstrip(".") in own:
         return True
     try:

@@ -106,13 +106,21 @@ def write_factors(folder: Path, config: Mapping[str, Any], factors: Mapping[str,
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def _regular(folder: str | Path, name: str) -> Path:
+    """Return a file of an adapter, unless it is a pipe or a device, which would be read for ever."""
+    path = Path(folder).expanduser() / name
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} cannot be read: it is not a regular file")
+    return path
+
+
 def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
     """Read ``adapter_config.json``, and return the shape of the adapter and the whole content.
 
     Raises:
         ModelError: The file is damaged, or the adapter has a form that slime does not support.
     """
-    path = Path(folder).expanduser() / CONFIG
+    path = _regular(folder, CONFIG)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         targets = config["target_modules"]
@@ -159,7 +167,7 @@ def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
         ModelError: The file is missing or damaged, or has other tensors than the factors of linear layers, of another
             rank, or with values that are not finite.
     """
-    path = Path(folder).expanduser() / WEIGHTS
+    path = _regular(folder, WEIGHTS)
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:

@@ -51,7 +51,10 @@ class Ledger:
         found = self.path.stat()
         stamp = found.st_mtime_ns, found.st_size
         if self._report is None or self._report[0] != stamp:
-            self._report = stamp, read_ledger(regular(self.path))
+            try:
+                self._report = stamp, read_ledger(regular(self.path))
+            except OSError as error:
+                self._report = stamp, Report(problems=[f"it cannot be read: {error.strerror or error}"])
         return self._report[1]
 
     def refresh(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from make_args import make_args
 
-from slime.cluster.folder_lock import FolderInUse
+from slime.cluster.folder_lock import RUN_LOCKS, SAVE_LOCK, FolderInUse, lock_run, lock_save
 from slime.cluster.start import Parts, prepare
 from slime.config.args import Args
 
@@ -61,3 +62,38 @@ def test_a_killed_run_can_be_resumed_at_once(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         end(prepare(args_of(tmp_path / "outputs", "resumed", tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "pipe", "device", "folder", "other file"])
+@pytest.mark.parametrize("of_save", [True, False], ids=["save", "run"])
+def test_a_lock_never_leads_to_another_file(tmp_path: Path, kind: str, of_save: bool) -> None:
+    victim = tmp_path / "authorized_keys"
+    victim.write_text("ssh-ed25519 mine")
+    folder = tmp_path / "folder"
+    lock = folder / SAVE_LOCK if of_save else folder / RUN_LOCKS / "name"
+    lock.parent.mkdir(parents=True)
+    if kind in ("link", "dangling", "device"):
+        lock.symlink_to({"link": victim, "dangling": tmp_path / "new", "device": "/dev/null"}[kind])
+    elif kind == "hard link":
+        os.link(victim, lock)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.write_text("notes of somebody")
+    if kind == "folder":
+        lock_save(str(folder)) if of_save else lock_run(folder, "name")
+    else:
+        with pytest.raises(FolderInUse, match="is no lock of slime"):
+            lock_save(str(folder)) if of_save else lock_run(folder, "name")
+    assert victim.read_text() == "ssh-ed25519 mine" and not (tmp_path / "new").exists()
+    assert kind != "other file" or lock.read_text() == "notes of somebody"
+
+
+def test_a_folder_of_locks_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ssh").mkdir()
+    (tmp_path / RUN_LOCKS).symlink_to(tmp_path / "ssh")
+    with pytest.raises(FolderInUse, match="is no lock of slime"):
+        lock_run(tmp_path, "config")
+    assert not list((tmp_path / "ssh").iterdir())

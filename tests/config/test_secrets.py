@@ -15,8 +15,10 @@ from slime.observability.run_dir import RunDir, public_settings
 
 SECRET = "wandb_key sglang_api_key sglang_admin_api_key router_control_plane_api_keys sglang_ssl_keyfile_password"
 MORE = "OPENAI_API_KEY HF_TOKEN hub_token my_secret api-key password AWS_SECRET_ACCESS_KEY client_secret auth_token key"
+MORE += " AUTHORIZATION MY_PASS pg_passwd DB_PWD SLACK_WEBHOOK webhook_url SENTRY_DSN my_token passcode"
 PLAIN = "input_key eval_label_key metadata_key tool_key reward_key eval_reward_key multimodal_keys"
 PLAIN += " rollout_stop_token_ids max_tokens pad_token image_token_id router_tls_key_path"
+PLAIN += " eos_token stop_token pass_rate_of compass log_passrate bypass_cache"
 PLAIN += " seed num_query_groups keyboard sglang_tokenizer_path"
 
 
@@ -45,6 +47,23 @@ def test_of_all_flags_only_keys_are_secret() -> None:
         ("agent --key=sk-123 -v", "agent --key=*** -v"),
         ("OPENAI_API_KEY=sk-1 agent --token 'a b'", "OPENAI_API_KEY=*** agent --token ***"),
         ("a text about a key in words", "a text about a key in words"),
+        ("curl --header 'Authorization: Bearer s3cret' u", "curl --header 'Authorization: Bearer ***' u"),
+        ("authorization: Basic s3cret", "authorization: Basic ***"),
+        ("{'Authorization': 'Bearer s3cret'}", "{'Authorization': 'Bearer ***'}"),
+        ("bearer  s3cret", "bearer  ***"),
+        ("Authorization=s3cret x", "Authorization=*** x"),
+        ("curl -H 'X-Api-Key: s3cret'", "curl -H 'X-Api-Key: ***'"),
+        ('{"password": "s3cret", "port": 5}', '{"password": ***, "port": 5}'),
+        ("agent -k s3cret --model m", "agent -k *** --model m"),
+        ("curl -k --silent", "curl -k --silent"),
+        ("curl -u me:s3cret url", "curl -u me:*** url"),
+        ("agent --x sk-abcdefghijklmnop", "agent --x ***"),
+        ("hf_abcdefghijklmnop", "***"),
+        ("DB_PASS=s3cret MY_TOKEN=s3cret PGPWD=1", "DB_PASS=*** MY_TOKEN=*** PGPWD=1"),
+        ("https://hooks.slack.com/services/T/s3cret", "https://hooks.slack.com/***"),
+        ("https://discord.com/api/webhooks/1/s3cret", "https://discord.com/api/webhooks/***"),
+        ("KeyError: 'x' and token: 3", "KeyError: 'x' and token: 3"),
+        ("error: pass --lr 1", "error: pass --lr 1"),
         ("--input-key prompt", "--input-key prompt"),
     ],
 )

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from slime.engines.embedded.protocol import BadRequest, SamplingParams, parse_generate, parse_sampling_params
+from slime.engines.embedded.protocol import (
+    MAX_SCORES,
+    BadRequest,
+    SamplingParams,
+    check_scores,
+    parse_generate,
+    parse_sampling_params,
+)
 
 VOCAB = 100
 
@@ -84,3 +91,24 @@ def test_greedy_and_filtered() -> None:
 def test_errors_say_what_is_wrong(body: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         parse_generate(body, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [1] * 500, "top_logprobs_num": 49152, "logprob_start_len": 0},
+        {"input_ids": [1] * 500, "token_ids_logprob": [7] * 49152, "logprob_start_len": 0},
+        {"input_ids": [1], "top_logprobs_num": 49152},
+        {"input_ids": [[1]] * 100, "top_logprobs_num": 500},
+        {"input_ids": [1], "top_logprobs_num": 500, "sampling_params": {"n": 100}},
+    ],
+)
+def test_log_probs_that_would_hold_up_the_engine_are_refused(body: dict[str, Any]) -> None:
+    requests = parse_generate(body | {"return_logprob": True}, 49152).requests
+    with pytest.raises(BadRequest, match=f"at most {MAX_SCORES} are computed"):
+        check_scores(requests, 32768)
+
+
+def test_log_probs_of_a_long_response_are_computed() -> None:
+    body = {"input_ids": [1] * 32768, "top_logprobs_num": 64, "logprob_start_len": 0}
+    check_scores(parse_generate(body | {"sampling_params": {"max_new_tokens": 2**31 - 1}}, 49152).requests, 32768)

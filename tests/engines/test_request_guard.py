@@ -29,6 +29,12 @@ FROM_A_PAGE: dict[str, dict[str, str]] = {
     "rebound name": {"Host": "evil.example"},
     "rebound name and port": {"Host": "evil.example:30000"},
     "looks like an address": {"Host": "127.0.0.1.evil.example"},
+    "begins with an address": {"Host": "[::1].evil.example"},
+    "address, name and port": {"Host": "[::1].evil.example:80"},
+    "address and no port": {"Host": "[::1]:evil"},
+    "open bracket": {"Host": "[::1"},
+    "two addresses": {"Host": "[::1][::1]"},
+    "name in a bracket": {"Host": "[evil.example]:80"},
 }
 NOT_JSON: dict[str, dict[str, str]] = {
     "form": {"Content-Type": "application/x-www-form-urlencoded"},
@@ -137,3 +143,23 @@ def test_a_client_may_ask_before_it_sends_a_body(server: tuple[str, str, str]) -
 
 def test_a_known_path_with_another_method_is_not_called_unknown(engine: Served) -> None:
     assert statuses(engine.url, "DELETE /generate") == [405] and statuses(engine.url, "GET /nowhere") == [404]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /s/0123456789abcdef0123456789abcdef/v1/models HTTP/9.x\r\n\r\n",
+        b"GET /s/0123456789abcdef0123456789abcdef/v1/" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization : Bearer 0123456789abcdef0123456789abcdef\r\n\r\n",
+    ],
+    ids=["version", "long line", "header"],
+)
+def test_keys_of_malformed_requests_stay_out_of_the_log(request_bytes: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    agents = run(AgentServer("127.0.0.1").start())
+    try:
+        with caplog.at_level("DEBUG"), socket.create_connection(("127.0.0.1", agents.port), timeout=10) as connection:
+            connection.sendall(request_bytes)
+            assert b" 400 " in connection.recv(65536)
+    finally:
+        run(agents.stop())
+    assert caplog.records and "0123456789abcdef0123456789abcdef" not in caplog.text

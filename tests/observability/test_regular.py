@@ -120,7 +120,15 @@ def test_depths() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{rollout_id.real}", "{rollout_id:9999999999}", "{rollout_id:999999999d}", "{rollout_id!r:>99999999}", "{0}", "{", "}"],  # noqa: E501
+    [
+        "{rollout_id.real}",
+        "{rollout_id:9999999999}",
+        "{rollout_id:999999999d}",
+        "{rollout_id!r:>99999999}",
+        "{0}",
+        "{",
+        "}",
+    ],  # noqa: E501
 )
 def test_a_template_is_no_format_string(tmp_path: Path, template: str) -> None:
     assert find_dump(template, tmp_path, "run", 0) is None
@@ -146,7 +154,11 @@ def test_texts_of_a_folder_do_not_command_the_terminal(run: Run, capfd: pytest.C
     row = {"eval/step": 1, f"eval/set{ESCAPE}[/x]/reward": 0.5, f"eval/set{ESCAPE}": 0.5}
     (run / "metrics.jsonl").write_text(rows + json.dumps(row) + "\n")
     line = {"group": ESCAPE, "state": f"[/x]{ESCAPE}", "rollout": 0, "versions": [ESCAPE]}
-    lines = [json.dumps(line), json.dumps(line), json.dumps({"rolled_back": {"attempt": ESCAPE, "after": ESCAPE, "rows": 1, "groups": []}})]  # noqa: E501
+    lines = [
+        json.dumps(line),
+        json.dumps(line),
+        json.dumps({"rolled_back": {"attempt": ESCAPE, "after": ESCAPE, "rows": 1, "groups": []}}),
+    ]  # noqa: E501
     (run / "ledger.jsonl").write_text("\n".join(lines) + "\n")
     for command in COMMANDS:
         main([command[0], str(run), *command[1:]])

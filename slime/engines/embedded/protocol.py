@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ API_VERSION = "0.5.23"
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 MAX_SAMPLES = 1024  # the largest n of one prompt
+MAX_SCORES = 2**22  # per body: alternatives at all positions
 MAX_REQUESTS = 8192  # per body: the number of prompts times n
 MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
 _GREEDY_BELOW = 1e-6
@@ -197,6 +198,24 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
             texts.append(prompt_text)
     single = is_single and len(requests) == 1
     return GenerateBody(requests, texts, single, stream)
+
+
+def check_scores(requests: Sequence[GenerateRequest], context_len: int) -> None:
+    """Refuse a body that asks for so many log-probs that computing and sending them would hold up all other requests.
+
+    Raises:
+        BadRequest: It asks for more than :data:`MAX_SCORES`.
+    """
+    scores = 0
+    for one in requests:
+        read = len(one.input_ids) - one.logprob_start_len if one.logprob_start_len >= 0 else 0
+        positions = max(read, 0) + min(one.params.max_new_tokens, context_len)
+        scores += positions * (one.top_logprobs_num + len(one.token_ids_logprob))
+    if scores > MAX_SCORES:
+        raise BadRequest(
+            f"the request asks for up to {scores} log-probs (positions times top_logprobs_num and token_ids_logprob), "
+            f"but at most {MAX_SCORES} are computed: lower max_new_tokens or their number, or send fewer prompts"
+        )
 
 
 _PER_PROMPT = (

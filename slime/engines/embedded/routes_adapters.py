@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,9 +27,13 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     """Load PEFT's files from the folder ``lora_path`` under the name ``lora_name``."""
     body = await body_of(request)
     name, folder = need(body, "lora_name", _NAME), Path(need(body, "lora_path", _NAME)).expanduser()
-    try:
+
+    def read() -> tuple[LoraSettings, dict[str, Factors]]:
         settings, _ = read_config(folder)
-        factors = read_factors(folder, settings.rank)
+        return settings, read_factors(folder, settings.rank)
+
+    try:
+        settings, factors = await asyncio.to_thread(read)
     except ModelError as error:
         return outcome(False, str(error))
     return await _load(request, name, settings, factors)

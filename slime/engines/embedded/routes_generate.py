@@ -16,7 +16,14 @@ from slime.engines.embedded import attention, fields
 from slime.engines.embedded.answers import Answer, build_answer
 from slime.engines.embedded.engine import Engine, Listener, StepFailed, TooManyRequests
 from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import BadRequest, GenerateBody, GenerateRequest, SamplingParams, parse_generate
+from slime.engines.embedded.protocol import (
+    BadRequest,
+    GenerateBody,
+    GenerateRequest,
+    SamplingParams,
+    check_scores,
+    parse_generate,
+)
 from slime.engines.embedded.sequence import FinishReason, Sequence
 from slime.engines.embedded.text import StreamedText
 from slime.engines.embedded.web import LOADED, body_of, json_answer
@@ -60,6 +67,7 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
             single.input_ids = await encode(loaded, text)
             if not single.input_ids:
                 raise BadRequest("text must not be empty")
+    check_scores(parsed.requests, loaded.context_len)
 
 
 def check_length(loaded: Loaded, text: str) -> None:
