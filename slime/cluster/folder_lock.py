@@ -40,7 +40,7 @@ class FolderLock:
         if _foreign(file, self._descriptor):
             self.release()
             raise FolderInUse(
-                f"{what} cannot be locked: {file} is no lock of slime, but a link or other file: remove it"
+                f"{what} cannot be locked: {file} is no lock of slime but a link or another file: remove it"
             )
         if self._descriptor is None:
             return
