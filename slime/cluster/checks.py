@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.args import FLAGS
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_chat_template, read_config
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.shards import ModelError
@@ -262,6 +263,7 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
 def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and a snapshot whose
     rollouts could not be scored (:func:`check_same_old_actor`)."""
+    from slime.checkpoint.contents import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.load_folder import snapshot_of
@@ -277,6 +279,8 @@ def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
         if args.load:
             folder = Path(args.load).expanduser()
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
+            if found is not None and (hostile := hostile_file(found.path, _has_own_functions(args))):
+                problems.append(f"--load {args.load}: {hostile}")
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if found is not None and not args.finetune:
                 check_same_old_actor(found.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
@@ -289,6 +293,11 @@ def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     except (SnapshotError, ModelError, ResumeError) as error:
         problems.append(str(error))
     return problems
+
+
+def _has_own_functions(args: Args) -> bool:
+    hooks = (getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook")
+    return any(path and not str(path).startswith("slime.") for path in hooks)
 
 
 def _has_megatron(load: str, step: int | None) -> bool:

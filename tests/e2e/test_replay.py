@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(*_, **__):\n    raise ValueError\n"
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -19,8 +20,15 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
     )  # fmt: skip
     assert ran.code == 0, ran.output
 
+    # Python files in the working directory of the run, and in that of the command, are not imported.
+    config = Path(ran.folder) / "attempts.jsonl"
+    started = Path(json.loads(config.read_text().splitlines()[0])["settled"]["working_directory"])
+    for place in (started, Path(ran.folder)):
+        for name in ("signal.py", "sitecustomize.py", "flash_attn.py", "kernels.py", "numexpr.py", "evil.py"):
+            (place / name).write_text(EVIL)
+
     def replay(*words: object) -> tuple[int, str]:
-        command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), *map(str, words)]
+        command = [sys.executable, "-P", "-m", "slime.cli.main", "replay", str(ran.folder), *map(str, words)]
         result = runner.finish(runner.spawn(command), "run")
         return result.code, result.output
 
@@ -38,6 +46,19 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
 
     code, said = replay("--step", 2, "--actor-num-gpus-per-node", 2)
     assert code == 0 and "equal within the tolerance" in said and "2 ranks, DP 2" in said, said
+
+    assert not (started / "ran").exists() and not (Path(ran.folder) / "ran").exists()
+    lines = config.read_text()
+    settings = json.loads(lines)
+    settings["settings"] |= {"custom_tis_function_path": "evil.f", "use_tis": True, "loss_type": "policy_loss"}
+    config.write_text(json.dumps(settings) + "\n")
+    code, said = replay("--step", 2)
+    named = f"custom_tis_function_path: evil.f ({started}/evil.py)"
+    assert code == 1 and named in said and "Traceback" not in said, said
+    assert not (started / "ran").exists()
+    code, said = replay("--step", 2, "--run-its-code")
+    assert f"runs {named}" in said and (started / "ran").exists(), said
+    config.write_text(lines)
 
     file = tmp_path / "details" / "rollout_data" / "2.pt"
     dump = torch.load(file, weights_only=False)
