@@ -54,6 +54,9 @@ def replay(folder: Path, options: ReplayOptions) -> int:
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
     try:
         run = read_run(folder, options.step, options.flags, _tell if options.run_its_code else None)
+        if run.unrecorded:
+            names = shown(", ".join(run.unrecorded))
+            print(f"slime replay: the values of {names} are not recorded: pass --train-env-vars", file=sys.stderr)
         if tensors is not None:
             with writing(f"--tensors {options.tensors}"):
                 tensors.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,7 @@ class RecordedRun:
         steps: The rows of metrics by rollout.
         weights: The weights that were sent to the engines, by the number of rollouts that had trained them.
         modules: The folders in which the processes look for modules of functions, after all others.
+        unrecorded: The environment variables of the run whose values are not known.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class RecordedRun:
     steps: Mapping[int, Mapping[str, float | None]]
     weights: Mapping[int, SentWeights]
     modules: tuple[str, ...] = ()
+    unrecorded: tuple[str, ...] = ()
 
     def starts(self) -> set[int]:
         """Return the rollouts before which the state of the trainer is known: after a snapshot, and at the start."""
@@ -206,6 +208,7 @@ def read_run(
         steps={int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None},
         weights=read_weights(run.weights),
         modules=tuple(modules),
+        unrecorded=recorded.unrecorded if "train_env_vars" not in changes else (),
     )
 
 

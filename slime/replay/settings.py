@@ -79,11 +79,13 @@ class Recorded:
         data: What a replay takes as it is.
         code: What runs code that the folder of the run names.
         own: The attributes of the user's own, which functions of the user may read.
+        unrecorded: The environment variables whose values the run did not record.
     """
 
     data: dict[str, Any]
     code: dict[str, Any]
     own: dict[str, Any]
+    unrecorded: tuple[str, ...]
 
     def lines(self, directory: Path) -> Iterator[str]:
         """Yield each setting of ``code`` with the files that it runs, or with its value."""
@@ -92,7 +94,7 @@ class Recorded:
                 for file in _model_code(self.data):
                     yield f"{name}: {file}"
             elif name == "train_env_vars":
-                shown = redacted(name, value)
+                shown = redacted("", value)
                 pairs = [f"{one}={text}" for one, text in shown.items()] if isinstance(shown, dict) else [shown]
                 yield from (f"{name}: {pair}" for pair in pairs)
             else:
@@ -109,12 +111,16 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     """
     data: dict[str, Any] = {}
     code: dict[str, Any] = {}
+    unrecorded: tuple[str, ...] = ()
     known = {name: value for name, value in settings.items() if value is not None and value != HIDDEN}
     for name in (name for name in FLAGS if name in known):
         value = known[name]
         if name in STOOD_FOR:
             # slime's own functions stay: other settings follow from them.
             data[name] = value if _OWN.fullmatch(str(value)) else stand_in
+        elif name == "train_env_vars" and isinstance(value, Mapping):
+            unrecorded = tuple(sorted(str(one) for one, text in value.items() if text == HIDDEN))
+            code[name] = {one: text for one, text in value.items() if text != HIDDEN}
         elif name in RUNS_CODE:
             code[name] = _resolved(value, directory)
         elif name in TEXTS or holds_data(FLAGS[name]):
@@ -128,14 +134,15 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
             data[name] = value
     left = {*own_names, *RESERVED, *megatron}
     own = {name: known[name] for name in known if name.isidentifier() and name not in left and name[0] != "_"}
-    return Recorded(data, {name: value for name, value in code.items() if _runs_code(name, value, data)}, own)
+    running = {name: value for name, value in code.items() if _runs_code(name, value, data)}
+    return Recorded(data, running, own, unrecorded)
 
 
 def _runs_code(name: str, value: Any, data: Mapping[str, Any]) -> bool:
     if name == "trust_remote_code":
         return value is True and bool(_model_code(data))
-    if name == "train_env_vars":  # values of newer runs are not recorded
-        return not isinstance(value, Mapping) or any(one != HIDDEN for one in value.values())
+    if name == "train_env_vars":
+        return bool(value)
     if name == "advantage_estimator":
         return is_hook_path(str(value))
     return name != "attn_implementation" or not str(value).isidentifier()  # org/name is a kernel of the Hub

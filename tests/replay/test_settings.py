@@ -106,7 +106,9 @@ def test_code_that_a_folder_names_is_refused_by_its_name(tmp_path: Path, hostile
 )
 def test_what_a_replay_does_not_use_is_not_taken(tmp_path: Path, hostile: dict[str, Any]) -> None:
     folder = folder_of_a_run(tmp_path, **hostile)
-    args = read_run(folder, 0).args
+    run = read_run(folder, 0)
+    args = run.args
+    assert run.unrecorded == (("OMP_SCHEDULE",) if "train_env_vars" in hostile else ())
     assert not args.trust_remote_code and not args.train_env_vars
     assert "evil" not in str(vars(args))
     assert not list(folder.rglob("ran"))
