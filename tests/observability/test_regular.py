@@ -128,7 +128,7 @@ def test_depths() -> None:
         "{0}",
         "{",
         "}",
-    ],  # noqa: E501
+    ],
 )
 def test_a_template_is_no_format_string(tmp_path: Path, template: str) -> None:
     assert find_dump(template, tmp_path, "run", 0) is None
@@ -158,7 +158,7 @@ def test_texts_of_a_folder_do_not_command_the_terminal(run: Run, capfd: pytest.C
         json.dumps(line),
         json.dumps(line),
         json.dumps({"rolled_back": {"attempt": ESCAPE, "after": ESCAPE, "rows": 1, "groups": []}}),
-    ]  # noqa: E501
+    ]
     (run / "ledger.jsonl").write_text("\n".join(lines) + "\n")
     for command in COMMANDS:
         main([command[0], str(run), *command[1:]])
