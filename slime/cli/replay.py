@@ -14,7 +14,7 @@ from slime.cli.errors import CommandError, writing
 from slime.observability.regular import shown
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.replay.recorded import RecordedRun
     from slime.replay.step import Replayed, Wanted
 
 
@@ -61,7 +61,7 @@ def replay(folder: Path, options: ReplayOptions) -> int:
             with writing(f"--tensors {options.tensors}"):
                 tensors.mkdir(parents=True, exist_ok=True)
         result = replay_step(run, wanted)
-        _show(result, wanted, options.as_json, run.args)
+        _show(result, wanted, options.as_json, run)
     except (ReplayError, RankError, DebugDataError) as error:
         raise CommandError(str(error)) from error
     finally:
@@ -75,7 +75,7 @@ def _tell(lines: Sequence[str]) -> None:
         print(f"slime replay: runs {shown(line)}", file=sys.stderr)
 
 
-def _show(result: Replayed, wanted: Wanted, as_json: bool, args: Args) -> None:
+def _show(result: Replayed, wanted: Wanted, as_json: bool, run: RecordedRun) -> None:
     from slime.replay.page import page, sample_page
 
     if as_json:
@@ -86,18 +86,18 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, args: Args) -> None:
         print(shown(line))
     if result.sample is not None:
         tokens = result.sample.tokens[len(result.sample.tokens) - result.sample.response_length :].tolist()
-        for line in sample_page(result.sample, _texts(args, tokens)):
+        for line in sample_page(result.sample, _texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)):
             print(shown(line))
     if wanted.tensors is not None:
         print(f"tensors: {wanted.tensors}")
 
 
-def _texts(args: Args, tokens: list[int]) -> list[str]:
+def _texts(checkpoint: str, trust_remote_code: bool, tokens: list[int]) -> list[str]:
     """Return the text of each token, by the tokenizer of the run; empty if it cannot be read."""
     from slime.data.tokenizers import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(str(args.hf_checkpoint), trust_remote_code=args.trust_remote_code)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]

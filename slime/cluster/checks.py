@@ -278,8 +278,10 @@ def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     try:
         if args.load:
             folder = Path(args.load).expanduser()
+            hooks = [getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook"]
+            own_classes = any(path and not str(path).startswith("slime.") for path in hooks)
             found = snapshot_of(args.load, args.ckpt_step, digests=False)
-            if found is not None and (hostile := hostile_file(found.path, _has_own_functions(args))):
+            if found is not None and (hostile := hostile_file(found.path, own_classes)):
                 problems.append(f"--load {args.load}: {hostile}")
             problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if found is not None and not args.finetune:
@@ -293,11 +295,6 @@ def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     except (SnapshotError, ModelError, ResumeError) as error:
         problems.append(str(error))
     return problems
-
-
-def _has_own_functions(args: Args) -> bool:
-    hooks = (getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook")
-    return any(path and not str(path).startswith("slime.") for path in hooks)
 
 
 def _has_megatron(load: str, step: int | None) -> bool:

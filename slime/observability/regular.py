@@ -49,7 +49,7 @@ def parse_json(text: str | bytes) -> Any:
     return shallow(value)
 
 
-def shallow(value: Any) -> Any:
+def shallow(value: object) -> Any:
     """Return a value of JSON types, unless it is nested more than :data:`DEEPEST` levels deep.
 
     Raises:
@@ -64,7 +64,7 @@ def shallow(value: Any) -> Any:
     raise ValueError("it is nested too deeply")
 
 
-def _inner(value: Any) -> Iterable[Any]:
+def _inner(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 

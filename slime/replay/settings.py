@@ -138,7 +138,7 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     return Recorded(data, running, own, unrecorded)
 
 
-def _runs_code(name: str, value: Any, data: Mapping[str, Any]) -> bool:
+def _runs_code(name: str, value: object, data: Mapping[str, Any]) -> bool:
     if name == "trust_remote_code":
         return value is True and bool(_model_code(data))
     if name == "train_env_vars":
@@ -157,7 +157,7 @@ def _model_code(data: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _resolved(value: Any, directory: Path) -> Any:
+def _resolved(value: object, directory: Path) -> Any:
     """Return a path, or a function's ``file.py:name``, in the folder in which the run was started, if it is there."""
     if not isinstance(value, str):
         return value

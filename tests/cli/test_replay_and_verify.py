@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from make_args import make_args
 
 from slime.cli import replay as replay_command
 from slime.cli import verify as verify_command
@@ -111,7 +110,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_damaged_checkpoint_leaves_out_the_texts_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    assert replay_command._texts(make_args(hf_checkpoint=str(tmp_path)), [1, 2]) == []
+    assert replay_command._texts(str(tmp_path), False, [1, 2]) == []
 
 
 def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(
