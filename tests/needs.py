@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,8 @@ def needs_transformers(release: str, why: str) -> None:
 
 
 @contextmanager
-def small_disk(folder: Path, mib: int, free: int) -> Iterator[Path]:
-    """Mount a tmpfs of ``mib`` MiB at ``folder``, and fill it up to ``free`` MiB; skips the test where it cannot.
-
-    Yields:
-        The file that takes the room; remove it to make room.
-    """
+def small_disk(folder: Path, mib: int) -> Iterator[Path]:
+    """Mount a tmpfs of ``mib`` MiB at ``folder``, and yield the folder; skips the test where it cannot."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True
@@ -34,8 +31,13 @@ def small_disk(folder: Path, mib: int, free: int) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"this user cannot mount a small file system: {mounted.stderr.strip()}")
     try:
-        ballast = folder / "ballast"
-        ballast.write_bytes(bytes((mib - free) * MIB))
-        yield ballast
+        yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, free: int) -> Path:
+    """Fill the file system of a folder up to ``free`` MiB, and return the file that takes the room."""
+    ballast = folder / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(folder).free - free * MIB))
+    return ballast

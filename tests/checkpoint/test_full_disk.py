@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from needs import small_disk
+from needs import fill, small_disk
 
 from slime.backends.saving import small_files_writer
 from slime.backends.tensor_shards import TensorShard, write_shards
@@ -45,12 +45,13 @@ def test_what_counts_as_a_full_disk(error: Exception, full: bool) -> None:
 )
 def test_a_full_disk_is_recognized_whoever_writes(tmp_path: Path, write: Callable[[Path], object]) -> None:
     """A real one. torch raises "unexpected pos 704 vs 598" there."""
-    with small_disk(tmp_path / "disk", mib=4, free=1) as ballast:
+    with small_disk(tmp_path / "disk", mib=4) as disk:
+        ballast = fill(disk, free=1)
         with pytest.raises(Exception) as raised:
-            write(ballast.parent)
+            write(disk)
         assert is_full(raised.value), raised.value
         ballast.unlink()
-        write(ballast.parent)
+        write(disk)
 
 
 @pytest.mark.parametrize(("grows_at", "ends_at"), [(7.0, 7.0), (0.5, 1.0), (None, MOST_SECONDS)])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from needs import small_disk
+from needs import fill, small_disk
 from test_train_megatron import on_cpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,18 +35,25 @@ def larger_model(save_tiny: Callable[..., Path]) -> Path:
 )
 def test_a_full_disk_pauses_the_run(runner, flags, larger_model: Path, tmp_path: Path, more: list[object]) -> None:
     flags[flags.index("--hf-checkpoint") + 1] = larger_model
-    with small_disk(tmp_path / "disk", mib=40, free=5) as ballast:
+    with small_disk(tmp_path / "disk", mib=40) as disk:
         process = runner.start("--run-name", "run", *flags, *more, "--num-rollout", 1, "--save-interval", 1)
         said = ""
-        while "the run is paused" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
+
+        def read_until(words: str) -> None:
+            nonlocal said
+            while words not in said:
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+
+        read_until("audit weights")  # the start has found room for a snapshot
+        ballast = fill(disk, free=5)
+        read_until("the run is paused")
         ballast.unlink()
         said += process.stdout.read()
         assert process.wait() == 0, said
         assert f"the disk of disk/{'hf' if '--save-hf' in more else 'saved'}" in said, said
         assert "there is room again: rollout 0 is being saved" in said
         name = "hf/0/model.safetensors" if "--save-hf" in more else "saved/iter_0000000/manifest.json"
-        assert (ballast.parent / name).is_file()
+        assert (disk / name).is_file()
     assert runner.wait_gone() == []
