@@ -3,10 +3,10 @@
 #
 #   bash scripts/test.sh                        # the quick tests, shared by two processes
 #   bash scripts/test.sh tests/engines -k keys  # any arguments of pytest
+#   bash scripts/test.sh --affected [COMMIT]    # the tests that the changes since a commit (main) can break
 #
-# Neither runs what is marked slow (scripts/test_runs.sh), sglang (scripts/test_sglang.sh) or megatron
-# (scripts/test_megatron.sh), unless there is a -m. Without arguments, tests that start engines, Ray or other processes
-# (marked real) are left out as well: scripts/test_processes.sh runs them.
+# None of them runs what is marked slow or megatron (scripts/test_processes.sh) or sglang (scripts/test_sglang.sh), unless
+# there is a -m. Without arguments, tests that start engines, Ray or other processes (marked real) are left out as well.
 # The model that some tests need is fetched once (93 MB); without a network these tests are skipped.
 set -euo pipefail
 
@@ -23,6 +23,14 @@ if [ -z "${SLIME_TEST_MODEL:-}" ] && [ ! -e models/SmolLM2-135M-Instruct/model.s
         echo "slime: the model could not be fetched; tests that need it are skipped" >&2
 fi
 
+if [ "${1:-}" = --affected ]; then
+    mapfile -t files < <("$python" tools/affected.py "${2:-main}")
+    if [ "${#files[@]}" -eq 0 ]; then
+        echo "slime: no test depends on the changes since ${2:-main}" >&2
+        exit 0
+    fi
+    set -- -n 2 --dist loadgroup -m "not slow and not sglang and not megatron" "${files[@]}"
+fi
 if [ $# -eq 0 ]; then
     # A process that has finished its share takes tests from the end of the other's, so that both end together.
     set -- -n 2 --dist worksteal -m "not real and not slow and not sglang and not megatron"

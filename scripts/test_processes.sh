@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# The tests marked real that are not slow: they start engines, routers, Ray, ranks or commands, each within seconds.
+# The tests that start processes (engines, ranks, Ray) or whole runs, without SGLang's and those of the long circle.
+# The last line is pytest's own summary.
 #
-#   bash scripts/test_processes.sh [pytest arguments]
+#   bash scripts/test_processes.sh                      # all of them, shared by two processes
+#   bash scripts/test_processes.sh tests/e2e -k train   # any arguments of pytest
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-# The tests of a file share the servers that its fixtures start, so one process runs all of them.
 if [ $# -eq 0 ]; then
-    set -- -n 2 --dist loadfile --no-loadscope-reorder  # the order of tests/conftest.py
+    # A group is a file, or a whole run. Those that are longest come first, so that both processes end together.
+    set -- -n 2 --dist loadgroup
 fi
-exec bash "$here/test.sh" -m "real and not slow and not sglang and not megatron and not cuda" "$@"
+exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not cuda" "$@"

@@ -16,4 +16,4 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
 unset PYTHONDONTWRITEBYTECODE  # as in scripts/test.sh
 
-exec "$python" -m pytest -m "sglang and not slow" -rs "$@"  # a later -m wins
+exec "$python" -m pytest -m sglang -rs "$@"  # a later -m wins

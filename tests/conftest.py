@@ -11,7 +11,6 @@ import gc
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,8 +33,8 @@ settings.register_profile("slime", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-_END, _ROTATION = os.environ.get("SLIME_TESTS_END"), os.environ.get("SLIME_TESTS_ROTATION")
-_TIME_IS_OVER = "the time of this stage is over (SLIME_TESTS_END)"
+ALL = os.environ.get("SLIME_TESTS") == "all"
+"""Whether the tests of the long circle run too (``scripts/test_all.sh``)."""
 DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")
 
 
@@ -89,20 +88,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test; and group for xdist.
 
     With ``--dist loadgroup`` the tests of a group run in one process. A file is a group, because its tests share
     fixtures that take long to make. Whole runs (tests/e2e) share nothing, so each is a group of its own, but for those
     of the specification's commands: these are typed with their ports.
 
-    With ``$SLIME_TESTS_ROTATION``, a hexadecimal number, another file is the first.
+    Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
-    if _ROTATION:
-        files = list(dict.fromkeys(item.path for item in items))
-        first = int(_ROTATION, 16) % max(len(files), 1)
-        place = {path: number for number, path in enumerate([*files[first:], *files[:first]])}
-        items.sort(key=lambda item: place[item.path])
+    if not ALL:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         e2e = "e2e" in item.path.parts
         if not e2e or item.get_closest_marker("seeds"):
@@ -112,20 +109,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.needs_model)
         if "datasets_dir" in names:
             item.add_marker(pytest.mark.needs_datasets)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start no test, and no fixture of it, after the end that ``.ci/run`` has set for the stage."""
-    if _END and time.time() > float(_END):
-        pytest.skip(_TIME_IS_OVER)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests were not run, because a skipped test does not fail the stage."""
-    skipped = terminalreporter.getreports("skipped")
-    if count := sum(_TIME_IS_OVER in str(report.longrepr) for report in skipped):
-        terminalreporter.write_line(f"slime: {count} tests were not run: {_TIME_IS_OVER}", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
     assert running_server.alive()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 def test_new_weights_go_through_a_standing_pool(
     runner, sglang_flags: list[object], long_answers: str, tmp_path: Path, mode: str

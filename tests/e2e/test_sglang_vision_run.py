@@ -15,7 +15,7 @@ from figure_samples import geometry, save_model
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def test_the_second_look_with_real_sglang(runner, architecture: str, tmp_path: Path) -> None:
     model = save_model(architecture, tmp_path / "model", warm_up_steps=12)  # some answers are right
     look, data = EXAMPLES / "geo3k_vlm_multi_turn", tmp_path / "geometry"

@@ -87,7 +87,7 @@ def assert_saved_in_order(runner, process: subprocess.Popen[str]) -> None:
 
 ALWAYS = [("train.py", 1, "train"), ("train_async.py", 2, "generate")]
 CELLS = list(product(["train.py", "train_async.py"], [1, 2], ["generate", "train", "save"]))
-FURTHER = pytest.mark.skipif("SLIME_ALL_CELLS" not in os.environ, reason="a further cell: set SLIME_ALL_CELLS")
+FURTHER = pytest.mark.long
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ import pytest
 from _pytest.mark.expression import Expression
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# An engine of real SGLang that is killed under a run: ten minutes, typed by hand (see scripts/test_sglang.sh).
-BY_HAND = {"sglang", "slow"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def test_each_test_is_run_by_a_stage() -> None:
     forgotten = [
         f"{file}::{name} {sorted(marks)}"
         for file, name, marks in marked_tests()
-        if not marks >= BY_HAND and "cuda" not in marks and not any(stage.runs(file, marks) for stage in STAGES)
+        if "cuda" not in marks and not any(stage.runs(file, marks) for stage in STAGES)
     ]
     assert forgotten == []
 
@@ -119,28 +117,35 @@ def test_each_stage_has_tests(stage: Stage) -> None:
     assert any(stage.runs(file, marks) for file, _, marks in marked_tests())
 
 
-def run_pytest(*arguments: str, **environment: str) -> str:
+def run_pytest(*arguments: str, code: int = 0, **environment: str) -> str:
     """Run pytest in a process of its own, and return what it prints."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=CHECKOUT, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(("end", "said"), [("1", "slime: {} tests were not run: the time"), ("", "{} passed")])
-def test_a_stage_starts_no_test_after_its_end_and_says_so(end: str, said: str) -> None:
-    printed = run_pytest("tests/scripts/test_ci_stages.py::test_each_stage_has_tests", SLIME_TESTS_END=end)
-    assert said.format(len(STAGES)) in printed
+def test_the_long_circle_is_left_out_unless_all_tests_are_asked_for(tmp_path: Path) -> None:
+    file = CHECKOUT / "tests" / "scripts" / "test_ci_stages.py"
+    chosen = f"{file}::test_of_the_long_circle"
+    assert "1 deselected" in run_pytest("--collect-only", chosen, code=5)
+    assert "1 passed" in run_pytest(chosen, SLIME_TESTS="all")
 
 
-@pytest.mark.parametrize("rotation", ["0", "1", "a"])
-def test_each_commit_begins_with_another_file(rotation: str) -> None:
-    files = ["tests/scripts/test_ci_stages.py", "tests/scripts/test_settings.py"]
-    printed = run_pytest("--collect-only", *files, SLIME_TESTS_ROTATION=rotation)
-    assert printed.startswith(files[int(rotation, 16) % 2])
+@pytest.mark.long
+def test_of_the_long_circle() -> None:
+    """What the test above looks for."""
 
 
-@pytest.mark.parametrize("script", ["test_processes.sh", "test_runs.sh"])
-def test_xdist_keeps_that_order(script: str) -> None:
-    """By default, it runs the files with the most tests first, so that the others would always be the last."""
-    assert re.search(r"--dist load\w+ --no-loadscope-reorder", (CHECKOUT / "scripts" / script).read_text())
+def test_what_a_change_can_break() -> None:
+    from affected import affected_tests
+
+    views = affected_tests(["slime/ui/views.py"])
+    assert "tests/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
+    kl = affected_tests(["slime/algorithms/kl.py"])
+    assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(kl)
+    assert "tests/ui/test_site.py" not in kl
+    assert affected_tests(["tests/ui/test_site.py"]) == ["tests/ui/test_site.py"]
+    assert {test.split("/")[1] for test in affected_tests(["docs/en/plan.md"])} == {"docs"}
+    assert len(affected_tests(["tests/conftest.py"])) == len(list(CHECKOUT.glob("tests/**/test_*.py")))
+    assert affected_tests(["LICENSE"]) == []
