@@ -29,6 +29,7 @@ SCALE = {
     "global_batch_size": 8,
     "num_rollout": 2,
     "rollout_max_response_len": 8,
+    "inline": True,
 }
 
 

@@ -88,12 +88,13 @@ async def custom_generate(args, samples, evaluation=False):
 def test_multi_turn_with_the_list_form(desk: Desk) -> None:
     desk.python("custom_generate.py", BEFORE, "custom_generate", after=AFTER)
     result = desk.train("multi_turn", before=MODEL_ARGS)
-    assert "sets no tokens" in (result.folder / "logs" / "rollout-manager.log").read_text()
+    assert "sets no tokens" in (result.folder / "logs" / "inline.log").read_text()
 
 
 def test_colocate_with_what_troubleshooting_adds(desk: Desk) -> None:
     fragments = ("engine_dies", "hangs_after_rollout", "out_of_memory")
-    result = desk.train("colocate", *fragments, before=MODEL_ARGS, prompt_data=str(desk.root / "path/to/data.jsonl"))
+    data = str(desk.root / "path/to/data.jsonl")
+    result = desk.train("colocate", *fragments, before=MODEL_ARGS, prompt_data=data, inline=False)
     assert all("perf/update_weights_time" in step for step in result.metrics())
 
 
@@ -110,6 +111,7 @@ def test_fsdp_with_context_parallel_and_the_three_functions(desk: Desk) -> None:
         "fsdp",
         "evaluation",
         actor_num_gpus_per_node=2,
+        inline=False,
         n_samples_per_eval_prompt=2,
     )
     assert all(step["rollout/raw_reward"] >= 0.6 for step in result.metrics())
@@ -274,7 +276,7 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
         assert all(words in TYPED["submit_multi_node"]["text"] for words in nodes.split(" --"))
         more = f"{nodes} --prompt-data /path/to/train.jsonl"
         text = text.replace("--... # Other Megatron/SGLang/slime arguments", more)
-        scale = {"actor_num_nodes": 2, "run_name": "job", "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
+        scale = {"actor_num_nodes": 2, "inline": False, "run_name": "job", "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
         command = desk.command(text, **scale)
         until = time.monotonic() + 240
         result = desk.runner.finish(desk.start(command, **loopback), "latest", 400)
