@@ -73,7 +73,7 @@ def arrows(module: str, known: dict[str, Path]) -> Iterator[Arrow]:
         for name in names:
             target = resolve(name, known) if name.startswith("slime.") else None
             if target is not None and target != module:
-                yield Arrow(module, node.lineno, target, kind)
+                yield Arrow(module, getattr(node, "lineno", 0), target, kind)
 
 
 def _origin(module: str, node: ast.ImportFrom, known: dict[str, Path]) -> str:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.checkpoint.files import DigestedFile, FileEntry, describe_files, save_value
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
+from slime.data.value_files import save_value
 from slime.weights.torch_dist import META
 
 if TYPE_CHECKING:

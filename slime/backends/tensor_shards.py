@@ -43,7 +43,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from slime.backends.offload import host_tensors
-from slime.checkpoint.files import DigestedFile, FileEntry, describe_files, save_value
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
+from slime.data.value_files import save_value
 from slime.weights.dcp_metadata import require_tensors
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

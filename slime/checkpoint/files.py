@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict
 
 import xxhash
 
-from slime.data.plain_files import load_plain, plain
+from slime.data.value_files import sync_path
 
 _CHUNK = 8 * 2**20
 _THREADS = 4
@@ -32,8 +30,8 @@ class FileEntry(TypedDict):
 class DigestedFile:
     """A new file that is written sequentially, and whose digest is computed while it is written.
 
-    So the file need not be read again for its digest. It has the methods that :func:`save_value` uses. Closing it syncs
-    it to the disk.
+    So the file need not be read again for its digest. It has the methods that torch.save uses. Closing it syncs it to
+    the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,22 +64,6 @@ class DigestedFile:
         return {"path": self.path.relative_to(root).as_posix(), "size": self._size, "digest": self._digest.hexdigest()}
 
 
-def save_value(value: object, file: IO[bytes] | DigestedFile) -> None:
-    """Write a value to an open file with ``torch.save``. A full disk raises its :class:`OSError`.
-
-    torch itself raises a RuntimeError that does not name the cause: the error of the file is only its context, and
-    there is none if torch has opened the file.
-    """
-    import torch
-
-    try:
-        torch.save(value, cast("IO[bytes]", file))
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
     """Sync files to the disk, and return their entries with paths relative to ``root``."""
     for path in paths:
@@ -90,30 +72,6 @@ def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
         {"path": path.relative_to(root).as_posix(), "size": path.stat().st_size, "digest": digest}
         for path, digest in zip(paths, digest_files(paths), strict=True)
     ]
-
-
-def sync_path(path: Path) -> None:
-    """Make the contents of a file durable, or the renames and new names inside a folder."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file, then rename it to ``path``. A reader sees either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(aside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_path(path.parent)  # without it, the rename could be lost when the power fails
 
 
 def file_digest(path: Path) -> str:
@@ -129,21 +87,3 @@ def digest_files(paths: list[Path]) -> list[str]:
     """Return the :func:`file_digest` of many files, computed by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(file_digest, paths))
-
-
-def write_state(path: Path, state: object) -> None:
-    """Write ``state`` atomically, in the format that ``torch.load`` reads."""
-    write_atomically(path, lambda file: save_value(plain(state), file))
-
-
-def read_state(path: Path) -> Any:
-    """Read a file of :func:`write_state`. No code in the file is executed (:mod:`slime.data.plain_files`).
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        UnsafeFileError: The file contains something else than plain values.
-    """
-    if not path.is_file():
-        present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
-        raise FileNotFoundError(f"state file {path} is missing (the folder contains: {present or 'nothing'})")
-    return load_plain(path)

@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_path, write_atomically
+from slime.checkpoint.files import FileEntry, describe_files, digest_files
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
+from slime.data.value_files import sync_path, write_atomically
 from slime.observability.best_effort import best_effort, warn
 
 MANIFEST = "manifest.json"

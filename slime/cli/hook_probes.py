@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from slime.checkpoint.files import read_state, write_state
 from slime.cli.hook_bench import Bench, one_step
 from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wrong
 from slime.cli.hook_probes_generate import agent, check_groups, generate, rollout, sample_hook
 from slime.cli.hook_probes_reward import reward, reward_post_process
 from slime.data.sample import Sample, flatten
 from slime.data.source import has_files, is_stateful
+from slime.data.value_files import read_state, write_state
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2

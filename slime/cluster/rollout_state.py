@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.checkpoint.files import read_state, write_state
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
@@ -19,6 +18,7 @@ from slime.data.source import (
     has_files,
     is_stateful,
 )
+from slime.data.value_files import read_state, write_state
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare

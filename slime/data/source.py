@@ -194,7 +194,7 @@ class RolloutDataSource:
 
     def save(self, rollout_id: int) -> None:
         """Write the state atomically to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``."""
-        from slime.checkpoint.files import write_state
+        from slime.data.value_files import write_state
 
         write_state(_state_path(self.args.save, rollout_id), self.state_dict())
 

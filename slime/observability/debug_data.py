@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.checkpoint.files import save_value
 from slime.data.plain_files import UnsafeFileError, load_plain, plain
 from slime.data.sample import Sample, flatten
+from slime.data.value_files import save_value
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from slime.checkpoint.files import save_value
 from slime.config.hf_config import megatron_folder
+from slime.data.value_files import save_value
 from slime.weights.dcp_metadata import require_tensors
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings

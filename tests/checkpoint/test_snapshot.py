@@ -143,7 +143,7 @@ def test_prune_keeps_one_every_so_many(tmp_path: Path) -> None:
 
 def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from slime.checkpoint.files import read_state, write_state
+    from slime.data.value_files import read_state, write_state
 
     temp = snapshot.begin(tmp_path, 6)
     state = {"sample_offset": 64, "epoch_id": 1, "sample_group_index": 128, "sample_index": 1024, "metadata": {"x": 1}}

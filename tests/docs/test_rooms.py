@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"data"},
     "observability": {"config", "data"},
     "engines": {"config", "models"},
-    "weights": {"config", "models", "engines"},
+    "weights": {"config", "data", "models", "engines"},
     "checkpoint": {"data", "observability"},
     "doctor": {"data", "observability"},
     "ui": {"data", "observability", "checkpoint", "doctor", "engines"},

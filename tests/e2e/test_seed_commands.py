@@ -276,7 +276,13 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
         assert all(words in TYPED["submit_multi_node"]["text"] for words in nodes.split(" --"))
         more = f"{nodes} --prompt-data /path/to/train.jsonl"
         text = text.replace("--... # Other Megatron/SGLang/slime arguments", more)
-        scale = {"actor_num_nodes": 2, "inline": False, "run_name": "job", "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
+        scale = {
+            "actor_num_nodes": 2,
+            "inline": False,
+            "run_name": "job",
+            "num_rollout": 1,
+            "output_dir": f"{desk.root}/outputs",
+        }
         command = desk.command(text, **scale)
         until = time.monotonic() + 240
         result = desk.runner.finish(desk.start(command, **loopback), "latest", 400)

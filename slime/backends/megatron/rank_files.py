@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.optimizer import ScheduledOptimizer
-from slime.checkpoint.files import DigestedFile, FileEntry, save_value
+from slime.checkpoint.files import DigestedFile, FileEntry
+from slime.data.value_files import save_value
 
 GRID = ("tp", "pp", "ep", "etp", "vpp")
 Content = dict[Path, list[dict[str, Tensor]]]
