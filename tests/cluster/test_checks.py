@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def test_a_folder_with_nothing_to_load_is_no_silent_fresh_start(tmp_path: Path) 
 def test_a_snapshot_of_the_other_backend_is_told_before_the_start(tmp_path: Path, inside: str, backend: str) -> None:
     temp = snapshot.begin(tmp_path, 3)
     (temp / "actor" / inside).mkdir(parents=True)
-    for name in ("trainer.json", f"{inside}/.metadata"):
-        (temp / "actor" / name).write_text("{}")
+    (temp / "actor" / "trainer.json").write_text("{}")
+    (temp / "actor" / inside / ".metadata").write_bytes(pickle.dumps({}))
     snapshot.commit(temp, {"rollout_id": 3})
     args = Args()
     args.load = args.save = str(tmp_path)
