@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -118,20 +117,6 @@ def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
     if name == "rotary_base" and isinstance(rope, dict):
         return "rope_parameters.rope_theta", rope.get("rope_theta")
     return SHAPE[name][0], None
-
-
-def stop_token_ids(checkpoint: str) -> frozenset[int]:
-    """Return the ids at which engines end a response: ``eos_token_id`` of generation_config.json and config.json of a
-    checkpoint on this machine. None of them are known if it is not."""
-    folder = Path(checkpoint).expanduser()
-    file = folder / "generation_config.json"
-    known = [read_config(checkpoint) or {}]
-    with contextlib.suppress(OSError, ValueError):
-        cached = file if folder.is_dir() else _cached(checkpoint, file.name)
-        known += [json.loads(cached.read_text())] if cached is not None else []
-    values = [config.get("eos_token_id") for config in known if isinstance(config, dict)]
-    ids = [token for value in values for token in (value if isinstance(value, list) else [value])]
-    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def read_chat_template(checkpoint: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import stop_token_ids
+from slime.config.hf_config import end_token_ids
 from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource
 from slime.observability import progress
@@ -35,10 +35,7 @@ def generate_rollout(
     if evaluation:
         raise ValueError("SFT has no evaluation: set --eval-function-path, or do not set --eval-interval")
     state = GenerateState(args)
-    stop_ids = set(stop_token_ids(args.hf_checkpoint))
-    if stop_ids:  # else none are known
-        stop_ids |= {*(args.rollout_stop_token_ids or [])}
-        stop_ids |= set() if state.tokenizer.eos_token_id is None else {state.tokenizer.eos_token_id}
+    stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()  # else the checkpoint says nothing
     masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs, stop_ids)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):

@@ -13,9 +13,11 @@ import slime
 from slime.config.args import Args
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION
 from slime.data.dataset import Dataset, PromptMaker
+from slime.data.masks import MultiTurnLossMaskGenerator
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
-from slime.data.source import load_dataset
+from slime.data.sample import Sample
+from slime.data.source import RolloutDataSource, load_dataset
 from slime.data.tokenizers import load_tokenizer, render_chat, render_prompt
 from slime.data.validate import check_data
 from slime.rollout.rm_hub import check_label
@@ -210,6 +212,26 @@ def test_fine_tuning_reads_conversations_in_every_form(model: Any, tmp_path: Pat
     texts = load_tokenizer(args.hf_checkpoint).decode(first.tokens)
     assert "user\nWhat is 2+2?<|im_end|>" in texts and "None" not in texts
     assert str(first.response).endswith("It is 4.<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("stops", "trained"), [([2], ["one", "two<|im_end|>"]), ([1, 2], ["one<|im_start|>", "two<|im_start|>"])]
+)
+def test_fine_tuning_trains_the_end_at_which_the_engine_stops(
+    model: Any, tmp_path: Path, stops: list[int], trained: list[str]
+) -> None:
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    folder = model("{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}" + asks)
+    for name in ("generation_config.json", "config.json"):
+        config = json.loads((Path(folder) / name).read_text())
+        (Path(folder) / name).write_text(json.dumps(config | {"eos_token_id": stops}))
+    file = write(tmp_path / "rows.jsonl", [[user("q"), answer("one"), user("r"), answer("two")]])
+    args = arguments(folder, file, **SFT, rollout_batch_size=1, n_samples_per_prompt=1, rollout_global_dataset=True)
+    ((sample,),) = generate_rollout(args, 0, RolloutDataSource(args)).samples
+    assert isinstance(sample, Sample) and sample.loss_mask is not None
+    tokens = list(sample.tokens[-sample.response_length :])
+    masks = MultiTurnLossMaskGenerator(load_tokenizer(folder))
+    assert masks.get_text_from_loss_mask(tokens, list(sample.loss_mask)) == trained
 
 
 @pytest.mark.parametrize("template", [JOINS, PRINTS, PARTS])
