@@ -265,7 +265,9 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
-            say(f"  reward of its own answer: not known, because {_unknown(args)}")
+            program = args.agent_function_path or args.agent_command or args.custom_generate_function_path
+            why = f"{program} may give it" if _may_score_itself(args) else "the label is no answer for this reward"
+            say(f"  reward of its own answer: not known, because {why}")
             return
         # As if the model had written it in its only turn.
         turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
@@ -287,12 +289,6 @@ async def _scored(args: Args, sample: Sample) -> object:
     if args.group_rm:
         return (await batched_async_rm(args, [sample]))[0]
     return await async_rm(args, sample)
-
-
-def _unknown(args: Args) -> str:
-    if _may_score_itself(args):
-        return f"{args.agent_function_path or args.agent_command or args.custom_generate_function_path} may give it"
-    return "the label does not say it for this kind of reward"
 
 
 def _may_score_itself(args: Args) -> bool:
