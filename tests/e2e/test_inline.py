@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pty
@@ -212,3 +213,17 @@ def _until(terminal: int, mark: str | None, seconds: float = 240) -> str:
             return shown
     assert mark is None, f"{mark} did not come: {shown}"
     return shown
+
+
+def test_a_run_leaves_no_model_in_memory(runner, flags) -> None:
+    """A notebook starts one run after the other in its process."""
+    from transformers import PreTrainedModel
+
+    def models() -> int:
+        gc.collect()
+        return sum(isinstance(one, PreTrainedModel) for one in gc.get_objects())
+
+    before = models()
+    run = runner.inline(*flags, "--num-rollout", 1)
+    assert run.code == 0, run.output
+    assert models() <= before

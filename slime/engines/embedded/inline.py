@@ -103,6 +103,7 @@ class EngineThread:
             await self._stop.wait()
         finally:
             await runner.cleanup()
+            vars(loaded).clear()  # aiohttp caches applications, and with them the model would stay in memory
             if self.listens:
                 release_port(HOST, self.port)
 
