@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from fsdp_helpers import save_tiny_llama, save_tiny_qwen2_5_vl, save_tiny_qwen3, save_tiny_qwen3_moe
+from quick_processes import start_ranks
 
 RANKS = 4
 
@@ -19,7 +19,7 @@ def results_of_ranks(worker: Callable[..., None], args: tuple[Any, ...], output:
 
     The ranks are ended also when one of them hangs, after ``seconds``.
     """
-    context = mp.spawn(worker, args=args, nprocs=RANKS, join=False)
+    context = start_ranks(worker, args, RANKS)
     deadline = time.monotonic() + seconds
     try:
         while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):

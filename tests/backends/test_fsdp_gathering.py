@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from quick_processes import start_ranks
 
 from slime.backends.fsdp import gathering
 from slime.engines.process import free_port
@@ -74,7 +74,7 @@ def _rank(rank: int, port: int, output: str) -> None:
 
 @pytest.mark.slow
 def test_batches_of_any_size_give_what_single_gathers_give(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(free_port(), str(tmp_path)), nprocs=4)
+    start_ranks(_rank, (free_port(), str(tmp_path)), 4, join=True)
     for rank in range(4):
         found = torch.load(tmp_path / f"rank{rank}.pt")
         assert all(all(result["same"]) for result in found.values()), rank

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from context_ranks import worker
 from every_family import FAMILIES, save_tiny
+from quick_processes import start_ranks
 
 from slime.engines.process import free_port
 
@@ -18,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank: what went wrong with each family."""
     root = tmp_path_factory.mktemp("context")
     folders = {family: save_tiny(family, root / family) for family in FAMILIES}
-    mp.spawn(worker, (free_port(), folders, root), nprocs=2)
+    start_ranks(worker, (free_port(), folders, root), 2, join=True)
     return [torch.load(root / f"rank{rank}.pt") for rank in range(2)]
 
 

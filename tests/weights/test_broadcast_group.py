@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_processes
 import torch
 
 from slime.engines.flat import Bucket, layout
@@ -68,7 +68,7 @@ class Member:
     """The handle of such a process."""
 
     def __init__(self, index: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = quick_processes.context()
         self.pipe, far = context.Pipe()
         self.url = f"http://127.0.0.1:{index}"
         self.process = context.Process(target=_member, args=(far,), daemon=True)

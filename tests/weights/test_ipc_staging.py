@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import quick_processes
 import torch
 
 from slime.engines.flat import Bucket
@@ -95,7 +95,7 @@ class OtherProcess:
     """As much of an engine as the transport needs, on the far side of a process border."""
 
     def __init__(self, url: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = quick_processes.context()
         self.url, (self.pipe, far) = url, context.Pipe()
         self.process = context.Process(target=_receive, args=(far,), daemon=True)
         self.process.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from quick_processes import start_ranks
 from real_engines import Engines, named_weights, new_model, save_tiny_model, sync_settings
 
 from slime.engines.handle import EngineHandle
@@ -64,7 +64,7 @@ def _rank(rank: int, port: int, urls: list[str], version: str, seed: int, dies: 
 
 
 def send(urls: list[str], version: str, seed: int, output: Path, dies: bool = False) -> Any:
-    context = mp.spawn(_rank, (free_port(), urls, version, seed, dies, str(output)), nprocs=2, join=False)
+    context = start_ranks(_rank, (free_port(), urls, version, seed, dies, str(output)), 2)
     assert context is not None
     return context
 
