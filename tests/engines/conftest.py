@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_parts import ContractEngine, engine_settings, save_tiny_llama
+from engine_parts import KEYS, ContractEngine, engine_settings, save_tiny_llama
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as the server sets it in deterministic mode; MKL reads it once
 
@@ -69,15 +69,11 @@ def contract_engine(
     other_tiny_llama: Path,
     start_engine: Callable[..., EngineProcess],
 ) -> ContractEngine:
-    url = _start(request.param, tiny_llama, start_engine)
-    surface = run(EngineHandle(url).connect())
-    return ContractEngine(request.param, url, tiny_llama, other_tiny_llama, surface.capabilities)
-
-
-def _start(kind: str, model: Path, start_engine: Callable[..., EngineProcess]) -> str:
-    if kind == "sglang":
-        return start_engine(model, rollout_backend="sglang", sglang={"device": "cpu", "max_total_tokens": 8192}).url
-    return start_engine(model).url
+    kind = request.param
+    of_sglang = {"sglang": {"device": "cpu", "max_total_tokens": 8192}} if kind == "sglang" else {}
+    process = start_engine(tiny_llama, rollout_backend=kind, keys=KEYS, **of_sglang)
+    surface = run(EngineHandle(process.url).connect())
+    return ContractEngine(kind, process, tiny_llama, other_tiny_llama, surface.capabilities)
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from make_args import make_args
+
 from slime.engines.keys import NO_KEYS, ServerKeys
+from slime.engines.process import EngineProcess
 from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang_api import Capabilities
 
+KEYS = ServerKeys("sesame-of-the-run", "sesame-of-the-admin")
+"""The keys of the engine under contract."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
@@ -76,36 +80,16 @@ def engine_args(model: Path, **changes: Any) -> Any:
     """What the settings of engines and routers are made of."""
     settings = {
         "rollout_backend": "embedded",
-        "sglang": {},
-        "rollout_seed": 42,
-        **dict.fromkeys(("rollout_top_p", "eval_top_p"), 1.0),
-        **dict.fromkeys(("rollout_top_k", "eval_top_k"), -1),
-        "eval_config": None,
-        "sglang_model_routers": {},
-        "offload_rollout": False,
-        "colocate": False,
-        "use_rollout_routing_replay": False,
-        "update_weight_mode": "full",
-        "rollout_quantization": None,
         "hf_checkpoint": str(model),
-        "lora_rank": 0,
-        "lora_sync": "merged",
-        "lora_target_modules": ["all-linear"],
-        "rollout_dtype": None,
         "train_dtype": "float32",
         "embedded_device": "cpu",
         "embedded_max_running_requests": 16,
         "embedded_max_total_tokens": 8192,
         "deterministic": False,
         "threads_per_process": 1,
-        "trust_remote_code": False,
-        "router": {},
-        "sglang_router_ip": None,
-        "sglang_router_port": None,
         "sglang_router_request_timeout_secs": 120,
-        **changes,
     }
-    return argparse.Namespace(**settings)
+    return make_args(**(settings | changes))
 
 
 def engine_settings(model: Path, keys: ServerKeys = NO_KEYS, **changes: Any) -> EngineSettings:
@@ -121,7 +105,11 @@ class ContractEngine:
     """An engine under the contract suite."""
 
     kind: str
-    url: str
+    process: EngineProcess
     model: Path
     other_model: Path
     capabilities: Capabilities
+
+    @property
+    def url(self) -> str:
+        return self.process.url

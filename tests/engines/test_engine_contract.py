@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import torch
-from engine_parts import ContractEngine
+from engine_parts import KEYS, ContractEngine
 
 from slime.config.hf_config import context_length, read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.engines import http
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.engines.keys import ServerKeys, auth_headers, send_key
 from slime.engines.process import free_port
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.rollout.rm_hub.outcome import says_too_long
@@ -188,7 +190,8 @@ def test_same_seed_same_tokens(engine_url: str) -> None:
 
 async def read_stream(url: str, body: dict[str, Any], stop_after: int | None = None) -> list[str]:
     lines: list[str] = []
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as answer:
+    key = auth_headers(f"{url}/generate")
+    async with aiohttp.ClientSession(headers=key) as session, session.post(f"{url}/generate", json=body) as answer:
         assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
         async for line in answer.content:
             if line.strip():
@@ -534,6 +537,35 @@ def test_health_and_facts(handle: EngineHandle, contract_engine: ContractEngine)
     assert isinstance(handle, EngineHandle)
     assert run(handle.load()) == {"running": 0, "waiting": 0, "tokens": 0}
     assert get(handle.url, "/v1/models")["data"][0]["id"]
+
+
+def test_only_the_keys_of_the_run_open_it(engine_url: str) -> None:
+    """The key of requests is not enough for calls that change the engine."""
+    routes = {
+        ("POST", "/generate"): KEYS.api,
+        ("GET", "/server_info"): KEYS.api,
+        ("POST", "/pause_generation"): KEYS.admin,
+    }
+
+    def opens(method: str, path: str, key: str | None) -> bool:
+        send_key(engine_url, ServerKeys(key))
+        return http.request_blocking(method, engine_url + path, {} if method == "POST" else None, timeout=30)[0] != 401
+
+    try:
+        for (method, path), right in routes.items():
+            keys = (None, "wrong", KEYS.api) if right == KEYS.admin else (None, "wrong")
+            assert [opens(method, path, key) for key in keys] == [False] * len(keys), path
+        assert opens("GET", "/health", None)
+    finally:
+        send_key(engine_url, KEYS)
+
+
+def test_neither_its_command_lines_nor_its_log_show_the_keys(engine_url: str, contract_engine: ContractEngine) -> None:
+    process = contract_engine.process
+    assert process.log_path is not None
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    words = " ".join(word for part in tree for word in part.cmdline())
+    assert "slime.engines" in words and "sesame" not in words and "sesame" not in process.log_path.read_text()
 
 
 def test_openai_forms(engine_url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,31 +255,3 @@ def test_other_users_of_the_machine_do_not_see_the_key(two_runs: Any) -> None:
             assert keys.engine.api not in file.read_text()
         hosts = {c.laddr.ip for process in processes for c in process.net_connections("tcp") if c.status == "LISTEN"}
         assert hosts == {"127.0.0.1"}
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-def test_real_sglang_refuses_requests_without_its_keys(
-    tiny_llama: Path, tmp_path: Path, start_engine: Callable[..., EngineProcess]
-) -> None:
-    keys = ServerKeys("sesame-of-the-run", "sesame-of-the-admin")
-    options = {"device": "cpu", "max_total_tokens": 8192}
-    engine = start_engine(tiny_llama, rollout_backend="sglang", sglang=options, keys=keys)
-    for key in (None, "wrong"):
-        for method, path in (("POST", "/generate"), ("GET", "/server_info"), ("POST", "/pause_generation")):
-            assert status(method, engine.url + path, key) == 401
-    assert status("POST", f"{engine.url}/pause_generation", keys.api) == 401
-    send_key(engine.url, keys)
-    handle = EngineHandle(engine.url)
-    assert run(handle.connect()).kind == "sglang"
-    assert run(handle.load())
-    router = start_router(RouterSettings(keys=ServerKeys("router")), [engine.url], log_path=tmp_path / "router.log")
-    try:
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
-        assert run(post(f"{router.url}/generate", body))["meta_info"]["completion_tokens"] == 2
-    finally:
-        router.stop()
-    assert engine.log_path is not None
-    tree = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
-    words = " ".join(word for process in tree for word in process.cmdline())
-    assert "sesame" not in words and "sesame" not in engine.log_path.read_text()
