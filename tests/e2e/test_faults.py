@@ -202,7 +202,13 @@ def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, b
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("blow", [("generate", 1, KILL), ("sync", 1, STOP)], ids=["generate", "sync"])
+@pytest.mark.parametrize(
+    "blow",
+    [
+        pytest.param(("generate", 1, KILL), id="generate"),
+        pytest.param(("sync", 1, STOP), id="sync", marks=pytest.mark.long),
+    ],
+)
 def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:
     """The only server, on the CPU: killed over its requests, or stopped in the middle of a weight update."""
     flags = [*sabotage(blow), "--distributed-timeout-minutes", 1]

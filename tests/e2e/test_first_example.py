@@ -31,11 +31,11 @@ def test_a_right_answer_is_paid(runner, smollm2: Path, tmp_path: Path, engine: l
         prompt = [{"role": "system", "content": SYSTEM}, *shown, {"role": "user", "content": word}]
         rows.append(json.dumps({"prompt": prompt, "label": word}))
     (tmp_path / "words.jsonl").write_text("\n".join(rows))
-    result = runner.run(
+    result = runner.inline(
         "--hf-checkpoint", smollm2, "--prompt-data", "words.jsonl", "--apply-chat-template",
         "--custom-rm-path", "rewards.py:score", "--rollout-batch-size", 2, "--n-samples-per-prompt", 4,
         "--rollout-max-response-len", 8, "--rollout-temperature", 0.2, "--num-rollout", 1, "--train-backend", "fsdp",
-        "--rollout-backend", *engine, timeout=900,
+        "--rollout-backend", *engine,
     )  # fmt: skip
     assert result.code == 0, result.output
     lines = [json.loads(line) for file in (result.folder / "samples").glob("*.jsonl") for line in file.open()]

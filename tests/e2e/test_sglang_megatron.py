@@ -50,7 +50,14 @@ LAYOUTS: dict[str, tuple[bool, list[object]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("tp2-and-two-servers", marks=pytest.mark.long),
+        "tp2-colocated-with-tp2",
+        pytest.param("moe-ep2", marks=pytest.mark.long),
+    ],
+)
 def test_megatron_trains_what_sglang_generates_with(
     runner: Any, flags: list[object], tiny_moe: Path, layout: str
 ) -> None:

@@ -55,11 +55,11 @@ def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]
     assert runner.wait_gone() == []
 
 
-@pytest.mark.parametrize("how", ["merged", "adapter"])
+@pytest.mark.parametrize("how", [pytest.param("merged", marks=pytest.mark.long), "adapter"])
 def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: str) -> None:
     """The server's log-probs are those of the trainer only if every update merges the adapter, or if every version of
     it is loaded and every request names it."""
-    result = runner.run(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", "--lora-sync", how, timeout=600)
+    result = runner.inline(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", "--lora-sync", how)
     assert_trained(result, 3)
     log = (result.folder / "logs" / "engine-0.log").read_text()
     assert ("/load_lora_adapter_from_tensors" in log) == (how == "adapter")
@@ -67,7 +67,7 @@ def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: st
 
 
 def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
-    result = runner.run(*sglang_flags, "--sglang-attention-backend", "abacus", timeout=300)
+    result = runner.inline(*sglang_flags, "--sglang-attention-backend", "abacus")
     assert result.code == 2
     assert "--sglang-attention-backend: invalid choice: 'abacus'" in result.output
     assert not result.folder.exists()
@@ -89,6 +89,7 @@ def running_server(tiny_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
         server.stop()
 
 
+@pytest.mark.long
 def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
     runner, sglang_flags: list[object], running_server: EngineProcess, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
 FLAGS = {"rollout_backend": "sglang", "sglang": {"device": "cpu", "max_total_tokens": 4096}}
 
 PARENT = """

@@ -17,7 +17,7 @@ from slime.engines.process import EngineProcess
 from slime.observability import best_effort
 from slime.rollout.state import GenerateState
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])

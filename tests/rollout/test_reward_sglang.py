@@ -6,7 +6,7 @@ from make_args import make_args
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.sglang_scorer import score_group
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class served:

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
 ]
 START_SECONDS = 400.0
-DTYPES = ["float32", "bfloat16"]
+DTYPES = [pytest.param("float32", marks=pytest.mark.long), "bfloat16"]
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +261,7 @@ def save_tied_experts(folder: Path, seed: int) -> Any:
     return trained
 
 
+@pytest.mark.long
 def test_a_tied_output_layer_that_sglang_holds_as_a_tensor_of_its_own(tmp_path: Path) -> None:
     """SGLang's class for Qwen3-MoE ignores ``tie_word_embeddings``. The checkpoint does not have its output layer."""
     from safetensors.torch import load_file
