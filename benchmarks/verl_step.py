@@ -3,12 +3,16 @@
     python benchmarks/verl_step.py --shape qwen3-0.6b --verl-python VENV/bin/python
     python benchmarks/verl_step.py --shape qwen3-4b --engine-memory 0.5 --micro-batch-tokens 8192
     python benchmarks/verl_step.py --lengths log-normal:512:4096                 # answers with a long tail
+    python benchmarks/verl_step.py --tuned                                       # verl as an expert would set it
 
 Both train the same model (a public shape with random weights) on the same questions with FSDP, and generate with SGLang
 on the same GPU: the same batch, group size, length of each answer, tokens of a micro-batch, dtypes, optimizer, learning
 rate, SGLang's attention, CUDA graphs and share of the memory. There is no reference model, one optimizer step in a
 rollout, and nothing is offloaded unless ``--offload`` says so. verl runs first, then slime, never both at once. The
-first steps of each compile and do not count.
+first steps of each compile and do not count. ``--tuned`` adds to verl's settings those that its defaults leave out and
+this work allows: no pass for old log-probs (``--bypass``), weights that stay gathered after the forward pass, gradients
+that are reduced once in a step, eight agent workers instead of four, and a trainer that looks for finished answers each
+0.1 s instead of each 2 s.
 
 verl needs an environment of its own with verl 0.9.1, liger-kernel, flash-attn and SGLang; for figures that compare the
 loops, with the version of SGLang that slime has. Packages that its environment lacks may lie in folders given with
@@ -49,6 +53,13 @@ OURS = {
     "sleep": "perf/sleep_time", "engine_release": "perf/offload_time", "engine_resume": "perf/onload_time",
     "response_tokens": "rollout/response_len/mean", "grad_norm": "train/grad_norm",
 }  # fmt: skip
+FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
+TUNED = {  # what an expert adds for one optimizer step on one GPU, besides bypass_mode; the sampler is in verl_hooks.py
+    f"{FSDP_CONFIG}.reshard_after_forward": False, f"{FSDP_CONFIG}.use_no_sync_for_gradient_accumulation": True,
+    "actor_rollout_ref.rollout.agent.num_workers": 8,  # verl's default
+    "trainer.v1.sampler.custom_sampler.path": HERE / "verl_hooks.py",
+    "trainer.v1.sampler.custom_sampler.name": "QuickSampler",
+}  # fmt: skip
 ATTENTION_BACKEND, LR = "triton", 1e-6
 
 
@@ -66,6 +77,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="both move weights and optimizer to the CPU meanwhile")
     parser.add_argument("--recompute", action="store_true", help="both recompute activations")
     parser.add_argument("--bypass", action="store_true", help="verl takes SGLang's log-probs as the old ones")
+    parser.add_argument("--tuned", action="store_true", help="verl as an expert would set it; includes --bypass")
     parser.add_argument("--only", choices=("verl", "ours"), help="measure one of the two")
     parser.add_argument("--verl-python", type=Path, default=Path(sys.executable), help="interpreter that has verl")
     parser.add_argument("--verl-path", type=Path, action="append", default=[], help="more folders of packages for verl")
@@ -80,6 +92,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         args.longest = longest(args.lengths)
     except ValueError as error:
         parser.error(str(error))
+    args.bypass |= args.tuned
     args.output_dir = args.output_dir.expanduser().resolve()
     args.model = args.output_dir / f"model-{args.shape}"
     args.rows, args.table = args.output_dir / "prompts.jsonl", args.output_dir / "prompts.parquet"
@@ -149,7 +162,7 @@ def verl_command(args: argparse.Namespace) -> list[str]:
         f"{actor}.optim.lr": LR,
         f"{actor}.ppo_mini_batch_size": args.prompts,  # one optimizer step in a rollout
         f"{actor}.use_dynamic_bsz": True, f"{actor}.ppo_max_token_len_per_gpu": args.micro_batch_tokens,
-        f"{actor}.fsdp_config.param_offload": args.offload, f"{actor}.fsdp_config.optimizer_offload": args.offload,
+        f"{FSDP_CONFIG}.param_offload": args.offload, f"{FSDP_CONFIG}.optimizer_offload": args.offload,
         f"{rollout}.name": "sglang", f"{rollout}.n": args.group_size, f"{rollout}.tensor_model_parallel_size": 1,
         f"{rollout}.gpu_memory_utilization": args.engine_memory,
         f"{rollout}.max_num_seqs": args.prompts * args.group_size, f"{rollout}.calculate_log_probs": True,
@@ -170,8 +183,9 @@ def verl_command(args: argparse.Namespace) -> list[str]:
         settings["+actor_rollout_ref.actor.optim.override_optimizer_config"] = "{fused:True}"
     else:
         settings |= {"trainer.device": "cpu", f"{rollout}.dtype": "float32", "+ray_kwargs.ray_init.num_gpus": 1}
-        settings[f"{actor}.fsdp_config.use_torch_compile"] = False
+        settings[f"{FSDP_CONFIG}.use_torch_compile"] = False
     settings |= {f"+{rollout}.engine_kwargs.sglang.{name}": value for name, value in sglang_settings(args).items()}
+    settings |= TUNED if args.tuned else {}
     words = [f"{name}={value}" for name, value in settings.items()]
     return [str(args.verl_python), "-m", "verl.trainer.main_ppo", *words, *args.verl_set]
 
@@ -282,7 +296,8 @@ def figures(side: str, rows: list[dict[str, Any]], warmup: int) -> dict[str, Any
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     """Prints a table; returns everything for the JSON."""
-    told = ("shape", "prompts", "group_size", "lengths", "micro_batch_tokens", "engine_memory", "offload", "bypass")
+    work = ("shape", "prompts", "group_size", "lengths", "micro_batch_tokens", "engine_memory")
+    told = (*work, "offload", "bypass", "tuned")
     made: dict[str, Any] = {"benchmark": "verl_step", **{name: getattr(args, name) for name in told}, **results}
     for side, result in results.items():
         print(f"{side:5s} {result.get('medians')}, peak {result['peak_gib']} GiB {result.get('failed', '')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import statistics
 import sys
@@ -70,6 +71,28 @@ def test_both_commands_ask_for_the_same_work(tmp_path: Path, more: list[str]) ->
     for file in ("reward.custom_reward_function.path", "data.train_files"):
         assert Path(verl[file]).suffix == (".py" if "reward" in file else ".parquet")
     assert Path(verl["reward.custom_reward_function.path"]).is_file()
+
+
+def test_tuned_changes_what_an_expert_would_set_for_verl(tmp_path: Path) -> None:
+    """One optimizer step needs no pass for old log-probs; nothing else of the work changes, and slime's command does not."""
+    args = parse(tmp_path)
+    plain, ours = settings(verl_step.verl_command(args)), verl_step.our_command(args)
+    tuned_args = verl_step.parse_args(["--output-dir", str(tmp_path), "--tuned"])
+    tuned = settings(verl_step.verl_command(tuned_args))
+    sampler, fsdp = "trainer.v1.sampler.custom_sampler", "actor_rollout_ref.actor.fsdp_config"
+    hooks = tuned.pop(f"{sampler}.path")
+    assert dict(tuned.items() - plain.items()) == {
+        "algorithm.rollout_correction.bypass_mode": "True",
+        f"{fsdp}.reshard_after_forward": "False",
+        f"{fsdp}.use_no_sync_for_gradient_accumulation": "True",
+        "actor_rollout_ref.rollout.agent.num_workers": "8",
+        f"{sampler}.name": "QuickSampler",
+    }
+    assert plain.keys() <= tuned.keys() and verl_step.our_command(tuned_args) == ours
+    classes = [node for node in ast.parse(Path(hooks).read_text()).body if isinstance(node, ast.ClassDef)]
+    assert tuned[f"{sampler}.name"] in [node.name for node in classes]
+    told = verl_step.report(tuned_args, {})
+    assert told["tuned"] and told["bypass"]
 
 
 def test_both_sides_draw_the_same_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
