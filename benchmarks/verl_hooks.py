@@ -2,8 +2,9 @@
 
 :class:`GivenLength` does what verl's single-turn agent loop does, apart from two things: each answer has a given number
 of tokens, and the prompt is rendered with the tokenizer's chat template directly, because verl's builder of prompts
-for Qwen3 needs its special tokens, which the tokenizer of a random model does not have. :class:`QuickSampler` belongs to
-``--tuned``.
+for Qwen3 needs its special tokens, which the tokenizer of a random model does not have.
+
+:class:`QuickSampler` belongs to ``--tuned``.
 """
 
 from __future__ import annotations

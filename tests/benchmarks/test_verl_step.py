@@ -74,7 +74,7 @@ def test_both_commands_ask_for_the_same_work(tmp_path: Path, more: list[str]) ->
 
 
 def test_tuned_changes_what_an_expert_would_set_for_verl(tmp_path: Path) -> None:
-    """One optimizer step needs no pass for old log-probs; nothing else of the work changes, and slime's command does not."""
+    """Nothing of the work changes apart from the pass for old log-probs, and nothing of slime's command."""
     args = parse(tmp_path)
     plain, ours = settings(verl_step.verl_command(args)), verl_step.our_command(args)
     tuned_args = verl_step.parse_args(["--output-dir", str(tmp_path), "--tuned"])
@@ -153,6 +153,20 @@ def test_figures_are_those_of_the_counted_steps(tmp_path: Path) -> None:
     assert not verl_step.report(args, results)["same_tokens"]
     results["ours"] = verl_step.figures("ours", [], 1) | {"peak_gib": None}
     assert "ratio" not in verl_step.report(args, results) and "0 steps" in results["ours"]["failed"]
+
+
+def test_the_readme_has_the_ratios_of_the_kept_medians() -> None:
+    checkout = Path(__file__).resolve().parents[2]
+    file = checkout / "benchmarks/results/h200_step_november_28.json"
+    rows = json.loads(file.read_text())["verl_step"]
+    readme = (checkout / "README.md").read_text()
+    for row in rows:
+        verl, ours = row["verl"]["step"], row["slime"]["step"]
+        ratios = [round(verl / ours, 2), round((verl - row["verl"].get("old_log_probs", 0.0)) / ours, 2)]
+        assert ratios == [row["ratio"], row["ratio_without_old_log_probs"]]
+        assert f"{row['ratio']:.2f}" in readme
+        assert row["tuned"] or f"{row['ratio_without_old_log_probs']:.2f}" in readme
+    assert [row["tuned"] for row in rows].count(True) == 1
 
 
 def test_a_side_that_fails_costs_the_other_no_figure(
