@@ -92,6 +92,11 @@ class TrainNeeds:
             return batch.get("rollout_log_probs") is None
         return self.old_log_probs or len(batch["global_batch_sizes"]) > 1
 
+    def log_prob_passes(self, steps: int) -> int:
+        """Return how many forward passes over all samples come before the ``steps`` optimizer steps of a rollout."""
+        old = self.trains and not self.engine_log_probs and (self.old_log_probs or steps > 1)
+        return self.ref_log_probs + self.teacher_log_probs + (old or self.rollout_entropy)
+
 
 def _is_linear(path: str | None) -> bool:
     """Return whether the function of ``--custom-tis-function-path`` is known to only multiply the loss by weights."""

@@ -6,13 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
 
 _ROWS = 200
 """So many rows of the data give the mean length of a prompt."""
@@ -52,6 +47,8 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         CommandError: The flags or options are wrong, config.json of the model is not on this machine, or the run to
             take lengths from has no samples.
     """
+    from slime.backends.needs import TrainNeeds
+    from slime.cluster.dry_run import mean_prompt_tokens
     from slime.config.machine import Machine
     from slime.config.parser import ConfigError, read_command_line
     from slime.config.resolve import resolve_defaults
@@ -60,7 +57,7 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     from slime.plan.modes import ways
     from slime.plan.page import as_json, page
     from slime.plan.plan import make_plan
-    from slime.plan.read import read_run
+    from slime.plan.read import ASSUMED_PROMPT, read_run
 
     args, problems = read_command_line(words, prog="slime plan")
     if args.hf_checkpoint is None:
@@ -79,14 +76,16 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         args = args.with_values(compile_layers=args.lora_base_quantization is None)
     response_tokens, lengths = _lengths(options)
     kind = KINDS[options.kind]
-    prompt_tokens = options.prompt_tokens or _prompt_tokens(args)
+    # A plan needs neither data nor a tokenizer.
+    prompt_tokens = options.prompt_tokens or mean_prompt_tokens(args, _ROWS, _tell_assumed) or ASSUMED_PROMPT
     run = read_run(args, kind, options.asynchronous, prompt_tokens, response_tokens, options.sigma, lengths)
     if run is None:
         raise CommandError(
             f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
             "give a local folder with that file; weights are not needed"
         )
-    run = replace(run, work=replace(run.work, log_prob_passes=_log_prob_passes(args)))
+    passes = TrainNeeds.from_args(args).log_prob_passes(args.num_steps_per_rollout or 1)
+    run = replace(run, work=replace(run.work, log_prob_passes=passes))
     made = make_plan(run)
     both = run.train is not None and run.engine is not None
     others = best(run, options.gpus or made.gpus, options.search) if both and options.search else []
@@ -99,29 +98,10 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
     return int(not made.fits)
 
 
-def _log_prob_passes(args: Args) -> int:
-    from slime.backends.needs import TrainNeeds
-
-    needs = TrainNeeds.from_args(args)
-    steps = args.num_steps_per_rollout or 1
-    old = needs.trains and not needs.engine_log_probs and (needs.old_log_probs or steps > 1)
-    return needs.ref_log_probs + needs.teacher_log_probs + (old or needs.rollout_entropy)
-
-
-def _prompt_tokens(args: Args) -> float:
-    """Return the mean tokens of the first prompts of the data, or what is assumed where they cannot be read."""
-    from slime.cluster.dry_run import first_prompt_lengths
+def _tell_assumed(why: str) -> None:
     from slime.plan.read import ASSUMED_PROMPT
 
-    if not args.prompt_data:
-        return ASSUMED_PROMPT
-    try:
-        lengths = first_prompt_lengths(args, _ROWS)
-    except Exception as error:  # users' own functions and files; a plan needs neither
-        why = str(error).partition("\n")[0][:200]
-        print(f"slime plan: prompts of {ASSUMED_PROMPT:g} tokens are assumed (--mean-prompt): {why}", file=sys.stderr)
-        return ASSUMED_PROMPT
-    return sum(lengths) / len(lengths) if any(lengths) else ASSUMED_PROMPT
+    print(f"slime plan: prompts of {ASSUMED_PROMPT:g} tokens are assumed (--mean-prompt): {why}", file=sys.stderr)
 
 
 def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:

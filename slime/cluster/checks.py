@@ -73,16 +73,16 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
         partial(_check_snapshots, asynchronous=asynchronous), _check_save_folder, _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
-    return _check_hub(args) or [problem for check in checks for problem in check(args)]
+    return _check_hub(_named_checkpoints(args)) or [problem for check in checks for problem in check(args)]
 
 
-def _check_hub(args: Args) -> list[str]:
+def _check_hub(named: dict[str, str]) -> list[str]:
     """Check that the hub gives each model that is not on this machine."""
     from slime.models.folder import require_hub
 
     problems = []
-    for option, path in _named_checkpoints(args).items():
-        if path and looks_like_hub_id(path) and not Path(path).expanduser().exists():
+    for option, path in named.items():
+        if looks_like_hub_id(path) and not Path(path).expanduser().exists():
             try:
                 require_hub(path)
             except ModelError as error:
@@ -175,7 +175,7 @@ def _check_checkpoints(args: Args) -> list[str]:
     problems = []
     believers = {"Megatron": args.train_backend == "megatron", "SGLang": args.rollout_backend == "sglang"}
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
-    for option, path in _read_checkpoints(args).items():
+    for option, path in _here(_named_checkpoints(args)).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
             for who in (name for name, used in believers.items() if used):
@@ -188,26 +188,21 @@ def _check_checkpoints(args: Args) -> list[str]:
     return problems + _check_quantized_engines(args.hf_checkpoint, args.rollout_backend == "sglang" and updates)
 
 
-def _named_checkpoints(args: Args) -> dict[str, str | None]:
-    named: dict[str, str | None] = {"--hf-checkpoint": args.hf_checkpoint}
+def _named_checkpoints(args: Args) -> dict[str, str]:
+    named = {"--hf-checkpoint": args.hf_checkpoint}
     if args.load and is_hf_folder(args.load):
         named["--load"] = args.load
     if args.use_kl_loss or args.kl_coef != 0:
         named["--ref-load"] = args.ref_load
     if args.opd_teacher_load:
         named["--opd-teacher-load"] = args.opd_teacher_load
-    return named
+    return {option: path for option, path in named.items() if path}
 
 
-def _read_checkpoints(args: Args) -> dict[str, str]:
-    in_use: dict[str, str] = {}
-    for option, path in _named_checkpoints(args).items():
-        # A hub id is only checked if it is in the local cache. A checkpoint that several flags name is checked once.
-        if not path or path in in_use.values() or megatron_folder(path):
-            continue
-        if is_hf_folder(path) or read_config(path) is not None:
-            in_use[option] = path
-    return in_use
+def _here(named: dict[str, str]) -> dict[str, str]:
+    """Return the checkpoints that are on this machine; one that several flags name only once."""
+    once = {path: option for option, path in reversed(named.items()) if not megatron_folder(path)}
+    return {once[path]: path for path in reversed(once) if is_hf_folder(path) or read_config(path) is not None}
 
 
 def _check_megatron_lm(args: Args) -> list[str]:

@@ -138,7 +138,7 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, s
     if count is None and prompts:
         from slime.data.source import rollouts_of_epochs
 
-        count = rollouts_of_epochs(prompts, args)
+        count = rollouts_of_epochs(prompts, args.num_epoch, args.rollout_batch_size)
         origin = f"{args.num_epoch or 1} epoch(s)"
     if count is None:
         say("  length          the data source decides")
@@ -187,11 +187,16 @@ def _source(args: Args) -> DataSource | None:
     return source
 
 
-def first_prompt_lengths(args: Args, most: int) -> list[int]:
-    """Return the tokens of each of the first prompts of the data, at most ``most``; none if it gives no prompts."""
-    source = _source(args)
-    firsts = _first_samples(source, most) if source is not None else []
-    return [len(_prompt_ids(args, [sample])) for sample in firsts]
+def mean_prompt_tokens(args: Args, most: int, say: Say) -> float | None:
+    """Return the mean tokens of the first prompts of the data, at most ``most``; None, after ``say``, without any."""
+    try:
+        source = _source(args) if args.prompt_data else None
+        firsts = _first_samples(source, most) if source is not None else []
+        lengths = [len(_prompt_ids(args, [sample])) for sample in firsts]
+    except Exception as error:  # of the user's functions and files
+        say(str(error).partition("\n")[0][:200])
+        return None
+    return sum(lengths) / len(lengths) if any(lengths) else None
 
 
 def _first_samples(source: DataSource, most: int = SCORED_ROWS) -> list[Sample]:
@@ -260,20 +265,22 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
     from slime.data.sample import Sample
     from slime.engines.background import run
     from slime.rollout.multi_turn import TURNS, ModelTurn
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
 
     found: list[object] = []
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
             program = args.agent_function_path or args.agent_command or args.custom_generate_function_path
-            why = f"{program} may give it" if _may_score_itself(args) else "the label is no answer for this reward"
+            elsewhere = program and not args.custom_rm_path and "rm_type" not in args.explicit
+            why = f"{program} may give it" if elsewhere else "the label is no answer for this reward"
             say(f"  reward of its own answer: not known, because {why}")
             return
         # As if the model had written it in its only turn.
         turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
         sample.response, sample.status, sample.metadata[TURNS] = answer, Sample.Status.COMPLETED, [turn]
         try:
-            found.append(run(_scored(args, sample)))
+            found += run(batched_async_rm(args, [sample])) if args.group_rm else [run(async_rm(args, sample))]
         except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
             say(f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}")
             say("  slime check-hooks with the same flags tests your functions further")
@@ -283,19 +290,6 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
         say(f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}")
 
 
-async def _scored(args: Args, sample: Sample) -> object:
-    from slime.rollout.rm_hub import async_rm, batched_async_rm
-
-    if args.group_rm:
-        return (await batched_async_rm(args, [sample]))[0]
-    return await async_rm(args, sample)
-
-
-def _may_score_itself(args: Args) -> bool:
-    """Whether a program of the user's or an environment may give the rewards, and no flag asks for others."""
-    return bool(args.custom_generate_function_path) and not args.custom_rm_path and "rm_type" not in args.explicit
-
-
 def own_answer(args: Args, sample: Sample) -> str | None:
     """Return the label as a response in the form that the reward expects; None if the label is not an answer, or if the
     reward comes from elsewhere.
@@ -303,6 +297,7 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     For a custom reward function, whose form is not known, it is the label as it is.
     """
     from slime.data.reasoning import THINK
+    from slime.rollout.end_token import local_tokenizer
     from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
     from slime.rollout.rm_hub.math import gold_answer
     from slime.rollout.rm_hub.model_rm import is_model_class
@@ -312,7 +307,8 @@ def own_answer(args: Args, sample: Sample) -> str | None:
         return None
     if args.custom_rm_path:
         return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
-    if _may_score_itself(args) and not sample.metadata.get("rm_type"):
+    asked = "rm_type" in args.explicit or sample.metadata.get("rm_type")
+    if args.custom_generate_function_path and not asked:  # a program of the user's or an environment may give rewards
         return None
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
     plain = name.removeprefix("boxed_")
@@ -326,7 +322,8 @@ def own_answer(args: Args, sample: Sample) -> str | None:
         answer = f"\\boxed{{{label}}}"
     else:
         answer = f"Answer: {label}" if plain == "dapo" else str(label)
-    opened = opened_reasoning(args, sample) or (THINK if plain == "deepscaler" else None)
+    tokenizer = local_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    opened = opened_reasoning(tokenizer, sample) or (THINK if plain == "deepscaler" else None)
     return answer if opened is None or answer is None else f"{opened.end}{answer}"
 
 

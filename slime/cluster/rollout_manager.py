@@ -67,7 +67,8 @@ class RolloutManager(EngineManager):
             from slime.data.source import rollouts_of_epochs
 
             # Only the data source knows how many prompts an epoch has.
-            args = args.with_values(num_rollout=rollouts_of_epochs(len(self.data_source), args))
+            count = rollouts_of_epochs(len(self.data_source), args.num_epoch, args.rollout_batch_size)
+            args = args.with_values(num_rollout=count)
         super().__init__(args, self.run_dir / "logs", keys)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
-    from slime.types import JsonObject, JsonValue
+    from slime.types import JsonObject
 
 T = TypeVar("T")
 
@@ -107,20 +107,16 @@ def restore_rollouts(
     # change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
-    if changed := changes(then, settings | {"num_rollout": _length(then.get("num_rollout"), trained, args)}):
+    before, length = then.get("num_rollout"), args.num_rollout
+    now = settings | {"num_rollout": before}
+    if isinstance(before, int) and before != length:  # a new length is told if it changes the learning rate
+        old, new = (LrSchedule.from_args(args.with_values(num_rollout=count)) for count in (before, length))
+        if old != new and not (old.style == "constant" and old.warmup_steps == new.warmup_steps):
+            step = planned_steps(args.with_values(num_rollout=trained + 1))
+            rates = f"{old.lr(step):.3g} -> {new.lr(step):.3g}"
+            now["num_rollout"] = f"{length} (learning rate of the next step: {rates}; --lr-decay-iters fixes its decay)"
+    if changed := changes(then, now):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
-
-
-def _length(before: JsonValue, trained: int, args: Args) -> JsonValue:
-    """Return ``num_rollout``, with what a new length of the run changes; the old one if that is nothing."""
-    if not isinstance(before, int) or before == args.num_rollout:
-        return before
-    old, new = (LrSchedule.from_args(args.with_values(num_rollout=length)) for length in (before, args.num_rollout))
-    if old == new or (old.style == "constant" and old.warmup_steps == new.warmup_steps):
-        return before
-    step = planned_steps(args.with_values(num_rollout=trained + 1))
-    rates = f"{old.lr(step):.3g} -> {new.lr(step):.3g}"
-    return f"{args.num_rollout} (learning rate of the next step: {rates}; --lr-decay-iters fixes its decay)"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,32 @@ class Loop(NamedTuple):
 
     args: Args
     asynchronous: bool
-    algorithm: type[Algorithm]
+
+    @property
+    def algorithm(self) -> type[Algorithm]:
+        return algorithm_class(self.args.advantage_estimator)
+
+    def idle_flags(self) -> tuple[list[tuple[str, str]], list[str]]:
+        """Look for the flags of the tables that the user has given.
+
+        Returns:
+            Each flag that has no effect, as it is typed, with the reason; and a notice for each value that is probably
+            a mistake. None of both if the estimator cannot be loaded, which is a problem of its own.
+        """
+        if loading_problem(self.args.advantage_estimator):
+            return [], []
+        doubtful = [f"{typed} is probably not meant: {reason}" for typed, reason in self._without_effect(DOUBTFUL)]
+        return self._without_effect(IDLE), doubtful
+
+    def _without_effect(self, table: tuple[Row, ...]) -> list[tuple[str, str]]:
+        flags = flags_of(type(self.args))
+        told: dict[str, str] = {}
+        for row in table:
+            for name in row.flags:
+                value, flag = getattr(self.args, name), flags[name]
+                if name in self.args.explicit and value != flag.default and not row.works(self):
+                    told.setdefault(flag.option if flag.is_bool else f"{flag.option} {value}", row.needs)
+        return list(told.items())
 
 
 class Row(NamedTuple):
@@ -166,28 +191,3 @@ DOUBTFUL = (
         "it brings back the division by a standard deviation that Dr. GRPO removes",
     ),
 )
-
-
-def idle_flags(args: Args, asynchronous: bool) -> tuple[list[tuple[str, str]], list[str]]:
-    """Look for the flags of the tables that the user has given.
-
-    Returns:
-        Each flag that has no effect, as it is typed, with the reason; and a notice for each value that is probably a
-        mistake. None of both if the estimator cannot be loaded, which is a problem of its own.
-    """
-    if loading_problem(args.advantage_estimator):
-        return [], []
-    run = Loop(args, asynchronous, algorithm_class(args.advantage_estimator))
-    doubtful = [f"{typed} is probably not meant: {reason}" for typed, reason in _without_effect(DOUBTFUL, run)]
-    return _without_effect(IDLE, run), doubtful
-
-
-def _without_effect(table: tuple[Row, ...], run: Loop) -> list[tuple[str, str]]:
-    flags = flags_of(type(run.args))
-    told: dict[str, str] = {}
-    for row in table:
-        for name in row.flags:
-            value, flag = getattr(run.args, name), flags[name]
-            if name in run.args.explicit and value != flag.default and not row.works(run):
-                told.setdefault(flag.option if flag.is_bool else f"{flag.option} {value}", row.needs)
-    return list(told.items())

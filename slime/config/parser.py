@@ -22,7 +22,7 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
-from slime.config.idle_flags import idle_flags
+from slime.config.idle_flags import Loop
 from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.settings import apply_file, redacted, set_value
@@ -357,7 +357,7 @@ def check_args(
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
-    alone, doubtful = idle_flags(args, asynchronous)
+    alone, doubtful = Loop(args, asynchronous).idle_flags()
     args.notices += [*no_effect_notice([*idle, *alone]), *doubtful, *other_defaults(args)]
     for check in extra_checks:
         problems += check(args)

@@ -336,13 +336,14 @@ def prompt_maker(args: Args) -> PromptMaker:
     )
 
 
-def rollouts_of_epochs(prompts: int, args: Args) -> int:
-    """Return the number of rollouts of ``--num-epoch``: the fewest that use every prompt as often as that, at least 1.
+def rollouts_of_epochs(prompts: int, epochs: int | None, batch: int) -> int:
+    """Return the number of rollouts of ``batch`` prompts: the fewest that use every prompt ``epochs`` times (default:
+    1), at least 1.
 
     A rollout that the end of an epoch does not fill takes the rest from the next epoch, so that only the last rollout
     of a run may have prompts of an epoch more.
     """
-    return max(-(-prompts * (args.num_epoch or 1) // args.rollout_batch_size), 1)
+    return max(-(-prompts * (epochs or 1) // batch), 1)
 
 
 def load_dataset(args: Args) -> Dataset:

@@ -8,16 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_chat_template
 from slime.data.sample import Sample
 from slime.data.tokenizers import end_ids, load_tokenizer
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _OF_OTHERS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<end_of_turn>", "<eos>"),
@@ -50,10 +46,9 @@ def text_of(tokenizer: Tokenizer, ends: Set[int], ids: Sequence[int], skip: bool
     return tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=skip)
 
 
-def spoken(args: Args, sample: Sample) -> Sample:
+def spoken(sample: Sample, checkpoint: str | None, trust: bool) -> Sample:
     """Return a copy of a sample for a verifier, without end tokens that a user's function left in the response."""
-    heard, text = copy.copy(sample), sample.response or ""
-    ends = _end_texts(args.hf_checkpoint, args.trust_remote_code)
+    heard, text, ends = copy.copy(sample), sample.response or "", _end_texts(checkpoint, trust)
     while (whole := text.rstrip()).endswith(ends):
         text = next(whole.removesuffix(end) for end in ends if whole.endswith(end))
     heard.response = text

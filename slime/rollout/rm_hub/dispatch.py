@@ -29,6 +29,7 @@ from slime.rollout.rm_hub.text import last_boxed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.types import Tokenizer
 
 _MODULES = (code, dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
 
@@ -149,9 +150,9 @@ async def by_type(args: Args, sample: Sample) -> Any:
         )
     if plain in _COMPARED and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
-    scored = spoken(args, sample)
+    scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
     if plain not in _WHOLE or plain != name:
-        opened = opened_reasoning(args, sample)
+        opened = opened_reasoning(local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample)
         if opened is not None and opened.end not in scored.response:
             scored.response = ""  # it never leaves the reasoning
     if plain != name:
@@ -163,12 +164,11 @@ async def by_type(args: Args, sample: Sample) -> Any:
     return reward
 
 
-def opened_reasoning(args: Args, sample: Sample) -> Tags | None:
+def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None:
     """Return the tags of the reasoning that the prompt of a sample has opened, or None.
 
     The tokens of the prompt decide, if the sample has them, because an agent's program writes its own prompts.
     """
-    tokenizer = local_tokenizer(args.hf_checkpoint, args.trust_remote_code)
     ids = sample.array("tokens")
     if tokenizer is not None and ids is not None and 0 < sample.response_length < len(ids):
         return opened_by_ids(tokenizer, ids[: -sample.response_length].tolist())

@@ -53,7 +53,7 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
     check_class(model_class, model_path)
     columns = [
         [sample.prompt for sample in samples],
-        [spoken(args, sample).response for sample in samples],
+        [spoken(sample, args.hf_checkpoint, args.trust_remote_code).response for sample in samples],
         [sample.label for sample in samples],
         [sample.metadata for sample in samples],
     ]

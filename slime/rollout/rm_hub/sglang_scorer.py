@@ -69,7 +69,8 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
         raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
     template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
-    scores: list[float] = await _FORMS[form](judge, [spoken(args, sample) for sample in samples])
+    heard = [spoken(sample, args.hf_checkpoint, args.trust_remote_code) for sample in samples]
+    scores: list[float] = await _FORMS[form](judge, heard)
     return scores
 
 
