@@ -4,9 +4,10 @@
 #   bash scripts/test_sglang.sh [pytest arguments]
 #
 # Nothing is skipped but what an engine on a CPU cannot do, and a test pins that list. The environment is made
-# once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh). Servers killed under a run take ten minutes more:
+# once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh). Each start of a server takes some 50 CPU seconds, so each commit runs
+# the contract suite and one cell of each kind; the others are of the long circle:
 #
-#   bash scripts/test_sglang.sh -m "sglang and slow"
+#   SLIME_TESTS=all bash scripts/test_sglang.sh
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -21,7 +21,7 @@ from slime.engines.plan import EngineSpec
 from slime.engines.settings import EngineSettings
 from slime.rollout.state import GenerateState
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
 HELLO: list[Any] = [{"role": "user", "content": "say something"}]
 
 

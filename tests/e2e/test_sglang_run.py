@@ -66,6 +66,7 @@ def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: st
     assert runner.wait_gone() == []
 
 
+@pytest.mark.long
 def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
     result = runner.inline(*sglang_flags, "--sglang-attention-backend", "abacus")
     assert result.code == 2

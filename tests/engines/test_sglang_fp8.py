@@ -18,7 +18,7 @@ from slime.models.fp8_format import Fp8Format
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from tiny_checkpoints import save_model
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.long]
 HERE = Path(__file__).parent
 
 
@@ -36,7 +36,7 @@ def quantized(folder: Path, kind: str, **config: Any) -> tuple[Path, Path]:
     return plain, folder / "fp8"
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_sync_gives_what_a_checkpoint_gives(kind: str, tmp_path: Path) -> None:
     _, first = quantized(tmp_path / "first", kind)
     plain, second = quantized(tmp_path / "second", kind, initializer_range=0.1)

@@ -40,6 +40,7 @@ from fsdp_helpers import make_args as backend_args
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.real,
+    pytest.mark.long,
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
 ]
 START_SECONDS = 400.0

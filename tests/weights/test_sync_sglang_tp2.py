@@ -36,6 +36,7 @@ from slime.weights.update import UpdateReport
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.real,
+    pytest.mark.long,
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
 ]
 __all__ = ["closed_transports"]
