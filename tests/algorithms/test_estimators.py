@@ -370,6 +370,12 @@ def test_baselines(rewards: list[int]) -> None:
         assert {*centred(values), *standardized(values), *leave_one_out(values)} == {0.0}
 
 
+def test_equal_rewards_give_exactly_zero_also_where_their_mean_is_rounded() -> None:
+    rewards = [0.1] * 3
+    assert sum(rewards) / 3 != 0.1
+    assert centred(rewards) == standardized(rewards) == leave_one_out(rewards) == [0.0] * 3
+
+
 def test_overlong_rewards_fall_over_the_buffer_and_no_further() -> None:
     penalties = [overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 25)]
     assert penalties == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]

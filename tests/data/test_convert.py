@@ -156,6 +156,20 @@ def test_a_part_of_a_dump_makes_as_many_steps() -> None:
     assert part["global_batch_sizes"] == [2, 2, 2]
 
 
+def test_each_step_counts_the_tokens_of_its_own_samples() -> None:
+    groups = [[make_sample(2 * g + k, g, response=2 * g + k + 1) for k in range(2)] for g in range(3)]
+    args = make_args(global_batch_size=2, rollout_batch_size=3, n_samples_per_prompt=2)
+    part = split_train_data(args, samples_to_train_data(args, groups), 1)[0]
+    assert part["num_microbatches"] == [1, 1, 1] and part["global_token_counts"] == [1 + 2, 3 + 4, 5 + 6]
+
+
+def test_the_age_of_tokens_is_counted_from_the_rollout_that_trains_them() -> None:
+    groups = [[make_sample(i, version_spans=[("0.2", 0, 1), ("0.3", 1, 2)]) for i in range(2)]]
+    args = make_args(global_batch_size=2, rollout_batch_size=1, n_samples_per_prompt=2)
+    (part,) = parts_of_ranks(args, groups, 3, ParallelLayout(1))
+    assert lists(to_rank_batch(part)["staleness"]) == [[1, 0], [1, 0]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -124,6 +124,18 @@ def test_a_sample_between_two_alike_shares_only_what_it_has_in_common_with_them(
     assert [layout.rows_of(i).tolist() for i in range(3)] == rows
 
 
+def test_equal_scores_are_computed_once_and_no_others_are_taken_for_equal() -> None:
+    n = 2 * MIN_SHARED_TOKENS
+    same = [256 * (1 - i % 2) for i in range(n)]
+    layout = layout_of([(0, [1], [*same, 5]), (0, [1], [*same, 6])], share=True)
+    found = packing.distinct_scores(layout)
+    assert found is not None
+    rows, targets, place = found
+    assert rows[place].tolist() == layout.logit_index.tolist()
+    assert targets[place].tolist() == layout.targets.tolist()
+    assert len(rows) == n + 2, "the beginning once, and the two ends"
+
+
 def test_nothing_to_share_needs_no_gather() -> None:
     assert layout_of([(0, [1], [2]), (1, [1], [3])], share=True).kv_index is None
     assert layout_of([(0, [1], [2]), (0, [1], [3])], share=False).kv_index is None

@@ -36,6 +36,20 @@ def test_documented_defaults() -> None:
     sample.anything = 3  # type: ignore[attr-defined]  # further attributes are allowed
 
 
+def test_a_cut_response_keeps_what_belongs_to_its_tokens() -> None:
+    sample = Sample(tokens=[1, 2])
+    more = {"top_p_token_ids": encode([5, 6, 7, 8, 9]), "top_p_token_offsets": encode([0, 2, 3, 5])}
+    sample.append_response_tokens(
+        tokens=[3, 4, 5], log_probs=[-0.1, -0.2, -0.3], text="abc", meta_info=answer("stop", **more)
+    )
+    sample.cut_response(2, "ab")
+    assert (sample.tokens, sample.response, sample.response_length) == ([1, 2, 3, 4], "ab", 2)
+    assert sample.loss_mask == [1, 1] and sample.rollout_log_probs == [-0.1, -0.2] and sample.truncated
+    assert sample.rollout_top_p_token_ids is not None and sample.rollout_top_p_token_offsets is not None
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
+    assert sample.rollout_top_p_token_ids.tolist() == [5, 6, 7]
+
+
 def test_two_turns_with_a_tool_between() -> None:
     sample = Sample(index=7, tokens=[1, 2])
     sample.append_response_tokens(

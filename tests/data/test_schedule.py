@@ -84,8 +84,10 @@ def test_context_parallel_multiplies_the_cap() -> None:
 
 
 def test_interleaved_pipeline_groups() -> None:
-    counts = schedule(DYNAMIC, [2] * 12, 12, 2, vpp_size=2, microbatch_group_size_per_vp_stage=2)[2]
-    assert counts == [2]
+    counts = schedule(DYNAMIC, [2] * 12, 12, 2, vpp_size=2, microbatch_group_size_per_vp_stage=3)[2]
+    assert counts == [3]
+    counts = schedule(DYNAMIC, [2] * 12, 12, 2, vpp_size=1, microbatch_group_size_per_vp_stage=3)[2]
+    assert counts == [2], "stages that are not interleaved have no groups"
 
 
 def test_odd_long_samples_are_joined_not_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,77 @@
+"""The table of planted mistakes applies to today's code, and ``tools/mutate.py`` tells which of them the tests find."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TOOL = CHECKOUT / "tools" / "mutate.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutate", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_mutant_applies_once_is_python_and_has_tests(tool: ModuleType) -> None:
+    mutants = tool.read_table()
+    stale = [str(one) for one in mutants if one.is_stale]
+    assert not stale, "tools/mutants.txt: the text must be exactly once in the file:\n" + "\n".join(stale)
+    assert len(mutants) == len({(one.file, one.old, one.new) for one in mutants}) >= 150
+    for one in mutants:
+        text = (CHECKOUT / one.file).read_text()
+        assert one.old != one.new
+        assert ast.dump(ast.parse(text.replace(one.old, one.new))) != ast.dump(ast.parse(text)), one
+        assert all((CHECKOUT / tests).exists() for tests in one.tests), one
+
+
+@pytest.mark.real
+def test_what_is_killed_what_survives_and_where_a_second_call_goes_on(tmp_path: Path) -> None:
+    files = {
+        "slime/__init__.py": "",
+        "slime/data/__init__.py": "",
+        "slime/data/a.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
+        "tests/data/test_a.py": "from slime.data.a import double\n\n\ndef test_double():\n    assert double(2) == 4\n",
+        "slime/data/b.py": "ONE = 1\n",
+        "tests/data/test_b.py": "from slime.data import b\n\n\ndef test_one():\n    assert b.ONE == 2\n",
+        "tools/mutants.txt": "# a comment\nslime/data/a.py\n    2 * x ==> 3 * x\n    x / 2 ==> x / 3\n    y ==> z\n"
+        "\nslime/data/b.py\n    ONE = 1 ==> ONE = 3\n",
+        "pyproject.toml": "[tool.pytest.ini_options]\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(TOOL, tmp_path / "tools")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+
+    def call() -> tuple[int, list[str]]:
+        command = [sys.executable, "tools/mutate.py", "--jobs", "2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout.split("\nfile")[-1].splitlines()
+
+    status, table = call()
+    results = (tmp_path / "outputs" / "mutants.jsonl").read_text()
+    assert status == 1
+    assert [line.split()[0] for line in table[-4:]] == ["survived", "stale", "broken", "25.0%"]
+    assert len(results.splitlines()) == 3
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+    assert call() == (status, table)
+    assert (tmp_path / "outputs" / "mutants.jsonl").read_text() == results
+    # A new test makes the mutant of its file unknown again, and only these.
+    more = "\n\ndef test_half():\n    from slime.data.a import half\n\n    assert half(3) == 1.5\n"
+    (tmp_path / "tests/data/test_a.py").write_text(files["tests/data/test_a.py"] + more)
+    assert [line.split()[0] for line in call()[1][-3:]] == ["stale", "broken", "50.0%"]
+    assert len((tmp_path / "outputs" / "mutants.jsonl").read_text().splitlines()) == 5
