@@ -99,6 +99,13 @@ def test_packed_integers_are_near(bits: int, columns: int) -> None:
         assert torch.isfinite(again).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_new_scale_of_integers_spreads_a_group_over_their_whole_range(bits: int) -> None:
+    """It is that of compressed-tensors: the largest value over half of the range, which is 7.5 with four bits."""
+    _, scales = requantize.to_packed(torch.tensor([[0.1, -0.2, 0.5, -1.0]]), torch.zeros(1, 1), bits)
+    torch.testing.assert_close(scales, torch.tensor([[2.0 / (2**bits - 1)]]))
+
+
 def test_fp4_is_rounded_to_the_nearest() -> None:
     grid = torch.tensor(sorted({abs(x) for x in E2M1}))
     values = torch.linspace(-7, 7, 281)

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.sync import _Sender
+from slime.weights.sync import _Sender, _transforms
+from slime.weights.update import transformed
 
 
 def test_a_frozen_engine_is_given_up_before_the_other_ranks_give_up_the_sender() -> None:
@@ -62,3 +64,10 @@ def test_frozen_tensors_are_left_out_only_where_engines_hold_versions_of_this_at
     plan: Any = SimpleNamespace(infos=infos)
     sender.memory = SimpleNamespace(updated=set(infos))
     assert sender._engines_are_ours(plan) is ours
+
+
+@pytest.mark.parametrize(("left_out", "sent"), [(False, ["a.weight", "b.weight"]), (True, ["b.weight"])])
+def test_engines_that_may_lack_the_frozen_tensors_get_them(left_out: bool, sent: list[str]) -> None:
+    settings = WeightSyncSettings.from_args(make_args(freeze_params_name_list=["^a"]))
+    tensors = [("a.weight", torch.ones(2)), ("b.weight", torch.ones(2))]
+    assert [name for name, _ in transformed(tensors, _transforms(settings, None, left_out))] == sent
