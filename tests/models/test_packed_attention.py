@@ -146,6 +146,15 @@ def run(module: nn.Module | None = None, mask: Tensor | None = None, pack: bool 
     return packed_attention(module or Attention(), *heads, mask, **kwargs)[0]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("window", [3, 4, 5, 6])
+def test_a_window_of_about_the_longest_sample_equals_dense(window: int) -> None:
+    """A window that hides nothing may be left out, and one that hides a single key of a single query may not."""
+    layout = layout_of([(2, [4]), (1, [2])], False)
+    inputs = tensors(layout, 2, 1)
+    out = attend(*inputs[:3], PackSegments.from_layout(layout, "cpu"), 0.3, window)
+    torch.testing.assert_close(out, dense(*inputs[:3], layout, 0.3, window))
+
+
 def test_interface_function_shape_and_window() -> None:
     full = run()
     assert full.shape == (1, 12, 4, 8)
