@@ -7,7 +7,7 @@
 #
 # Each stage leaves its output and its result in the folder below, which a call with --again empties. A stage that has
 # passed is not run again, so an interrupted call loses one stage at most. The table at the end has one line per stage.
-set -uo pipefail
+set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$here/.."

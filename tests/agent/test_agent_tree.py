@@ -18,6 +18,8 @@ STEP = st.tuples(st.integers(0, 30), st.lists(WORDS, min_size=1, max_size=2), st
 
 
 class Letters:
+    eos_token_id = None
+
     def decode(self, ids: list[int], **_: Any) -> str:
         return " ".join(map(str, ids))
 

@@ -89,6 +89,7 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
         "n_samples_per_prompt": "many",
         "max_restarts": 2,
         "lr": -1,
+        "inline": False,  # other processes need a copy of each function
     }
     with pytest.raises(ConfigError) as raised:
         parse(base | wrong, tmp_path)
