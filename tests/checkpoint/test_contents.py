@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from slime.checkpoint.contents import hostile_file
-from slime.checkpoint.files import write_state
+from slime.data.value_files import write_state
 
 
 class Runs:
