@@ -295,6 +295,32 @@ def steps(ledger: Ledger, first: int, last: int) -> None:
         ledger.trained(step)
 
 
+def test_groups_that_are_not_trained_are_left_out_and_the_others_are_not(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for number in range(3):
+        ledger("asked", group(number), {})
+        ledger("accepted", group(number), {})
+    ledger.complete(0, [group(number) for number in range(3)], [], 3)
+    ledger.left_out(0, [0, 1])
+    ledger.trained(0)
+    ledger.close()
+    rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [(row["group"], row["state"]) for row in rows] == [(0, "trained"), (1, "trained"), (2, "left out")]
+
+
+def test_a_group_belongs_to_the_rollout_that_asked_for_it_also_after_a_resume(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    steps(ledger, 0, 2)
+    state = ledger.cut(1, 1)
+    ledger("asked", group(2), {})
+    assert ledger.open[2].asked == 2
+    ledger.close()
+    resumed = Ledger(tmp_path / "ledger.jsonl")
+    resumed.restore(state, 1)
+    resumed("asked", group(2), {})
+    assert resumed.open[2].asked == 2
+
+
 def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger, room = Ledger(path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -43,6 +43,13 @@ def test_a_committed_snapshot_is_found_with_its_manifest(tmp_path: Path) -> None
     assert snapshot.latest(path) == found  # an iter folder may be named itself
 
 
+@pytest.mark.parametrize("size", [999, 1001])
+def test_a_size_that_has_changed_is_found_without_digests(size: int, tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "actor" / "shard_0.bin").write_bytes(b"w" * size)
+    with pytest.raises(SnapshotError, match=f"shard_0.bin has {size} bytes instead of 1000"):
+        snapshot.latest(tmp_path, digests=False)
+
+
 def test_nothing_to_load_is_none(tmp_path: Path) -> None:
     assert snapshot.latest(tmp_path) is None
     assert snapshot.latest(tmp_path / "absent") is None

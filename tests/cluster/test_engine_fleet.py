@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from make_args import make_args
 
 from slime.cluster.engine import EngineStatus
-from slime.cluster.engine_fleet import MOST_LOSSES, EngineFleet
+from slime.cluster.engine_fleet import LOSSES_SECONDS, MOST_LOSSES, EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.http import close_session, post
@@ -184,6 +185,15 @@ def test_an_engine_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
         time.sleep(0.005)
     assert len(started.hosts) == MOST_LOSSES
     assert "no engine is left" in started.fleet.fatal and "out of memory" in started.fleet.fatal
+
+
+def test_losses_of_long_ago_are_forgotten(tmp_path: Path) -> None:
+    started = Started(tmp_path, count=1)
+    (engine,) = started.fleet.engines
+    engine.losses = [time.monotonic() - LOSSES_SECONDS - 1.0] * MOST_LOSSES
+    started.fleet.lose({engine.url: "struck"})
+    assert engine.state == "lost" and started.fleet.fatal is None
+    started.fleet.stop()
 
 
 def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
@@ -382,6 +392,24 @@ def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch:
     fleet.stop()
 
 
+def test_an_engine_that_ends_while_a_pause_begins_is_not_lost(tmp_path: Path) -> None:
+    """Engines that are shut down or asleep are the pause's own work; what is really gone is seen after it."""
+    started = Started(tmp_path)
+    monitor = HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    ended = monitor.processes.ended
+
+    def paused_meanwhile(seconds: float) -> dict[str, str]:
+        gone = ended(seconds)
+        monitor.pause("update")
+        return gone
+
+    monitor.processes.ended = paused_meanwhile  # type: ignore[method-assign]
+    started.hosts[0].running = False
+    monitor.poll()
+    assert len(started.fleet.urls()) == 2
+    started.fleet.stop()
+
+
 def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,6 +599,23 @@ def test_a_process_that_ends_just_before_its_engine_is_asked_is_named(tmp_path: 
         patch.setattr("slime.cluster.health.unhealthy", refused)
         monitor.check([first.url, second.url])
     assert "its process 1 ended" in str(started.fleet.fatal) and monitor.missed == {}
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_an_engine_that_refuses_is_not_healthy(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.cluster.health.RETRY_SECONDS", 0.0)
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert answers(f"http://127.0.0.1:{server.server_port}", 30.0) == f"/health_generate answered {status}"
+        server.shutdown()
 
 
 def test_a_port_that_accepts_and_says_nothing_is_a_hang() -> None:

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from slime.cluster.stop_signals import StopRequested, StopSignals
+from slime.cluster.supervisor import FORWARDED, REPORTS
 
 
 def test_a_stop_that_waits_for_a_step_says_so_at_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +29,34 @@ def test_a_stop_that_can_begin_at_once_is_said_by_the_shutdown(capfd: pytest.Cap
         with pytest.raises(StopRequested, match="SIGTERM"):
             stop.check()
     assert capfd.readouterr().err == ""
+
+
+def test_a_second_signal_ends_the_process_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("slime.cluster.stop_signals._end_at_once", ended.append)
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [128 + signal.SIGINT]
+
+
+def test_a_signal_that_the_supervisor_forwards_as_well_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches every process of the group, and the supervisor, which is one of them, forwards it."""
+    ended: list[int] = []
+    monkeypatch.setattr("slime.cluster.stop_signals._end_at_once", ended.append)
+    monkeypatch.setattr(type(REPORTS), "attached", True)
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), FORWARDED[signal.SIGINT])
+        assert ended == [] and stop.requested == "SIGINT"
+        os.kill(os.getpid(), FORWARDED[signal.SIGINT])
+    assert ended == [128 + signal.SIGINT]
+
+
+def test_a_part_that_defers_the_stop_does_not_end_the_deferral_around_it() -> None:
+    with StopSignals() as stop, stop.deferred():
+        with stop.deferred():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        stop.check()
