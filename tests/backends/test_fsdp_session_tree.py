@@ -22,6 +22,8 @@ from slime.models import token_log_probs as token_log_probs_module
 
 
 class NoText:
+    eos_token_id = None
+
     def decode(self, ids: list[int], **_: Any) -> str:
         return ""
 
