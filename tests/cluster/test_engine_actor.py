@@ -28,8 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if server.fails:
             raise ServerFailed("it did not answer")
 
-    monkeypatch.setattr(module, "door", lambda: SimpleNamespace(address=lambda: "127.0.0.1"))
-    monkeypatch.setattr("slime.cluster.logs.redirect_output", lambda *_: None)
+    monkeypatch.setattr(module, "door", lambda: SimpleNamespace(address=lambda: "127.0.0.1", log_to=lambda *_: None))
     monkeypatch.setattr("slime.engines.launch.start_engine", lambda *_: server)
     monkeypatch.setattr("slime.engines.sglang.sampler.warm_up", warm_up)
     return server
@@ -93,7 +92,9 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
 ) -> None:
     started: list[module.EngineActor] = []
     here = SimpleNamespace(
-        create=lambda cls, *settings, **_: started.append(cls(*settings)), address=lambda: "127.0.0.1"
+        create=lambda cls, *settings, **_: started.append(cls(*settings)),
+        address=lambda: "127.0.0.1",
+        log_to=lambda *_: None,
     )
     monkeypatch.setattr(module, "door", lambda: here)
     placement: Any = SimpleNamespace(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from example_scripts import load_example, small_datasets
+from make_args import make_args
 
 from slime.config.args import Args
 from slime.data.eval_config import resolve_eval_datasets
@@ -52,7 +52,7 @@ async def test_the_shared_sets_keep_labels_that_their_verifiers_read(tmp_path: P
     assert [entry.name for entry in sets] == ["gsm8k", "math500", "aime"]
     for entry in sets:
         (row,) = rows(entry.path)
-        args = SimpleNamespace(rm_type=entry.rm_type, custom_rm_path=None, reward_timeout=30.0, reward_workers=1)
+        args = make_args(rm_type=entry.rm_type, reward_timeout=30.0, reward_workers=1)
         sample = Sample(response="so it is \\boxed{8}", label=row["label"])
         assert await async_rm(args, sample) == 1, entry.name
 

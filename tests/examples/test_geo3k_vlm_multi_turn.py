@@ -106,7 +106,7 @@ async def test_a_reply_with_an_image_closes_the_turn_once_in_text_and_ids(
     async def engine(args: Any, sample: Sample, params: dict[str, Any]) -> None:
         tokens = [*tokenizer("3", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         finish = {"finish_reason": {"type": "stop", "matched": tokenizer.eos_token_id}}
-        sample.append_response_tokens(args, tokens=tokens, log_probs=[-1.0] * 2, meta_info=finish, text="3<eos>")
+        sample.append_response_tokens(args, tokens=tokens, log_probs=[-1.0] * 2, meta_info=finish, text="3")
 
     monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
     sample = make_sample(tmp_path)

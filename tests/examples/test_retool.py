@@ -38,8 +38,7 @@ async def test_code_is_run_and_its_output_is_read_but_not_trained(
     sample = Sample(prompt=row["prompt"], label=row["label"], index=0)
     sample = await retool.generate(script.args, sample, script.params)
     assert sample.response == (
-        "<code>print(37 * 24 + 18)</code><eos><user><interpreter>906</interpreter><eos>"
-        "<assistant>So it is \\boxed{906}<eos>"
+        "<code>print(37 * 24 + 18)</code><eos><user><interpreter>906</interpreter><eos><assistant>So it is \\boxed{906}"
     )
     assert script.trained(sample) == "<code>print(37 * 24 + 18)</code>So it is \\boxed{906}<eos>"
     assert sample.metadata["round_number"] == 2 and sample.non_generation_time > 0
