@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,8 @@ def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict
         ProcessPoolExecutor(jobs, fork, make_tree, (folder,)) as pool,
     ):  # fmt: skip
         asked = {pool.submit(judge, one): one for one in missing}
+        # After the workers were forked: the mutants that are judged now end, the others are left for the next call.
+        signal.signal(signal.SIGTERM, lambda *_: pool.shutdown(wait=False, cancel_futures=True))
         for future in as_completed(asked):
             if future.cancelled():
                 continue
