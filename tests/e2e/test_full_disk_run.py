@@ -27,8 +27,8 @@ def larger_model(save_tiny: Callable[..., Path]) -> Path:
     "more",
     [
         ["--save", "disk/saved"],
-        ["--save", "disk/saved", "--async-save"],
-        ["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"],
+        pytest.param(["--save", "disk/saved", "--async-save"], marks=pytest.mark.long),
+        pytest.param(["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"], marks=pytest.mark.long),
         pytest.param(["--save", "disk/saved", *on_cpu()], marks=pytest.mark.megatron),
     ],
     ids=["fsdp", "async-save", "save-hf", "megatron"],

@@ -43,6 +43,7 @@ def test_the_notebook_is_saved_with_its_outputs() -> None:
     assert f"step {STEPS}/{STEPS} " in text
 
 
+@pytest.mark.long
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long  # the functions of each example have tests of their own
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(600)
