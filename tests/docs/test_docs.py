@@ -23,7 +23,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
-    "--tuned", "--affected",
+    "--tuned", "--affected", "--only",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
 
