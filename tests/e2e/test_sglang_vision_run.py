@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def test_the_second_look_with_real_sglang(runner, architecture: str, tmp_path: P
     model = save_model(architecture, tmp_path / "model", warm_up_steps=12)  # some answers are right
     look, data = EXAMPLES / "geo3k_vlm_multi_turn", tmp_path / "geometry"
     train, held_out = (geometry.write_rows(data, name, n, seed=1) for name, n in (("train", 16), ("eval", 4)))
-    result = runner.inline(
+    result = runner.run(
         "--hf-checkpoint", model, "--prompt-data", train, "--multimodal-keys", '{"image": "images"}',
         "--custom-generate-function-path", f"{look / 'second_look.py'}:generate", "--max-turns", 2,
         "--custom-rm-path", f"{look / 'second_look.py'}:score", "--rm-type", "last_number",
@@ -27,6 +28,7 @@ def test_the_second_look_with_real_sglang(runner, architecture: str, tmp_path: P
         "--rollout-max-response-len", 64, "--num-rollout", 3, "--lr", "3e-4", "--train-backend", "fsdp",
         "--eval-interval", 3, "--eval-prompt-data", "figures", held_out, "--log-multi-turn",
         "--rollout-backend", "sglang", "--sglang-device", "cpu", "--sglang-max-total-tokens", 8192,
+        env={"PYTHONPATH": os.environ["PYTHONPATH"]}, timeout=900,  # with torchvision
     )  # fmt: skip
     assert result.code == 0, result.output
     rows = result.metrics()
