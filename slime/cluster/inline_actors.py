@@ -226,32 +226,22 @@ class InlineActors(Actors):
 
     def get(self, refs: Sequence[Ref[T]], timeout: float | None = None) -> list[T]:
         futures = [ref.future() for ref in refs]
-        self._wait(futures, timeout, FIRST_EXCEPTION)
-        failed = next((future for future in futures if future.done() and future.exception() is not None), None)
-        if failed is not None:
-            raise _as_raised(failed)
+        wait(futures, timeout, FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and (error := future.exception()) is not None:
+                raise error  # its traceback ends in the line of the user's function
         if not all(future.done() for future in futures):
             raise NoAnswer(f"no result within {timeout} s")
         return [future.result() for future in futures]
 
     def wait(self, refs: Sequence[Ref[T]], timeout: float) -> tuple[list[Ref[T]], list[Ref[T]]]:
-        self._wait([ref.future() for ref in refs], timeout)
+        wait([ref.future() for ref in refs], timeout)
         done = [ref for ref in refs if ref.future().done()]
         return done, [ref for ref in refs if ref not in done]
-
-    def _wait(self, futures: Sequence[Future[Any]], timeout: float | None, until: str = "ALL_COMPLETED") -> None:
-        wait(futures, timeout, until)
 
     async def result(self, ref: Ref[T]) -> T:
         result: T = await asyncio.wrap_future(ref.future())
         return result
-
-
-def _as_raised(future: Future[Any]) -> BaseException:
-    """The exception of a call, whose traceback ends in the line that has raised it."""
-    error = future.exception()
-    assert error is not None
-    return error
 
 
 class _ProcessState:
