@@ -29,7 +29,7 @@ if [ "${1:-}" = --affected ]; then
         echo "slime: no test depends on the changes since ${2:-main}" >&2
         exit 0
     fi
-    set -- -n 2 --dist loadgroup -m "not slow and not sglang and not megatron" "${files[@]}"
+    set -- -n 2 --dist loadfile -m "not slow and not sglang and not megatron" "${files[@]}"
 fi
 if [ $# -eq 0 ]; then
     # A process that has finished its share takes tests from the end of the other's, so that both end together.

@@ -9,6 +9,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [ $# -eq 0 ]; then
     # A group is a file, or a whole run. Those that are longest come first, so that both processes end together.
-    set -- -n 2 --dist loadgroup
+    set -- -n 2 --dist loadfile
 fi
 exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not cuda" "$@"

@@ -87,13 +87,9 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name
+@pytest.hookimpl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test; and group for xdist.
-
-    With ``--dist loadgroup`` the tests of a group run in one process. A file is a group, because its tests share
-    fixtures that take long to make. Whole runs (tests/e2e) share nothing, so each is a group of its own, but for those
-    of the specification's commands: these are typed with their ports.
+    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test.
 
     Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
@@ -101,14 +97,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
-        e2e = "e2e" in item.path.parts
-        if not e2e or item.get_closest_marker("seeds"):
-            item.add_marker(pytest.mark.xdist_group("seeds" if e2e else str(item.path)))
         names = getattr(item, "fixturenames", ())
         if "smollm2" in names:
             item.add_marker(pytest.mark.needs_model)
         if "datasets_dir" in names:
             item.add_marker(pytest.mark.needs_datasets)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, each whole run is a unit of its own; of other files, all tests run in one process.
+
+    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing, but for those of the
+    specification's commands, which are typed with their ports. (xdist 3.8 has ``--dist loadgroup`` for this, which with
+    pytest 9.2 groups nothing: it sets an attribute that pytest reads no more.)
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndRuns(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            if "/e2e/" not in file:
+                return file
+            return "seeds" if "/test_seed_" in file else nodeid
+
+    return FilesAndRuns(config, log)
 
 
 @pytest.fixture(scope="session")

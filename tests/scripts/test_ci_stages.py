@@ -137,6 +137,16 @@ def test_of_the_long_circle() -> None:
     """What the test above looks for."""
 
 
+@pytest.mark.real
+def test_the_tests_of_a_file_run_in_one_process() -> None:
+    """They share fixtures that take long to make: two processes would make each of them twice."""
+    files = ("tests/config/test_overrides.py", "tests/config/test_secrets.py")
+    printed = run_pytest(*files, "-vv", "-n", "2", "--dist", "loadfile")
+    ran = set(re.findall(r"\[(gw\d)\].* PASSED (\S+?)::", printed))
+    assert sorted(file for _, file in ran) == sorted(files), "each file in one process"
+    assert len({process for process, _ in ran}) == 2
+
+
 def test_what_a_change_can_break() -> None:
     from affected import affected_tests
 

@@ -24,6 +24,7 @@ from megatron_ranks import (
     make_arguments,
     rank_batch,
 )
+from pairwise import pairwise
 
 from slime.verify.rank import leave_model
 
@@ -113,10 +114,11 @@ LATER = [
     (lora("qwen3_5", 2, OVERLAP), lora("qwen3_5", 2)),
     (lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **BOTH), lora("qwen3_moe", 2, {EP: 2}, **BOTH)),
 ]
-PLAN += [layout for pair in LATER for layout in pair]
 """Pairs that also take more steps in a row, each with the weights that the step before gathers in its time."""
+LATER_LAYOUTS = [layout for pair in LATER for layout in pair]
+PLAN = pairwise([*PLAN, *LATER_LAYOUTS], kept=[*LATER_LAYOUTS, *OF_EXPERTS[1:3]])
 KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
-KEPT += [lora("qwen3_5", 2, {TP: 2, SP: True}, **KL), *OF_EXPERTS[1:3]]
+KEPT += [layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)] + OF_EXPERTS[1:3]
 """Those that also write and read files."""
 ORDINARY: dict[str, Any] = dict(lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pairwise import pairwise
+
 from slime.verify.batch import batch_of_rank
 from slime.verify.rank import leave_model
 
@@ -168,6 +170,8 @@ PLAN += [
     Layout("qwen3_moe", 2, {EP: 2}, RECORDED),
     Layout("qwen3_moe", 2, {TP: 2}, {**RECORDED, "log_probs_max_tokens_per_gpu": 120}),
 ]
+PLAN = pairwise(PLAN)
+FORWARD_PACKS = [layout for layout in FORWARD_PACKS if layout in PLAN]
 OF_ENGINE = dict(use_rollout_routing_replay=True, use_routing_replay=True)
 ROUTED: list[Layout] = [
     Layout("glm4_moe", 1, {}, OF_ENGINE),
