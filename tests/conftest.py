@@ -108,9 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``, each whole run is a unit of its own; of other files, all tests run in one process.
 
-    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing, but for those of the
-    specification's commands, which are typed with their ports. (xdist 3.8 has ``--dist loadgroup`` for this, which with
-    pytest 9.2 groups nothing: it sets an attribute that pytest reads no more.)
+    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing, but for those of
+    the specification's commands, which are typed with their ports. (xdist 3.8 has ``--dist loadgroup`` for this, which
+    with pytest 9.2 groups nothing: it sets an attribute that pytest reads no more.)
     """
     if config.getoption("dist") != "loadfile":
         return None

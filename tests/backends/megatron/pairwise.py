@@ -20,10 +20,11 @@ DENSE_LAYERS = ("first_k_dense_replace", "mlp_only_layers")
 def traits(config: PreTrainedConfig) -> set[str]:
     """What about a model makes a difference when its weights and its work are divided among ranks."""
     fields = config.to_dict()
-    ropes = fields.get("rope_parameters") or {}
+    rope = fields.get("rope_parameters") or {}
+    ropes = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
     found = {
         "tied" if fields["tie_word_embeddings"] else "untied",
-        *(f"{rope['rope_type']} positions" for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))] if "rope_type" in rope),
+        *(f"{rope['rope_type']} positions" for rope in ropes if "rope_type" in rope),
         *(f"{kind} layers" for kind in fields.get("layer_types") or ()),
     }
     marks = {
@@ -59,6 +60,6 @@ def _properties(layout: Layout) -> set[frozenset[str]]:
 
     own = [f"{name}={value}" for name, value in {**layout.megatron, **layout.flags}.items()]
     own += [layout.role, *(["rehearsed"] if layout.rehearse else [])]
-    family = [(layout.model,), *([(layout.model, "divided")] if "tensor_model_parallel_size" in layout.megatron else [])]
+    families = [(layout.model,), (layout.model, "divided")][: 1 + ("tensor_model_parallel_size" in layout.megatron)]
     crossed = product(traits(CONFIGS[layout.model]), own)
-    return {*map(frozenset, family), *map(frozenset, combinations(own, 2)), *map(frozenset, crossed)}
+    return {*map(frozenset, families), *map(frozenset, combinations(own, 2)), *map(frozenset, crossed)}
