@@ -36,6 +36,9 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.reset()
 
 
+CHANGES = {"gradient_checkpointing": True, "entropy_coef": 0.01}
+
+
 class Traced(Exception):
     """Carries the graph that a layer became."""
 
@@ -70,8 +73,16 @@ def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"], indirect=True)
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True, "entropy_coef": 0.01}])
+@pytest.mark.parametrize(
+    ("compiler", "changes"),
+    [
+        ("aot_eager", {}),
+        ("inductor", CHANGES),
+        pytest.param("aot_eager", CHANGES, marks=pytest.mark.long),
+        pytest.param("inductor", {}, marks=pytest.mark.long),
+    ],
+    indirect=["compiler"],
+)
 def test_same_steps_and_no_variant_per_shape(tmp_path: Path, compiler: None, changes: dict[str, Any]) -> None:
     model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
     plain = make_backend(make_args(model, kl_coef=0.01, **changes))

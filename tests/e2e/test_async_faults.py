@@ -99,7 +99,7 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
     """The rollout that was generated ahead is in the snapshot: it is trained, not made again."""
     one_step = [*asynchronous, "--async-buffer-size", 1, "--save-interval", 1, "--num-rollout", 5]
     one_step += ["--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"]
-    whole = runner.run(*one_step, "--save", runner.tmp / "whole", name="whole", script=SCRIPT)
+    whole = runner.inline(*one_step, "--save", runner.tmp / "whole", name="whole", script=SCRIPT)
     assert_accounted(whole, 5)
     saved = runner.tmp / "saved"
     process = runner.start("--run-name", "parts", *one_step, "--save", saved, script=SCRIPT)
@@ -108,7 +108,7 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone(60) == []
-    resumed = runner.run(*one_step, "--save", saved, "--load", saved, name="parts", script=SCRIPT)
+    resumed = runner.inline(*one_step, "--save", saved, "--load", saved, name="parts", script=SCRIPT)
     assert_accounted(resumed, 5)
     assert numbers(resumed.metrics()) == numbers(whole.metrics())
 
@@ -123,14 +123,14 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runne
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone(60) == []
-    wrong = runner.run(*flags, "--load", saved, "--rollout-seed", 7, name="parts", script=SCRIPT)
+    wrong = runner.inline(*flags, "--load", saved, "--rollout-seed", 7, name="parts", script=SCRIPT)
     assert wrong.code != 0 and "rollout_seed: 42 -> 7" in wrong.output
     resumed = runner.run(*flags, "--load", saved, name="parts", script=SCRIPT)
     said = assert_accounted(resumed)
     assert [undone["attempt"] for undone in said["rolled_back"]] in ([1], [1, 2])
     assert_divided(resumed.folder, kv_kept=False)
     replay = ["--replay-schedule", resumed.folder / "schedule.jsonl"]
-    repeated = runner.run(*asynchronous, *replay, name="replay", script=SCRIPT)
+    repeated = runner.inline(*asynchronous, *replay, name="replay", script=SCRIPT)
     assert_accounted(repeated)
     assert numbers(repeated.metrics()) == numbers(resumed.metrics())
 
@@ -147,10 +147,10 @@ def assert_divided(folder: Path, kv_kept: bool) -> None:
 def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) -> None:
     flags = [*asynchronous, "--update-weight-pause-mode", mode, "--num-rollout", 6, "--update-weights-interval", 2]
     flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 400]
-    first = runner.run(*flags, name="first", script=SCRIPT)
+    first = runner.inline(*flags, name="first", script=SCRIPT)
     assert_accounted(first, 6)
     assert_divided(first.folder, kv_kept=mode == "in_place")
-    second = runner.run(*flags, "--replay-schedule", first.folder / "schedule.jsonl", name="second", script=SCRIPT)
+    second = runner.inline(*flags, "--replay-schedule", first.folder / "schedule.jsonl", name="second", script=SCRIPT)
     assert_accounted(second, 6)
     assert numbers(second.metrics()) == numbers(first.metrics())
 
@@ -174,6 +174,7 @@ def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Proc
     return struck
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("blows", BLOWS)
 def test_whatever_is_struck_the_run_ends_and_the_ledger_closes(runner, asynchronous, blows) -> None:

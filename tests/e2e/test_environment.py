@@ -52,7 +52,7 @@ def letters(tmp_path: Path, tiny_model: Path) -> list[object]:
 
 def test_a_killed_run_goes_on_with_the_same_tasks(runner, letters) -> None:
     flags = [*letters, "--num-rollout", 4, "--save-interval", 1]
-    whole = runner.run(*flags, "--save", runner.tmp / "whole", name="whole")
+    whole = runner.inline(*flags, "--save", runner.tmp / "whole", name="whole")
     assert_good(whole)
     assert any(row["rollout/raw_reward"] > 0 for row in whole.metrics())
 
@@ -65,7 +65,7 @@ def test_a_killed_run_goes_on_with_the_same_tasks(runner, letters) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone() == []
-    resumed = runner.run(*flags, "--save", saved, "--load", saved, name="parts")
+    resumed = runner.inline(*flags, "--save", saved, "--load", saved, name="parts")
     assert_good(resumed)
     assert same_numbers(whole.metrics(), resumed.metrics()) == []
     assert digests(runner.tmp / "whole" / "iter_0000003") == digests(saved / "iter_0000003")

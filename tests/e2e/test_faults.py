@@ -178,7 +178,10 @@ def undisturbed() -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("blows", "engines"), [(APART, 1), (COLOCATED, 2)], ids=["apart", "colocated"])
+@pytest.mark.parametrize(
+    ("blows", "engines"),
+    [pytest.param(APART, 1, id="apart"), pytest.param(COLOCATED, 2, id="colocated", marks=pytest.mark.long)],
+)
 def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, blows, engines) -> None:
     """An engine is started again and gets the trainer's weights; if it is the only one, the requests wait for it."""
     if not undisturbed:
@@ -221,6 +224,7 @@ def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_engines_and_router_are_struck_from_outside(runner, sabotage) -> None:
     """At random moments; asynchronous, so that the trainer is often busy when an engine needs its weights."""
     flags = [*sabotage(rollouts=16), "--rollout-num-gpus", 2, "--async-buffer-size", 2]

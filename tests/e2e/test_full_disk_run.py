@@ -29,7 +29,7 @@ def larger_model(save_tiny: Callable[..., Path]) -> Path:
         ["--save", "disk/saved"],
         pytest.param(["--save", "disk/saved", "--async-save"], marks=pytest.mark.long),
         pytest.param(["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"], marks=pytest.mark.long),
-        pytest.param(["--save", "disk/saved", *on_cpu()], marks=pytest.mark.megatron),
+        pytest.param(["--save", "disk/saved", *on_cpu()], marks=[pytest.mark.megatron, pytest.mark.long]),
     ],
     ids=["fsdp", "async-save", "save-hf", "megatron"],
 )

@@ -148,7 +148,9 @@ def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object
     assert run.code == 2 and said in run.output, run.output
 
 
-@pytest.mark.parametrize("where", ["reward", "generate", "loss", "slime"])
+@pytest.mark.parametrize(
+    "where", ["reward", *(pytest.param(x, marks=pytest.mark.long) for x in ("generate", "loss")), "slime"]
+)
 def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp_path: Path, where: str) -> None:
     """As on a terminal: commands are typed, an expression is printed, and the run goes on to its end."""
     hook = tmp_path / "stops.py"

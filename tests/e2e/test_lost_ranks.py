@@ -110,7 +110,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("one_rank", marks=pytest.mark.long), "two_ranks"])
 def test_a_run_that_lost_ranks_equals_an_undisturbed_one(runner, sabotage, case) -> None:
     ranks, blows = CASES[case]
     more = ["--actor-num-gpus-per-node", ranks, "--rollout-num-gpus", 1]
@@ -121,7 +121,9 @@ def test_a_run_that_lost_ranks_equals_an_undisturbed_one(runner, sabotage, case)
     assert numbers(result.metrics()) == numbers(whole.metrics())
 
 
-@pytest.mark.parametrize("fully", [False, True], ids=["one_step", "fully"])
+@pytest.mark.parametrize(
+    "fully", [pytest.param(False, id="one_step", marks=pytest.mark.long), pytest.param(True, id="fully")]
+)
 def test_ranks_of_an_asynchronous_run(runner, sabotage, fully) -> None:
     """Rollouts are in progress when the rank is lost. One-step runs promise the same numbers."""
     more = ["--save-interval", 1, "--async-buffer-size", 1]

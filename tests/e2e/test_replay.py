@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, tmp_path: Path) -> None:
-    ran = runner.run(
+    ran = runner.inline(
         *flags, "--use-kl-loss", "--kl-loss-coef", "0.01", "--num-steps-per-rollout", 2,
         "--save", "saved", "--save-interval", 2, "--dump-details", "details",
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
 def test_steps_of_ppo_with_a_kl_penalty_are_replayed_with_both_roles(runner, flags) -> None:
     """The critic's returns need the actor's log-probs, and the actor's advantages the critic's values."""
     ppo = ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--num-rollout", 2]
-    ran = runner.run(*flags, *ppo, "--dump-details", "details")
+    ran = runner.inline(*flags, *ppo, "--dump-details", "details")
     assert ran.code == 0, ran.output
     assert all(row["perf/ref_log_probs_time"] > 0 and "train/critic-value_loss" in row for row in ran.metrics())
     command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", "--through"]

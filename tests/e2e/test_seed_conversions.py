@@ -71,7 +71,8 @@ def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
     before = "source scripts/models/glm4-9B.sh\nexport PYTHONPATH=/path/to/Megatron-LM\n"
     run = "python train.py ${MODEL_ARGS[@]} --save /path/to/torch_dist_ckpt --save-interval 1 --num-rollout 1"
     scale = {"hf_checkpoint": str(glm), **dict.fromkeys(("num_rollout", "global_batch_size"), "as typed")}
-    same = {name: "as typed" for name in ("actor_num_gpus_per_node", "rollout_batch_size", "rollout_max_response_len")}
+    ranks = ("actor_num_gpus_per_node", "inline")  # two ranks of Megatron are processes
+    same = dict.fromkeys((*ranks, "rollout_batch_size", "rollout_max_response_len"), "as typed")
     workshop.type(workshop.command(f"{before}{run} {training}", **scale, **same), timeout=500)
     trained = workshop.root / "path/to/torch_dist_ckpt"
     (workshop.root / "your/saved").mkdir(parents=True)

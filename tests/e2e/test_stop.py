@@ -113,7 +113,9 @@ def test_the_second_signal_to_the_process_group_ends_the_run_at_once(runner, beg
     assert runner.wait_gone() == []
 
 
-@pytest.mark.parametrize("role", [pytest.param("gcs_server", marks=FURTHER), "raylet", "ray::RolloutManager"])
+@pytest.mark.parametrize(
+    "role", [*(pytest.param(role, marks=FURTHER) for role in ("gcs_server", "raylet")), "ray::RolloutManager"]
+)
 def test_a_signal_to_the_process_group_during_the_start_ends_the_run(runner, begin, role) -> None:
     process = begin("train.py", 1)
     signal_when(process, lambda: [one for one in runner.alive() if one.name().startswith(role[:15])])

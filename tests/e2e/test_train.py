@@ -156,7 +156,7 @@ def test_replicas_of_the_model_give_their_weights_to_the_engines_beside_them(run
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner, flags, prompts) -> None:
     flags = [*flags, "--deterministic", "--num-rollout", 4, "--save-interval", 1]
     flags += ["--eval-interval", 2, "--eval-prompt-data", "letters", prompts]
-    whole = runner.run(*flags, "--save", runner.tmp / "whole", name="whole")
+    whole = runner.inline(*flags, "--save", runner.tmp / "whole", name="whole")
     assert_good(whole)
 
     saved, flags = runner.tmp / "parts", [*flags, "--async-save"]
@@ -169,7 +169,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner
     process.send_signal(signal.SIGKILL)  # the driver dies without a word
     process.wait()
     assert runner.wait_gone() == []
-    resumed = runner.run(*flags, "--save", saved, "--load", saved, name="parts")
+    resumed = runner.inline(*flags, "--save", saved, "--load", saved, name="parts")
     assert_good(resumed)
     assert "going on with rollout 2" in resumed.output
 
@@ -179,7 +179,9 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [[], ["--colocate"]], ids=["apart", "colocated"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param([], id="apart", marks=pytest.mark.long), pytest.param(["--colocate"], id="colocated")]
+)
 def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:
     saved = runner.tmp / "saved"
     flags = [*flags, *placement, "--num-rollout", 200, "--save", saved, "--save-interval", 150]

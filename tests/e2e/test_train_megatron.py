@@ -35,7 +35,7 @@ ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]
 def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:
     """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token."""
     common = [*flags, *more, "--num-rollout", 2, "--check-weight-update-equal"]
-    one = runner.run(*common, name="fsdp", timeout=400)
+    one = runner.inline(*common, name="fsdp")
     assert one.code == 0, one.output
     two = runner.run(*common, "--actor-num-gpus-per-node", 2, layout, 2, *on_cpu(), name="megatron", timeout=600)
     assert two.code == 0, two.output

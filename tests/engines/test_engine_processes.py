@@ -56,7 +56,7 @@ time.sleep(300)
 
 
 def test_engine_and_router_die_with_a_killed_parent(tiny_llama: Path) -> None:
-    script = PARENT.format(path=[str(Path(__file__).parent)], model=str(tiny_llama))
+    script = PARENT.format(path=[entry for entry in sys.path if "tests" in entry], model=str(tiny_llama))
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None

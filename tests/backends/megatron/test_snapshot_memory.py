@@ -16,7 +16,9 @@ SLACK = 48 * MIB
 """What allocators keep and threads need, whatever the size of the state."""
 
 
-@pytest.mark.parametrize(("backend", "world"), [("megatron", 2), ("megatron", 4), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("backend", "world"), [("megatron", 2), pytest.param("megatron", 4, marks=pytest.mark.long), ("fsdp", 2)]
+)
 def test_a_save_takes_less_memory_than_the_state_of_the_rank(backend: str, world: int, tmp_path: Path) -> None:
     """Nothing is gathered: a save keeps one tensor beside the state, ``--async-save`` one copy of it, which stays for
     the next one. Every rank writes about as much as every other."""

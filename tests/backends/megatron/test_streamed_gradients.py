@@ -18,10 +18,10 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 @pytest.mark.parametrize(
     "megatron",
     [
-        {},
-        {"expert_model_parallel_size": 2},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.long),
         {"tensor_model_parallel_size": 2},
-        OFFLOAD,
+        pytest.param(OFFLOAD, marks=pytest.mark.long),
         {**OFFLOAD, "optimizer_offload_fraction": 0.5, "expert_model_parallel_size": 2},
     ],
 )
