@@ -279,7 +279,7 @@ def _arguments(recorded: Recorded, changes: Mapping[str, Any], template: str, as
     """Parse the settings of a run again, with changes, so that everything derived from them follows."""
     values = {**recorded.data, **(recorded.code | recorded.own if recorded.code else {})}
     values |= {"debug_train_only": True, "load_debug_rollout_data": template}
-    values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False}
+    values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False, "inline": False}
     values |= dict.fromkeys(("eval_interval", "save_interval"))
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}

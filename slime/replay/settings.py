@@ -135,6 +135,8 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     left = {*own_names, *RESERVED, *megatron}
     own = {name: known[name] for name in known if name.isidentifier() and name not in left and name[0] != "_"}
     running = {name: value for name, value in code.items() if _runs_code(name, value, data)}
+    plain = {"advantage_estimator", "attn_implementation"} & code.keys() - running.keys()  # built-in ones, by name
+    data |= {name: code[name] for name in plain}
     return Recorded(data, running, own, unrecorded)
 
 

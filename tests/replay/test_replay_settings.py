@@ -114,6 +114,17 @@ def test_what_a_replay_does_not_use_is_not_taken(tmp_path: Path, hostile: dict[s
     assert not list(folder.rglob("ran"))
 
 
+def test_built_in_estimators_and_attentions_are_those_of_the_run(tmp_path: Path) -> None:
+    own = {"advantage_estimator": "gspo", "attn_implementation": "eager"}
+    args = read_run(folder_of_a_run(tmp_path, **own), 0).args
+    assert (args.advantage_estimator, args.attn_implementation) == ("gspo", "eager")
+
+
+def test_a_run_in_one_process_is_replayed_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run = read_run(folder_of_a_run(tmp_path, inline=True), 0, flags=["--actor-num-gpus-per-node", "2"])
+    assert run.args.actor_num_gpus_per_node == 2
+
+
 def test_model_code_is_run_only_if_the_caller_allows_it(tmp_path: Path) -> None:
     folder = folder_of_a_run(tmp_path, trust_remote_code=True)
     (folder / "model" / "modeling.py").write_text(EVIL)
