@@ -193,6 +193,9 @@ def read_run(
         modules.append(str(directory))
     sys.path.extend(modules)
     args = _arguments(recorded, changes, template, settled.asynchronous)
+    unrecorded = recorded.unrecorded if "train_env_vars" not in changes else ()
+    if set(changes.get("train_env_vars", ())) == set(recorded.unrecorded):
+        changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
     fixed: dict[str, Any] = {"num_rollout": settled.num_rollout, "threads_per_process": settled.threads}
     fixed |= {"max_tokens_per_gpu": settled.max_tokens, "log_probs_max_tokens_per_gpu": settled.forward_tokens}
     return RecordedRun(
@@ -208,7 +211,7 @@ def read_run(
         steps={int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None},
         weights=read_weights(run.weights),
         modules=tuple(modules),
-        unrecorded=recorded.unrecorded if "train_env_vars" not in changes else (),
+        unrecorded=unrecorded,
     )
 
 

@@ -59,6 +59,7 @@ def test_a_step_of_two_ranks_is_replayed_by_them_and_by_one(runner, flags) -> No
 
     def replay(*words: object) -> str:
         command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", *map(str, words)]
+        command += on_cpu()[2:]  # a run records no values of --train-env-vars
         result = runner.finish(runner.spawn(command), "run")
         assert result.code == 0, result.output
         return result.output
