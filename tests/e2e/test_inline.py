@@ -74,16 +74,20 @@ def test_a_run_goes_on_inline_and_with_ray_from_the_snapshots_of_the_other(runne
         assert numbers(run.folder)[-2:] == numbers(whole.folder)[-2:]
 
 
+def listening() -> set[object]:
+    """Addresses at which this process accepts connections."""
+    found = psutil.Process().net_connections(kind="tcp")
+    return {connection.laddr for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
 def test_no_process_and_no_port_of_an_engine(runner, flags, tmp_path: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    seen: list[tuple[set[psutil.Process], list[object]]] = []
+    before: set[object] = {*psutil.Process().children(recursive=True), *listening()}  # of earlier tests
+    seen: list[tuple[set[psutil.Process], set[object]]] = []
     hook = tmp_path / "watch.py"
     hook.write_text("SEEN = []\ndef watch(args, rollout_id, samples, metrics, seconds):\n    SEEN.append(look())\n")
 
-    def look() -> tuple[set[psutil.Process], list[object]]:
-        process = psutil.Process()
-        listening = [c for c in process.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN]
-        return set(process.children(recursive=True)) - before, listening
+    def look() -> tuple[set[psutil.Process], set[object]]:
+        return set(psutil.Process().children(recursive=True)) - before, listening() - before
 
     import builtins
 
