@@ -143,7 +143,7 @@ def assert_divided(folder: Path, kv_kept: bool) -> None:
     assert all(line["kv_kept"] == kv_kept for line in divided if len(line["spans"]) > 1)
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.long)])
 def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) -> None:
     flags = [*asynchronous, "--update-weight-pause-mode", mode, "--num-rollout", 6, "--update-weights-interval", 2]
     flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 400]

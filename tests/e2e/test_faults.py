@@ -204,12 +204,13 @@ def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, b
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "blow",
     [
         pytest.param(("generate", 1, KILL), id="generate"),
-        pytest.param(("sync", 1, STOP), id="sync", marks=pytest.mark.long),
+        pytest.param(("sync", 1, STOP), id="sync"),
     ],
 )
 def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1300)]
     "engine",
     [
         pytest.param(["embedded"], marks=pytest.mark.slow),
-        pytest.param(["sglang", "--sglang-device", "cpu", "--sglang-max-total-tokens", 4096], marks=pytest.mark.sglang),
+        pytest.param(
+            ["sglang", "--sglang-device", "cpu", "--sglang-max-total-tokens", 4096],
+            marks=[pytest.mark.sglang, pytest.mark.long],
+        ),
     ],
     ids=lambda engine: engine[0],
 )

@@ -121,9 +121,8 @@ def test_a_run_that_lost_ranks_equals_an_undisturbed_one(runner, sabotage, case)
     assert numbers(result.metrics()) == numbers(whole.metrics())
 
 
-@pytest.mark.parametrize(
-    "fully", [pytest.param(False, id="one_step", marks=pytest.mark.long), pytest.param(True, id="fully")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fully", [False, True], ids=["one_step", "fully"])
 def test_ranks_of_an_asynchronous_run(runner, sabotage, fully) -> None:
     """Rollouts are in progress when the rank is lost. One-step runs promise the same numbers."""
     more = ["--save-interval", 1, "--async-buffer-size", 1]

@@ -28,8 +28,8 @@ ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]
     ("layout", "more"),
     [
         ("--tensor-model-parallel-size", []),
-        ("--pipeline-model-parallel-size", []),
-        ("--tensor-model-parallel-size", ADAPTER),  # only the factors are sent
+        pytest.param("--pipeline-model-parallel-size", [], marks=pytest.mark.long),
+        pytest.param("--tensor-model-parallel-size", ADAPTER, marks=pytest.mark.long),  # only the factors are sent
     ],
 )
 def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:

@@ -220,6 +220,7 @@ def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(tiny: Tiny, t
     assert not (folder / "slime-stamp").exists() and not (tiny.root / ".venv").exists()
 
 
+@pytest.mark.long
 def test_without_a_cpu_wheel_the_public_index_is_asked_and_the_way_out_named(tiny: Tiny) -> None:
     (tiny.wheels / "torch-9.9.0+cpu-py3-none-any.whl").unlink()
     code, out, err = tiny.run()
@@ -252,6 +253,7 @@ def test_a_wheel_with_another_hash_than_the_locks_is_not_installed(tiny: Tiny) -
     assert code == 0 and version(out.splitlines()[-1], "first") == "1.0", err
 
 
+@pytest.mark.long
 def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_path: Path) -> None:
     tools, said = tmp_path / "tools", tmp_path / "said.txt"
     tools.mkdir()
