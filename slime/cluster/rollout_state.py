@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
-from slime.data.source import (
-    DataSource,
-    RolloutDataSource,
-    RolloutDataSourceWithBuffer,
-    has_files,
-    is_stateful,
-)
+from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, has_files, is_stateful
 from slime.data.value_files import read_state, write_state
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir

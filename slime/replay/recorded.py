@@ -184,17 +184,14 @@ def read_run(
         recorded.code.pop(name, None)
     if lines := list(recorded.lines(directory)):
         if run_its_code is None:
-            raise ReplayError(
-                "the step ran code that the folder of the run names, which a replay runs with your rights:\n  "
-                + "\n  ".join(lines)
-                + "\nRead it, then add --run-its-code, or replace these settings by flags of your own"
-            )
+            said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
+            hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
+            raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
         run_its_code(lines)
         modules.append(str(directory))
     sys.path.extend(modules)
     args = _arguments(recorded, changes, template, settled.asynchronous)
-    unrecorded = recorded.unrecorded if "train_env_vars" not in changes else ()
-    if set(changes.get("train_env_vars", ())) == set(recorded.unrecorded):
+    if (given := set(changes.get("train_env_vars", ()))) == set(recorded.unrecorded):
         changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
     fixed: dict[str, Any] = {"num_rollout": settled.num_rollout, "threads_per_process": settled.threads}
     fixed |= {"max_tokens_per_gpu": settled.max_tokens, "log_probs_max_tokens_per_gpu": settled.forward_tokens}
@@ -211,7 +208,7 @@ def read_run(
         steps={int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None},
         weights=read_weights(run.weights),
         modules=tuple(modules),
-        unrecorded=unrecorded,
+        unrecorded=() if given else recorded.unrecorded,
     )
 
 
