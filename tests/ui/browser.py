@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -34,7 +35,8 @@ class Browser:
     """
 
     def __init__(self, profile: Path) -> None:
-        self.profile, self.errors, self._number = profile, [], 0
+        self.profile, self._number = profile, 0
+        self.errors: list[str] = []
 
     async def __aenter__(self) -> Browser:
         program = chromium()
@@ -140,10 +142,11 @@ class Browser:
     async def picture(self, path: Path, whole: bool = False) -> None:
         clip: dict[str, object] = {}
         if whole:
-            width, height = await self.run("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")  # type: ignore[misc]  # fmt: skip  # noqa: E501
+            shown = "document.documentElement"
+            size: Any = await self.run(f"[{shown}.clientWidth, {shown}.scrollHeight]")
             clip = {
                 "captureBeyondViewport": True,
-                "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1},
+                "clip": {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1},
             }
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png", **clip))["data"]))
 
