@@ -87,7 +87,6 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.hookimpl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test.
 

@@ -125,6 +125,13 @@ def test_a_run_in_one_process_is_replayed_on_any_number_of_ranks(tmp_path: Path)
     assert run.args.actor_num_gpus_per_node == 2
 
 
+def test_giving_the_variables_whose_values_the_run_did_not_record_is_no_change(tmp_path: Path) -> None:
+    folder = folder_of_a_run(tmp_path, train_env_vars={"A": "***"})
+    run = read_run(folder, 0, flags=["--train-env-vars", '{"A": "1"}'])
+    assert (dict(run.changes), run.unrecorded, run.args.train_env_vars) == ({}, (), {"A": "1"})
+    assert "train_env_vars" in read_run(folder, 0, flags=["--train-env-vars", '{"B": "1"}']).changes
+
+
 def test_model_code_is_run_only_if_the_caller_allows_it(tmp_path: Path) -> None:
     folder = folder_of_a_run(tmp_path, trust_remote_code=True)
     (folder / "model" / "modeling.py").write_text(EVIL)
