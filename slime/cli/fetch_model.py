@@ -17,7 +17,7 @@ import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import Distribution
 from pathlib import Path
 
 from slime.cli.errors import CommandError
@@ -120,13 +120,18 @@ def check_folder(folder: Path, what: str, advice: str = "") -> Path:
 
 def _check_packages(source: Source) -> None:
     """Raise an error if the download or the conversion cannot work, before the time of the download is spent."""
-    if find_spec("pip") is None:  # as in the environments that uv makes
+    if not installed("pip"):  # as in the environments that uv makes
         raise CommandError(
             "the download needs pip, which this environment lacks: run uv pip install pip, or uvx --with pip"
         )
-    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and find_spec(name) is None]
+    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and not installed(name)]
     if missing:
         raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime[gguf]'")
+
+
+def installed(package: str) -> bool:
+    """Tell whether a package is there. To look for pip as for a module would break a later import of setuptools."""
+    return any(Distribution.discover(name=package))
 
 
 def _download(source: Source, folder: Path) -> Path:

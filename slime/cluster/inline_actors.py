@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from slime.cluster.actor_types import OWN_THREADS, ActorHandle, ActorLost, ActorProcess, Actors, NoAnswer, Place, Ref
 from slime.config.args import Args
+from slime.models.cpu_memory import set_compute_variables
 from slime.observability.debugger import DEBUGGER
 
 T = TypeVar("T")
@@ -145,6 +146,7 @@ class InlineActors(Actors):
 
     def connect(self) -> None:
         self._process = _ProcessState()
+        set_compute_variables(deterministic=True)
         self._connected = True
 
     def disconnect(self) -> None:

@@ -72,6 +72,26 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, LARGEST_INT))
 
 
+def set_compute_variables(deterministic: bool) -> None:
+    """Set the environment variables that torch's libraries read once, unless the user has set them.
+
+    OpenMP reads its own when torch is imported, MKL at its first matrix product.
+
+    Args:
+        deterministic: Let MKL give the same bits for every alignment of buffers, at no measurable cost. Without it, the
+            embedded engine in deterministic mode computes attention row by row.
+    """
+    # Threads that spin block each other on busy cores. But a short spin saves a third of the time, because many
+    # operations take only microseconds.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(*HUGE_PAGES)  # huge pages for the large tensors of torch
+    bound_kernel_caches()
+    if deterministic:
+        os.environ.setdefault("MKL_CBWR", "AUTO")
+
+
 def bound_kernel_caches() -> None:
     """Limit the number of compiled matrix products that torch keeps on the CPU, unless the user has set it.
 

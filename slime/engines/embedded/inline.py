@@ -18,7 +18,7 @@ from slime.engines import local
 from slime.engines.keys import send_key
 from slime.engines.process import ServerFailed, free_port, release_port
 from slime.engines.settings import EngineSettings
-from slime.models.cpu_memory import bound_kernel_caches, large_imports
+from slime.models.cpu_memory import large_imports
 
 HOST = "127.0.0.1"
 START_POLL_SECONDS = 0.02
@@ -66,13 +66,14 @@ class EngineThread:
 
     async def _serve(self) -> None:
         settings = self.settings
-        bound_kernel_caches()
         with ONE_AT_A_TIME, large_imports():
             import torch
 
             from slime.engines.embedded.app import make_app
             from slime.engines.embedded.loading import EngineOptions, load_engine
 
+            if settings.threads:
+                torch.set_num_threads(settings.threads)  # of the model thread, which has computed nothing so far
             device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
             options = EngineOptions(
                 model_path=settings.model,

@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from slime.config.parent import end_with_parent
 from slime.engines.keys import API_VARIABLE, ServerKeys
-from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches, large_imports
+from slime.models.cpu_memory import large_imports, set_compute_variables
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,15 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_with_parent(options.parent_pid)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
-    # These variables must be set before torch is imported. Threads that spin block each other on busy cores. But a
-    # short spin saves a third of the time, because many operations take only microseconds.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(*HUGE_PAGES)  # huge pages for the large tensors of torch
-    bound_kernel_caches()
-    if options.deterministic:  # with it, MKL gives the same bits for every alignment of buffers, at no measurable cost
-        os.environ.setdefault("MKL_CBWR", "AUTO")
+    set_compute_variables(options.deterministic)
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
