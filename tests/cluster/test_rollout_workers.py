@@ -259,7 +259,14 @@ def test_an_evaluation_goes_through_the_workers(begin, hook, tmp_path: Path) -> 
     assert values(made[0]["samples"]) == values(made[1]["samples"]) and made[0]["rewards"] == made[1]["rewards"]
 
 
-@pytest.mark.parametrize("count, lost, number", [(1, 1, "SIGKILL"), (2, 2, "SIGSTOP"), (4, 2, "SIGKILL")])
+@pytest.mark.parametrize(
+    "count, lost, number",
+    [
+        (1, 1, "SIGKILL"),
+        pytest.param(2, 2, "SIGSTOP", marks=pytest.mark.long),
+        pytest.param(4, 2, "SIGKILL", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
 def test_the_groups_of_lost_workers_are_generated_again(
     begin, engine: SmallEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, lost: int, number: str

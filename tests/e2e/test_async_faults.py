@@ -113,6 +113,7 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
     assert numbers(resumed.metrics()) == numbers(whole.metrics())
 
 
+@pytest.mark.long
 def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runner, asynchronous, long_answers) -> None:
     """In the mode ``retract``; the other ones are below."""
     saved = runner.tmp / "saved"

@@ -178,9 +178,10 @@ def undisturbed() -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blows", "engines"),
-    [pytest.param(APART, 1, id="apart"), pytest.param(COLOCATED, 2, id="colocated", marks=pytest.mark.long)],
+    [pytest.param(APART, 1, id="apart"), pytest.param(COLOCATED, 2, id="colocated")],
 )
 def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, blows, engines) -> None:
     """An engine is started again and gets the trainer's weights; if it is the only one, the requests wait for it."""

@@ -58,6 +58,7 @@ def numbers(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(leave) and "cache" not in k} for row in rows]
 
 
+@pytest.mark.long
 def test_two_workers_that_are_killed_change_no_number(runner, flags, prompts: Path, tmp_path: Path) -> None:
     file = tmp_path / "hooks.py"
     file.write_text(HOOKS)

@@ -56,6 +56,7 @@ def assert_same_tensors(left: Path, right: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.long
 def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
     """convert_hf_to_torch_dist → training that starts from it → convert_torch_dist_to_hf and convert_to_hf agree."""
     glm = workshop.root / "path/to/GLM-Z1-9B-0414"

@@ -15,6 +15,7 @@ import yaml
 from seed_desk import CHECKOUT, TYPED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.seeds
 def test_pip_installs_as_typed(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, marks=[pytest.mark.long] if x in ("glm4", "gpt_oss") else []) for x in LAYOUTS]
+)
 def test_replicas_share_the_reading_and_ranks_read_their_parts(family: str, tmp_path: Path) -> None:
     """Four ranks together read the checkpoint about once; each had read all that its stage has."""
     path = save_family(family, tmp_path / "model")
