@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import Runner
+
+if TYPE_CHECKING:
+    from conftest import Runner
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 NAMES = ("random", "types", "queue", "logging", "statistics", "code", "ray", "torch")
