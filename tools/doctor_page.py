@@ -1,4 +1,4 @@
-"""Write the tables of planted faults and of whole runs into docs/en/developer_guide/debug.md:
+"""Write the tables of planted faults and of whole runs into benchmarks/doctor.md:
 
     python tools/doctor_page.py
 
@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT)]
 from slime.doctor.report import diagnose  # noqa: E402
 from tests.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
 
-PAGE = ROOT / "docs" / "en" / "developer_guide" / "debug.md"
+PAGE = ROOT / "benchmarks" / "doctor.md"
 RUNS = ROOT / "benchmarks" / "results" / "doctor_runs_cpu.json"
 PLANTED = "<!-- table: python tools/doctor_page.py -->"
 WHOLE = "<!-- table of whole runs: python tools/doctor_page.py -->"

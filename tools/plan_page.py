@@ -1,4 +1,4 @@
-"""Write the table of predicted and measured rows into docs/en/plan.md: python tools/plan_page.py
+"""Write the table of predicted and measured rows into benchmarks/plan.md: python tools/plan_page.py
 
 The rows are those of benchmarks/results. Each says what was run; nothing here is fitted to a row.
 """
@@ -31,7 +31,7 @@ from slime.plan.setups import EngineSetup, Packs, Placement, TrainSetup, Workloa
 from slime.plan.shape import PlannedModel  # noqa: E402
 from slime.plan.simulation import SYNCHRONOUS, Mode  # noqa: E402
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "en" / "plan.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "plan.md"
 BEGIN, END = "<!-- table: python tools/plan_page.py -->", "<!-- end of the table -->"
 H200 = KINDS["h200"]
 TRAINING = (
