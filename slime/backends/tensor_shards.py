@@ -244,10 +244,10 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
     assert isinstance(data, Tensor), "the planner has tensors only"
-    save_value(_own_storage(data.detach().cpu()), file)
+    save_value(own_storage(data.detach().cpu()), file)
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory whose storage is only this tensor: torch.save writes whole storages.
 
     A clone of each view would do as well, but the thread of ``--async-save`` would keep the memory of several.

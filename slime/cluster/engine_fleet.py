@@ -137,20 +137,20 @@ class EngineFleet:
             engine.host = self.launch(engine.index)
         meanwhile()
         for done, engine in enumerate(own, start=1):
-            self._wait_ready(engine)
+            self.wait_ready(engine)
             engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update
             progress(done, self.count)
-        self._start_routers()
+        self.start_routers()
         return self.status().serving
 
-    def _wait_ready(self, engine: Engine) -> None:
+    def wait_ready(self, engine: Engine) -> None:
         engine.wait_ready()
         send_key(engine.url, self.keys.engine)
 
     def _workers(self) -> list[Worker]:
         return [engine.worker for engine in self.engines if engine.state == "serving"]
 
-    def _start_routers(self) -> None:
+    def start_routers(self) -> None:
         """Start the routers, unless a single engine needs none, and set :attr:`addresses`."""
         workers = self._workers()
         if not workers:
@@ -285,7 +285,7 @@ class EngineFleet:
         logger.warning("engine %d is started again", engine.index)
         try:
             engine.host = self.launch(engine.index)
-            self._wait_ready(engine)
+            self.wait_ready(engine)
         except Exception as error:  # Whatever the reason was, the next poll tries again, up to MOST_LOSSES times.
             logger.error("engine %d could not be started again: %s", engine.index, error)
             if engine.host is not None:

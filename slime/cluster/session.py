@@ -75,7 +75,7 @@ def connect() -> None:
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
     common |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": _object_store_bytes()}
+    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": object_store_bytes()}
     for left in reversed(range(_STARTS)):
         try:
             with _signals_left_to_us():
@@ -187,7 +187,7 @@ def disconnect() -> None:
     _kill(wait_gone(children, SHUTDOWN_SECONDS))
 
 
-def _object_store_bytes(shared: str = "/dev/shm") -> int:
+def object_store_bytes(shared: str = "/dev/shm") -> int:
     """Size of the object store: a tenth of the free memory, but at most four fifths of the free shared memory.
 
     This is small enough for a laptop, and on a machine with 300 GB it holds a rollout of 100,000 samples of 32k tokens

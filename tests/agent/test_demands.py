@@ -16,7 +16,7 @@ from test_agent_tools import ADD, CALL, QUESTION, Scripted
 from slime.agent.constraints import structural_tag
 from slime.agent.demands import Demand, demand_of
 from slime.agent.fields import ApiError, guarded
-from slime.agent.server import _DIALECTS, AgentServer
+from slime.agent.server import DIALECTS, AgentServer
 from slime.config.agent import check_constrained_decoding
 from slime.config.args import Args
 from slime.data.reasoning import THINK
@@ -63,7 +63,7 @@ READ: list[tuple[str, JsonObject, Demand | None]] = [
 
 @pytest.mark.parametrize(("path", "more", "demand"), READ)
 def test_what_a_request_demands(path: str, more: JsonObject, demand: Demand | None) -> None:
-    ask = guarded(_DIALECTS[path].read, {**BODIES[path], **more})
+    ask = guarded(DIALECTS[path].read, {**BODIES[path], **more})
     assert ask.demand == demand
 
 
@@ -97,7 +97,7 @@ def test_what_a_request_demands(path: str, more: JsonObject, demand: Demand | No
 )
 def test_a_demand_that_nothing_could_meet_is_refused(path: str, more: JsonObject, words: str) -> None:
     with pytest.raises(ApiError) as refused:
-        guarded(_DIALECTS[path].read, {**BODIES[path], **more})
+        guarded(DIALECTS[path].read, {**BODIES[path], **more})
     assert refused.value.status == 400 and words in refused.value.message
 
 

@@ -201,7 +201,7 @@ def test_missing_values_of_a_data_frame_are_none(tmp_path: Path) -> None:
         def to_dict(self, orient: str) -> list[dict[str, Any]]:
             return [{"prompt": "x", "label": float("nan")}, {"prompt": "y", "label": np.float64(2)}]
 
-    path = Path(arguments._file_of(Missing(), tmp_path / "data.jsonl"))
+    path = Path(arguments.file_of(Missing(), tmp_path / "data.jsonl"))
     assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [None, 2.0]
 
 
@@ -235,7 +235,7 @@ class Frame:
     ],
 )
 def test_rows_of_every_kind(tmp_path: Path, data: Any, rows: list[dict]) -> None:
-    path = Path(arguments._file_of(data, tmp_path / "data.jsonl"))
+    path = Path(arguments.file_of(data, tmp_path / "data.jsonl"))
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
 
 
@@ -267,6 +267,6 @@ def test_a_dry_run_prints_its_report(base: dict[str, Any], capsys: pytest.Captur
 def test_a_real_data_frame_is_rows(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pip install pandas")
     frame = pandas.DataFrame({"prompt": ["x", "y"], "label": [3, 4]})
-    path = Path(arguments._file_of(frame, tmp_path / "data.jsonl"))
+    path = Path(arguments.file_of(frame, tmp_path / "data.jsonl"))
     expected = [{"prompt": "x", "label": 3}, {"prompt": "y", "label": 4}]
     assert [json.loads(line) for line in path.read_text().splitlines()] == expected

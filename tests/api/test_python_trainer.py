@@ -157,7 +157,7 @@ def test_ctrl_c_during_generation_ends_the_call_and_the_next_step_takes_the_same
 def test_ctrl_c_during_training_ends_after_the_step(program: Program) -> None:
     trainer = program.trainer(num_rollout=2)
     program.patch.setattr(
-        program.driver.actor, "_say", lambda what: os.kill(os.getpid(), signal.SIGINT) if what == "trains" else None
+        program.driver.actor, "say", lambda what: os.kill(os.getpid(), signal.SIGINT) if what == "trains" else None
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
@@ -265,19 +265,19 @@ def test_callbacks_hear_of_what_was_complete_when_ctrl_c_ended_the_call(program:
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
     assert heard == ["step 0", "save iter_0000000"]
-    say = program.driver.actor._say
+    say = program.driver.actor.say
 
     def press(what: str) -> None:
         say(what)
         if what == "trains":
             os.kill(os.getpid(), signal.SIGINT)
 
-    program.patch.setattr(program.driver.actor, "_say", press)
+    program.patch.setattr(program.driver.actor, "say", press)
     heard.clear()
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
     assert heard == ["evaluate 1", "step 1", "save iter_0000001"]
-    program.patch.setattr(program.driver.actor, "_say", say)
+    program.patch.setattr(program.driver.actor, "say", say)
     heard.clear()
     trainer.evaluate()
     assert heard == ["evaluate 3"] * 2, "the one that was interrupted, and the new one"

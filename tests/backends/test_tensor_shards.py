@@ -16,8 +16,8 @@ from slime.backends.tensor_shards import (
     ShardMemory,
     StoredTensors,
     TensorShard,
-    _own_storage,
     boxes,
+    own_storage,
     share,
     write_shards,
 )
@@ -161,12 +161,12 @@ def test_one_stored_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: p
 def test_a_view_is_written_alone_and_without_a_copy(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     numel = math.prod(shape)
     view = torch.arange(3, 12).to(dtype)[2 : 2 + numel].view(shape)
-    own = _own_storage(view)
+    own = own_storage(view)
     assert own.untyped_storage().nbytes() == numel * dtype.itemsize and own.dtype == dtype and own.shape == view.shape
     assert torch.equal(own.double(), view.double()) and (not numel or own.data_ptr() == view.data_ptr())
 
 
 def test_a_view_with_gaps_is_written_alone() -> None:
     view = torch.arange(12.0).view(3, 4)[:, 1:3]
-    own = _own_storage(view)
+    own = own_storage(view)
     assert torch.equal(own, view) and own.untyped_storage().nbytes() == 24

@@ -17,7 +17,7 @@ import pytest
 from slime.cli.check_hooks import check_hooks
 from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import HOOK_THREAD, _Watch
+from slime.cli.hook_guard import HOOK_THREAD, Watch
 from slime.cli.main import main
 from slime.config.hooks import load_function
 
@@ -42,7 +42,7 @@ def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
         sys.modules.pop("hooks", None)
         hooks.load_function.cache_clear()
-        hooks._load_file.cache_clear()
+        hooks.load_file.cache_clear()
         lines: list[str] = []
         common = ["--hf-checkpoint", str(smollm2), "--prompt-data", "data.jsonl", "--train-backend", "fsdp"]
         status = check_hooks([*common, *flags], lines.append)
@@ -589,7 +589,7 @@ def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_busy_machine_is_no_blocked_event_loop() -> None:
     """Where both threads wait for a processor, a look comes late; where the function blocks, many looks find one beat."""
-    watch = _Watch(__file__)
+    watch = Watch(__file__)
     for _ in range(20):
         watch.beat = time.monotonic() - 5.0
         watch.look()

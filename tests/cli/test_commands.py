@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from make_args import make_args
 
 from slime.cli.errors import CommandError
-from slime.cli.fetch_model import CHECK_NATS, SOURCES, _check_weights, fetch_model
+from slime.cli.fetch_model import CHECK_NATS, SOURCES, check_weights, fetch_model
 from slime.cli.main import main
 from slime.cli.make_data import make_products
 from slime.cli.merge_lora import merge_lora
@@ -143,7 +143,7 @@ def test_a_look_for_pip_leaves_setuptools_importable() -> None:
 def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    _check_weights(smollm2)
+    check_weights(smollm2)
     broken = tmp_path / "broken"
     shutil.copytree(smollm2, broken, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = load_file(smollm2 / "model.safetensors")
@@ -151,7 +151,7 @@ def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> 
     tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CommandError, match=f"limit {CHECK_NATS}"):
-        _check_weights(broken)
+        check_weights(broken)
 
 
 def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

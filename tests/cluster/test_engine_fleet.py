@@ -108,7 +108,7 @@ class Started:
         self.fails = False
         self.fleet = EngineFleet(fleet_args(tolerant), tmp_path, self.launch, specs(count), external)
         self.fleet.router = FakeRouter()
-        self.fleet._start_routers = lambda: None
+        self.fleet.start_routers = lambda: None
         self.fleet.start(lambda done, total: None)
         self.fleet.router.known = self.fleet.urls()
 
@@ -124,7 +124,7 @@ def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> No
         order.append(f"launch {index}")
 
     fleet: Any = EngineFleet(fleet_args(True), tmp_path, launch, specs(2), ())
-    fleet._wait_ready, fleet._start_routers = (lambda engine: order.append(f"wait {engine.index}")), lambda: None
+    fleet.wait_ready, fleet.start_routers = (lambda engine: order.append(f"wait {engine.index}")), lambda: None
     fleet.start(lambda done, total: None, lambda: order.append("meanwhile"))
     assert order == ["launch 0", "launch 1", "meanwhile", "wait 0", "wait 1"]
 

@@ -299,7 +299,7 @@ def test_colocated_a_new_engine_waits_for_the_next_update_and_nobody_says_otherw
 def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
     driver = tolerant([A])
     driver.actor_manager.serving = []
-    driver.pool._end_update([])
+    driver.pool.end_update([])
     assert driver.pool.urls == [A], "they are being replaced"
     driver.actor_manager.unsynced = [NEW]
     recovered(driver)

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from slime.cluster import session
-from slime.cluster.session import ClusterError, _object_store_bytes, connect, disconnect
+from slime.cluster.session import ClusterError, connect, disconnect, object_store_bytes
 
 GIB = 2**30
 
@@ -28,7 +28,7 @@ def test_the_object_store_grows_with_the_machine(
     gives of that."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
     monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=int(shared * GIB)))
-    assert _object_store_bytes() == pytest.approx(expected * GIB, abs=10)
+    assert object_store_bytes() == pytest.approx(expected * GIB, abs=10)
 
 
 def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_made_args_are_resolved_and_reject_unknown_names() -> None:
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "_torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(machine_module, "torch_is_cpu_build", lambda: False)
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -272,7 +272,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     for visible, count in (("", 0), ("-1", 0), ("0", 1), ("0,2,5", 3), ("GPU-a,GPU-b", 2), ("1,-1,2", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert count_gpus(tmp_path) == count
-    monkeypatch.setattr(machine_module, "_torch_is_cpu_build", lambda: True)
+    monkeypatch.setattr(machine_module, "torch_is_cpu_build", lambda: True)
     assert count_gpus(tmp_path) == 0
 
 

@@ -189,5 +189,5 @@ def test_the_columns_of_the_table_are_those_of_the_real_sets(datasets_dir: Path)
 
 def test_a_column_that_is_no_text_is_told(own_cache: Path) -> None:
     with pytest.raises(NamedDataError, match="row 1 of x: a bytes cannot be written"):
-        named_data._write(own_cache / "x.jsonl", [{"image": b"x"}], {}, DataName("x", None, None, ""))
+        named_data.write_rows(own_cache / "x.jsonl", [{"image": b"x"}], {}, DataName("x", None, None, ""))
     assert not list(own_cache.iterdir()), "nothing half-written is left"

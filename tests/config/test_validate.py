@@ -10,7 +10,7 @@ from make_args import make_args
 
 from slime.config.cluster import environment_texts
 from slime.config.corrections import check_kl, check_opsm
-from slime.config.engine import _OUTER_CACHES, check_draft, check_outer_caches
+from slime.config.engine import OUTER_CACHES, check_draft, check_outer_caches
 from slime.config.machine import Machine
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -345,7 +345,7 @@ def test_a_draft_that_is_not_trained_is_said(
     assert [said is not None and said in notice for notice in args.notices] == ([True] if said else [])
 
 
-@pytest.mark.parametrize("name", _OUTER_CACHES)
+@pytest.mark.parametrize("name", OUTER_CACHES)
 def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: str) -> None:
     """Its entries are found by tokens, so that a prompt would go on from the KV of old weights."""
     options: dict[str, object] = {name: "file"}

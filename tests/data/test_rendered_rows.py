@@ -70,7 +70,7 @@ def model(smollm2: Path, tmp_path: Path) -> Any:
             shutil.copyfile(file, folder / file.name)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        load_tokenizer.__globals__["_load_tokenizer"].cache_clear()  # it keeps what it has read of a folder
+        load_tokenizer.__globals__["load_cached"].cache_clear()  # it keeps what it has read of a folder
         return str(folder)
 
     return make

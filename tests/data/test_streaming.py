@@ -98,7 +98,7 @@ def test_rows_from_anywhere(tmp_path: Path, wanted: list[int], marks: int, bom: 
         path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "_MARKS", marks)
+        patch.setattr(rows_module, "MARKS", marks)
         file = RowFile(str(path))
         assert len(file._reader.offsets) <= marks  # type: ignore[attr-defined]
     assert len(file) == 100

@@ -230,7 +230,7 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
 def test_openai_requests_choose_an_adapter_too() -> None:
     """With SGLang's field; without it, the answer would be that of another adapter."""
     for body, adapter in (({"prompt": [1, 2], "lora_path": "mine"}, "mine"), ({"prompt": [1, 2]}, None)):
-        native = {**routes_openai._native(body, 100, 8), "input_ids": [1, 2]}
+        native = {**routes_openai.native_body(body, 100, 8), "input_ids": [1, 2]}
         (request,) = parse_generate(native, 100).requests
         assert request.adapter == adapter
 

@@ -115,13 +115,13 @@ def test_layers_with_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(torch.float32, torch.device("cpu"))
     cache.resize(2, 8)
     step = attention.StepContext(cache, torch.arange(6))
-    first = states._RunStates(step, 0, 5, attention.StateRun(0, 4, 1, True, True))
+    first = states.RunStates(step, 0, 5, attention.StateRun(0, 4, 1, True, True))
     assert not first.has_previous_state(5)
     conv, recurrent = torch.randn(1, 3, 4), torch.randn(1, 2, 3)
     first._set("conv", conv)
     first._set("recurrent", recurrent)
     first.keep()
-    held = states._RunStates(step, 0, 5, attention.StateRun(4, 6, 1, True, False))
+    held = states.RunStates(step, 0, 5, attention.StateRun(4, 6, 1, True, False))
     assert held.has_previous_state(5) and held.own.conv_kernel_size == 4
     assert held.own.is_conv_states_initialized and held.own.is_recurrent_states_initialized
     assert torch.equal(held.own.conv_states, conv) and torch.equal(held.own.recurrent_states, recurrent)

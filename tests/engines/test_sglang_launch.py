@@ -138,9 +138,9 @@ def test_a_colocated_server_starts_while_the_trainer_loads(monkeypatch: pytest.M
 
 
 def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
-    from slime.engines.sglang.check import _Parser
+    from slime.engines.sglang.check import ServerParser
 
-    parser = _Parser(allow_abbrev=False)
+    parser = ServerParser(allow_abbrev=False)
     parser.add_argument("--attention-backend", choices=("triton", "torch_native"))
     parser.add_argument("--mem-fraction-static", type=float)
     assert problems_of(parser, ["--attention-backend", "triton"], "sglang", "9") == []

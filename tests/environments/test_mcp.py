@@ -15,7 +15,7 @@ import pytest
 from make_args import make_args
 from scripted_engine import Script
 
-from slime.cluster.checks import _check_environment
+from slime.cluster.checks import check_environment
 from slime.config.environment import MCP_GENERATE
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
@@ -93,7 +93,7 @@ async def test_a_server_in_the_sandbox_answers_and_has_no_way_out(
 
 def test_a_program_for_the_sandbox_must_exist() -> None:
     for value in ("sandbox:", "sandbox:nowhere.py 3"):
-        (problem,) = _check_environment(make_args(mcp_server=[value], rm_type="f1"))
+        (problem,) = check_environment(make_args(mcp_server=[value], rm_type="f1"))
         assert f"--mcp-server: {value}: the form is sandbox:FILE.py ARGUMENTS" in problem
 
 
@@ -107,8 +107,8 @@ def test_a_program_for_the_sandbox_must_exist() -> None:
     ],
 )
 def test_a_command_that_cannot_be_started_is_told_before_the_run(value: str, told: str) -> None:
-    assert _check_environment(make_args(mcp_server=[COMMAND, "http://127.0.0.1:1/mcp"], rm_type="f1")) == []
-    (problem,) = _check_environment(make_args(mcp_server=[COMMAND, value], rm_type="f1"))
+    assert check_environment(make_args(mcp_server=[COMMAND, "http://127.0.0.1:1/mcp"], rm_type="f1")) == []
+    (problem,) = check_environment(make_args(mcp_server=[COMMAND, value], rm_type="f1"))
     assert told in problem
 
 
@@ -192,7 +192,7 @@ async def test_a_server_that_dies_costs_its_sample_only(monkeypatch: pytest.Monk
 
 def test_the_flag_selects_the_generate_function() -> None:
     args = make_args(mcp_server=["python tools.py"], rm_type="f1")
-    assert args.custom_generate_function_path == MCP_GENERATE and _check_environment(args) == []
+    assert args.custom_generate_function_path == MCP_GENERATE and check_environment(args) == []
     for more in (
         {"environment": "reasoning_gym:x"},
         {"custom_generate_function_path": "a.b"},
@@ -204,7 +204,7 @@ def test_the_flag_selects_the_generate_function() -> None:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    assert "pip install 'slime[mcp]'" in _check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
+    assert "pip install 'slime[mcp]'" in check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
 
 
 async def test_an_error_of_an_engine_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:

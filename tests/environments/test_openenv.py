@@ -21,7 +21,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.environments.base import EnvironmentProblem, StepLimits
-from slime.environments.openenv import OpenEnv, _Episode
+from slime.environments.openenv import OpenEnv, OpenEnvEpisode
 from slime.environments.registry import environment
 from slime.utils.misc import get_free_port
 
@@ -113,7 +113,7 @@ def test_mistakes_are_told(spec: str, said: str) -> None:
 
 async def test_an_action_that_is_nested_too_deeply_is_no_action() -> None:
     """The model can write it, and it must get an answer as for any other text that is no JSON."""
-    episode = _Episode(OpenEnv("http://127.0.0.1:1", "json", "", 1, 0, "", ""), StepLimits())
+    episode = OpenEnvEpisode(OpenEnv("http://127.0.0.1:1", "json", "", 1, 0, "", ""), StepLimits())
     try:
         step = await episode.step('{"a":' * 100_000)
     finally:

@@ -188,7 +188,7 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
 
 def test_wandb_alone_counts_optimizer_steps_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, float]] = []
-    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: SimpleNamespace(log=rows.append))
+    monkeypatch.setattr(metrics, "start_wandb", lambda args, run_dir: SimpleNamespace(log=rows.append))
     batch = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 16, "use_wandb": True}
     for on in (False, True):
         log, run = logger(tmp_path / str(on), wandb_always_use_train_step=on, **batch)

@@ -28,7 +28,7 @@ from slime.observability.run_record import (
     read_attempts,
     read_weights,
 )
-from slime.replay.recorded import RecordedRun, ReplayError, _dumps, attempt_of, read_run
+from slime.replay.recorded import RecordedRun, ReplayError, attempt_of, dumps_of, read_run
 
 SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
 
@@ -88,9 +88,9 @@ def test_dumps_are_found_by_their_template(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "r7").mkdir()
     (tmp_path / "r7" / "samples.pt").touch()
-    assert _dumps(str(tmp_path / "{rollout_id}.pt")) == {3, 12}
-    assert _dumps(str(tmp_path / "r{rollout_id}" / "samples.pt")) == {7}
-    assert _dumps(str(tmp_path / "missing" / "{rollout_id}.pt")) == frozenset()
+    assert dumps_of(str(tmp_path / "{rollout_id}.pt")) == {3, 12}
+    assert dumps_of(str(tmp_path / "r{rollout_id}" / "samples.pt")) == {7}
+    assert dumps_of(str(tmp_path / "missing" / "{rollout_id}.pt")) == frozenset()
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:

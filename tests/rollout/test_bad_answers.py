@@ -55,8 +55,8 @@ class LyingEngine(SmallEngine):
         super().__init__(jitter=0.0, length=lambda prompt, seed: 4)
         self.lie, self.lies = lie, lies
 
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await super()._answer(request, {**body, "stream": False})
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await super().answer(request, {**body, "stream": False})
         assert isinstance(response, web.Response) and response.text is not None
         text = response.text
         if self.lies > 0:

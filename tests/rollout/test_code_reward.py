@@ -143,7 +143,7 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_sandbox_that_starts_too_late_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.sandbox._START_SECONDS", 0.0)
+    monkeypatch.setattr("slime.rollout.sandbox.START_SECONDS", 0.0)
     sample = await score(FUNCTION, MBPP)
     assert sample.reward is None and sample.remove_sample
     assert sample.metadata["reward_failure"] == "error: a sandbox was not set up within 0 s"

@@ -240,7 +240,7 @@ async def test_threads_of_functions_that_hang_are_bounded(monkeypatch):
         begun.append(number)
         release.wait(60)
 
-    monkeypatch.setattr(custom, "_MOST_LEFT", 3)
+    monkeypatch.setattr(custom, "MOST_LEFT", 3)
     monkeypatch.setattr(custom, "_left", [])
     try:
         for number in range(5):

@@ -29,7 +29,7 @@ from slime.rollout.rm_hub.dapo import dapo_reward
 from slime.rollout.rm_hub.dispatch import REWARD_TYPES
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
-from slime.rollout.rm_hub.sglang_scorer import _judge_text
+from slime.rollout.rm_hub.sglang_scorer import judge_text
 from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
 HERE = Path(__file__).parent
@@ -577,7 +577,7 @@ async def test_remote_rm_posts_and_tries_again(quick_retries):
 
 async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypatch, caplog):
     monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm._FIRST_REPORT", 0.001)
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.FIRST_REPORT", 0.001)
     async with RewardServer(failures=40) as server:
         args = arguments("remote_rm", rm_url=server.url)
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
@@ -846,5 +846,5 @@ async def test_gpqa_reads_styles_and_texts_that_hold_a_letter(response):
 
 def test_braces_of_a_prompt_stay_as_they_are_for_a_judge():
     sample = Sample(prompt="Print {response} and {label}.", label="{response}", response="yes")
-    text = _judge_text("{prompt}|{label}|{response}|{other}", sample)
+    text = judge_text("{prompt}|{label}|{response}|{other}", sample)
     assert text == "Print {response} and {label}.|{response}|yes|{other}"

@@ -16,7 +16,7 @@ from slime.data.token_fields import Packed
 from slime.observability import progress
 from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
-from slime.rollout.group import _mask_earlier_rollouts
+from slime.rollout.group import mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
@@ -130,7 +130,7 @@ async def test_groups_are_in_the_order_of_their_numbers_if_samples_have_none(tok
         running = asyncio.create_task(loop.run())
         await until(lambda: len(loop.accepted) == 3)
         engine.slow = lambda prompt: False
-        engine._abort.set()
+        engine.aborting.set()
         output = await asyncio.wait_for(running, 30)
     assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3]
 
@@ -345,7 +345,7 @@ async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):
         await until(lambda: engine.running >= 4 and len(engine.requests) >= 8)
         await asyncio.sleep(0.05)
         engine.slow = lambda prompt: False
-        engine._abort.set()  # as a restart or a weight update in abort mode does
+        engine.aborting.set()  # as a restart or a weight update in abort mode does
         output = await rollout
     assert [g[0].group_index for g in output.samples] == [0, 1, 2, 3]
     assert [s.response_length for s in flatten(output.samples)] == [12, 12, 8, 8, 12, 12, 8, 8]
@@ -383,7 +383,7 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
         await until(lambda: engine.running >= 4 and len(engine.requests) >= 8)
         await asyncio.sleep(0.05)
         engine.slow = lambda prompt: False
-        engine._abort.set()
+        engine.aborting.set()
         output = await rollout
     assert all(sample.loss_mask == [1] * sample.response_length for sample in flatten(output.samples))
 
@@ -391,12 +391,12 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
 def test_a_sample_that_came_back_and_is_cut_again_keeps_this_rollouts_tokens():
     state = SimpleNamespace(args=make_args(mask_offpolicy_in_partial_rollout=True), rollout_id=1)
     sample = Sample(tokens=[7, 8, 9], response_length=2, loss_mask=[1, 1], metadata={"start_rollout_id": 0})
-    _mask_earlier_rollouts(state, sample)
+    mask_earlier_rollouts(state, sample)
     sample.response_length, sample.loss_mask = 4, [*sample.loss_mask, 1, 1]  # this rollout's, then the engine is lost
-    _mask_earlier_rollouts(state, sample)
+    mask_earlier_rollouts(state, sample)
     assert sample.loss_mask == [0, 0, 1, 1]
     state.rollout_id = 2
-    _mask_earlier_rollouts(state, sample)
+    mask_earlier_rollouts(state, sample)
     assert sample.loss_mask == [0] * 4
 
 
@@ -463,8 +463,8 @@ async def test_a_group_that_is_cut_again_and_again_goes_on_as_long_as_it_grows(t
         async def cut():
             while True:
                 await asyncio.sleep(0.01)
-                engine._abort.set()
-                engine._abort = asyncio.Event()
+                engine.aborting.set()
+                engine.aborting = asyncio.Event()
 
         cutting = asyncio.create_task(cut())
         try:
@@ -517,7 +517,7 @@ async def test_deterministic_rollouts_keep_the_same_groups_whatever_has_finished
             running = asyncio.create_task(loop.run())
             await until(lambda of=loop: sum(item.done for item in of.in_flight.values()) == 2 or of.counts.replaced)
             engine.slow = lambda prompt: False
-            engine._abort.set()
+            engine.aborting.set()
             output = await asyncio.wait_for(running, 30)
         kept.append([group[0].group_index for group in output.samples])
     assert kept == [[4, 5], [4, 5]]

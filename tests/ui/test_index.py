@@ -17,7 +17,7 @@ from slime.ui.index import SampleIndex, reward_number
 from slime.ui.runs import Runs
 from slime.ui.series import Series
 from slime.ui.site import NotFound, answer, path_of
-from slime.ui.tail import _MARK, Tail
+from slime.ui.tail import MARK, Tail
 
 
 def sample(index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?") -> Sample:
@@ -283,7 +283,7 @@ def test_no_view_reads_a_whole_file_again(tmp_path: Path) -> None:
     for step in set(range(20)) - {7}:
         spoil(folder / "samples" / f"rollout_{step:06d}.jsonl", slice(0, 0))
     metrics = folder / "metrics.jsonl"
-    spoil(metrics, slice(metrics.stat().st_size - _MARK, None))
+    spoil(metrics, slice(metrics.stat().st_size - MARK, None))
     write_rows(metrics, [{"rollout/step": 20, "time": 120.0, "a": 20}])
     runs.refresh()
     ask = lambda *parts: answer(runs, path_of("run", "long", *parts))  # noqa: E731

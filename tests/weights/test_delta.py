@@ -36,7 +36,7 @@ def test_changes_lead_from_old_to_new(size: int, changed: list[tuple[int, int]],
     for position, flip in changed:
         new[position % size] ^= flip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "_CHUNK", chunk)
+        patch.setattr(delta, "CHUNK", chunk)
         changes = delta.compare(old, new, encoding)
     assert changes.changed == int((old != new).sum())
     if not changes.changed:  # nothing is packed then

@@ -170,7 +170,7 @@ class FsdpBackend(SharedBackend):
         parts, micro_batches = [], self.aligned(trained)
         with self._in_pass_dtype():
             for number, indices in enumerate(micro_batches, start=1):
-                self._communicate_for(last=number == len(micro_batches))
+                self.communicate_for(last=number == len(micro_batches))
                 parts.append(self._backward(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
@@ -189,7 +189,7 @@ class FsdpBackend(SharedBackend):
         scale = self.optimizer.loss_scale
         return scale is not None and scale.can_be_lowered and not math.isfinite(grad_norm)
 
-    def _communicate_for(self, last: bool) -> None:
+    def communicate_for(self, last: bool) -> None:
         """Set the communication of FSDP for the next backward pass.
 
         Gradients are summed over replicas only after the ``last`` micro-batch of a step. Until then, each rank

@@ -252,7 +252,7 @@ class Engine:
         if plan is None:
             return False
         try:
-            sampled = self._compute(plan)
+            sampled = self.compute(plan)
             finished = self.scheduler.commit(plan, sampled)
         except Exception as error:
             self._isolate(plan, error)
@@ -323,7 +323,8 @@ class Engine:
             if not self._suspects and not self._blamed:
                 self._unexplained += 1
 
-    def _compute(self, plan: Plan) -> list[SampledToken]:
+    def compute(self, plan: Plan) -> list[SampledToken]:
+        """Return the sampled tokens of a plan, in the order of its works, each with its followers right after it."""
         rows: dict[int, torch.Tensor] = {}  # the logits to sample from, by index of the work
         for logits in self.runner.run(plan):
             self._score(plan, logits)

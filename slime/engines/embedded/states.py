@@ -67,7 +67,7 @@ def _with_slots(plain: Forward, index: int) -> Forward:
         for run in step.runs:
             count = run.end - run.start
             batch = hidden_states[0, run.start : run.end].unflatten(0, (1, count) if run.one_slot else (count, 1))
-            states = _RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
+            states = RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
             with step.part(self, run.start, run.end, not run.one_slot):
                 parts.append(plain(hidden_states=batch, **{name: states}).flatten(0, 1))
             states.keep()
@@ -76,7 +76,7 @@ def _with_slots(plain: Forward, index: int) -> Forward:
     return forward
 
 
-class _RunStates:
+class RunStates:
     """What a module uses of transformers' ``Cache``, for one run of rows.
 
     The states of the slots are changed in place. A run from position 0 begins without states.

@@ -141,7 +141,7 @@ class _Host:
 
 
 _left: list[threading.Thread] = []  # threads of synchronous functions that timed out and still run
-_MOST_LEFT = 64
+MOST_LEFT = 64
 _lock = threading.Lock()
 _host: _Host | None = None
 
@@ -168,9 +168,9 @@ async def call_bounded(
     """
     count = threads or default_workers()
     _left[:] = [thread for thread in _left if thread.is_alive()]
-    if not is_async(fn) and len(_left) >= _MOST_LEFT:
+    if not is_async(fn) and len(_left) >= MOST_LEFT:
         raise RewardTimeout(
-            f"{_MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
+            f"{MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
             "more are started. Give them time limits, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
         )
     for _ in range(_MOST_STARTS):
