@@ -102,7 +102,7 @@ class EnginePool:
         self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
         self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
         self._syncing = False  # whether sync_recovered_engines is running
-        self._next_poll = 0.0  # time.monotonic()
+        self.next_poll = 0.0  # time.monotonic()
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -289,9 +289,9 @@ class EnginePool:
         """
         now = time.monotonic()
         # The update below waits for the manager as well, and that wait may call this method again.
-        if self._syncing or now < self._next_poll or not self.urls:
+        if self._syncing or now < self.next_poll or not self.urls:
             return
-        self._next_poll, self._syncing = now + POLL_SECONDS, True
+        self.next_poll, self._syncing = now + POLL_SECONDS, True
         try:
             status = self._status(self._manager.start(RolloutManager.engine_status), "the engines")
             self._alive(status)

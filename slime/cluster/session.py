@@ -34,7 +34,7 @@ _LATE = "timed out during startup"
 that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
-_connected = False
+connected = False
 
 
 def connect() -> None:
@@ -44,7 +44,7 @@ def connect() -> None:
     this process. If the program has called
     ``ray.init`` itself, its connection is used, and :func:`disconnect` leaves it open.
     """
-    global _connected
+    global connected
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import psutil
@@ -56,7 +56,7 @@ def connect() -> None:
     if (other / "__init__.py").is_file() and not other.samefile(package):
         # Ray puts the working directory first, before anything that could be set here.
         raise ClusterError(f"Ray's workers would import {other} in place of {package}: start in another folder")
-    _connected, before = True, psutil.Process().children()
+    connected, before = True, psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": import_environment()}
@@ -177,11 +177,11 @@ def disconnect() -> None:
 
     from slime.engines.process import wait_gone
 
-    global _connected
-    if not _connected:
+    global connected
+    if not connected:
         return
     # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
-    _connected, children = False, _with_descendants(_started)
+    connected, children = False, _with_descendants(_started)
     _started.clear()
     ray.shutdown()
     _kill(wait_gone(children, SHUTDOWN_SECONDS))

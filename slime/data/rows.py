@@ -129,8 +129,8 @@ class RowFile:
             raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
         self.spec, self.path = spec, path
         self._stat = self._identity()
-        self._reader = _READERS[path.suffix](path)
-        self._numbers = range(len(self._reader))[selected]
+        self.reader = _READERS[path.suffix](path)
+        self._numbers = range(len(self.reader))[selected]
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -148,7 +148,7 @@ class RowFile:
         order = sorted(range(len(rows)), key=rows.__getitem__)
         found: list[Any] = [None] * len(rows)
         ascending = [self._numbers[rows[i]] for i in order]
-        for i, raw in zip(order, self._reader.ascending(ascending), strict=True):
+        for i, raw in zip(order, self.reader.ascending(ascending), strict=True):
             found[i] = raw
         return found
 

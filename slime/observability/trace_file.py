@@ -74,7 +74,7 @@ class TraceFiles:
     def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
         self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
         # Rollouts whose phases the driver has not reported yet: wall time of the first event, and the events as JSON.
-        self._open: dict[int, tuple[float, str]] = {}
+        self.unfinished: dict[int, tuple[float, str]] = {}
 
     def write_samples(self, rollout_id: int, samples: Sequence[object]) -> Path | None:
         """Write the traces of samples: each prompt group is shown as a process, and each sample as a thread of it.
@@ -90,9 +90,9 @@ class TraceFiles:
             return None
         start = min(event["ts"] for _, trace in traces for event in trace["events"])
         events = _joined(event for position, trace in traces for event in _sample_events(trace, position))
-        self._open[rollout_id] = start, events
-        for old in list(self._open)[:-MOST_OPEN]:  # the driver has not reported phases for these and never will
-            del self._open[old]
+        self.unfinished[rollout_id] = start, events
+        for old in list(self.unfinished)[:-MOST_OPEN]:  # the driver has not reported phases for these and never will
+            del self.unfinished[old]
         return self._write(rollout_id, events)
 
     def add_phases(
@@ -111,7 +111,7 @@ class TraceFiles:
             phases: Completed phases, for example of :class:`~slime.observability.timers.Timers`.
             loads_between: Returns the load of the engines between two wall times.
         """
-        begun = self._open.pop(rollout_id, None)
+        begun = self.unfinished.pop(rollout_id, None)
         mine = [phase for phase in phases if begun and phase["end"] >= begun[0]]
         row = list(phase_events(mine))
         if begun and mine and loads_between is not None:

@@ -136,13 +136,13 @@ class RolloutLoop:
         while self._under_way < self.target:
             if not self.unstarted:
                 size = self.settings.fetched_at_once
-                self._enqueue(self._get(size if size > self.target else self.target - self._under_way))
+                self.enqueue(self._get(size if size > self.target else self.target - self._under_way))
             # Finished groups from the buffer may have filled the rollout already. Groups that have not started then
             # stay in `unstarted`, and _hand_back returns them without wasted generation.
             if self._under_way < self.target:
                 self._start(len(self.unstarted))
 
-    def _enqueue(self, groups: list[Group]) -> None:
+    def enqueue(self, groups: list[Group]) -> None:
         for group in groups:
             if is_finished(group):
                 self._add(group)

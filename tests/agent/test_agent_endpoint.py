@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream(client: Client, en
     await stream.close()
     whole = asyncio.ensure_future(client.chat(HELLO, max_tokens=200))
     async with asyncio.timeout(20):
-        while client.session.counts["cancelled"] < 1 or sum(client.session._asked.values()) < 2:
+        while client.session.counts["cancelled"] < 1 or sum(client.session.asked.values()) < 2:
             await asyncio.sleep(0.01)
         whole.cancel()
         while client.session.counts["cancelled"] < 2:

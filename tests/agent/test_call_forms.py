@@ -317,13 +317,13 @@ async def test_a_silent_stream_is_kept_alive(
     monkeypatch.setattr(server_module, "PING_SECONDS", 0.05)
     async with ScriptedEngine(make_tokenizer(THINKING), ["late"]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
-        ask = talk.session._ask
+        ask = talk.session.generate
 
         async def slowly(*args: Any) -> Any:
             await asyncio.sleep(0.3)
             return await ask(*args)
 
-        talk.session._ask = slowly  # type: ignore[method-assign]
+        talk.session.generate = slowly  # type: ignore[method-assign]
         raw = await streamed_message(f"{endpoint.url(talk.session)}/v1/messages")
     assert b"event: ping" in raw and raw.index(b"message_start") < raw.index(b"ping") and b"message_stop" in raw
 

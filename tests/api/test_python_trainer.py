@@ -73,8 +73,8 @@ class Program:
 def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Program]:
     before = signal.getsignal(signal.SIGINT)
     yield Program(monkeypatch, tmp_path)
-    if trainer_module._current is not None:
-        trainer_module._current.close()
+    if trainer_module.current is not None:
+        trainer_module.current.close()
     assert signal.getsignal(signal.SIGINT) is before, "the program's handler is restored"
 
 
@@ -446,7 +446,7 @@ def test_what_the_engine_refuses_is_told_and_the_run_goes_on(program: Program) -
 def test_what_is_no_callback_is_told_before_the_start(program: Program, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"a callback is a slime\.Callback or a function"):
         program.trainer([wrong])
-    assert trainer_module._current is None
+    assert trainer_module.current is None
 
 
 def _answer(text: str) -> Sample:

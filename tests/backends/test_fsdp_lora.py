@@ -110,8 +110,8 @@ def test_one_step_is_that_of_the_merged_model(llama: Path) -> None:
         for name in layers
     }
     scorer = whole.scorer
-    whole._scores = (
-        lambda inputs: type(backend._scores(inputs))(  # type: ignore[method-assign]
+    whole.scores_of = (
+        lambda inputs: type(backend.scores_of(inputs))(  # type: ignore[method-assign]
             *functional_call(scorer, merged_now, (inputs, 1.0, True, False, False))[0][:2]
         )
     )

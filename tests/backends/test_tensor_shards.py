@@ -131,7 +131,7 @@ def test_memory_that_was_taken_before_is_used() -> None:
     memory.take(shards)
     assert memory.is_taken and memory._taking is not None
     memory._taking.join()
-    places = [tensor.data_ptr() for tensor in memory._tensors]
+    places = [tensor.data_ptr() for tensor in memory.tensors]
     copies = memory.copied(shards)
     assert [shard.data.data_ptr() for shard in copies] == places
     assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(copies, tensors, strict=True))

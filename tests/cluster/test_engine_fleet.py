@@ -285,7 +285,7 @@ def test_an_engine_that_is_lost_while_it_joins_does_not_serve(tmp_path: Path) ->
     join = fleet.router.add_worker
 
     def lost_meanwhile(worker: Worker) -> None:
-        with fleet._lock:
+        with fleet.lock:
             fleet.engines[0].state = "lost"
         join(worker)
 
@@ -380,12 +380,12 @@ def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("slime.cluster.health.unhealthy", hang)
     monkeypatch.setattr("slime.cluster.health.MAX_MISSED", 1)
     monkeypatch.setattr("slime.cluster.health.SEND_SECONDS", 0.01)
-    monitor._next = 0.0
+    monitor.next_check = 0.0
     monitor.poll()
     assert asked.wait(60)
     monitor.pause("update")  # returns although the check is under way
-    assert monitor._checking is not None
-    monitor._checking.add_done_callback(lambda _: answered.set())
+    assert monitor.checking is not None
+    monitor.checking.add_done_callback(lambda _: answered.set())
     answer.set()
     assert answered.wait(60)
     assert len(fleet.urls("serving")) == 2 and fleet.counts()["rollout/engine_lost_count"] == 0
@@ -433,16 +433,16 @@ def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
         monitor.pause("offloaded")
         now[0] += 1.0
         monitor.resume("offloaded")
-        before = monitor._checking
+        before = monitor.checking
         monitor.poll()
         now[0] += 1.0
-        if monitor._checking is not before:
+        if monitor.checking is not before:
             checks.append(now[0] - 1000.0)
             monitor.pause("update")  # returns while the check is under way
-            assert monitor._checking is not None and not monitor._checking.done()
+            assert monitor.checking is not None and not monitor.checking.done()
             monitor.resume("update")
             answer.set()
-            monitor._checking.result(60)
+            monitor.checking.result(60)
             answer.clear()
     assert checks == [32.0, 62.0, 92.0]
     started.fleet.stop()
@@ -471,9 +471,9 @@ def test_a_failed_request_causes_a_check_at_once(tmp_path: Path, monkeypatch: py
     assert checks.count(2) == 1, "many failures at once are one check"
     monitor.first_wait = 1000.0
     monitor.resume("update")
-    monitor._wakes_from = 0.0
+    monitor.wakes_from = 0.0
     monitor.wake()
-    assert monitor._next > time.monotonic() + 900, "the grace after a pause holds"
+    assert monitor.next_check > time.monotonic() + 900, "the grace after a pause holds"
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.005)
         monitor.stop()
-    assert monitor._next > time.monotonic() + 30, "grace after a pause"
+    assert monitor.next_check > time.monotonic() + 30, "grace after a pause"
 
 
 def test_without_fault_tolerance_one_late_answer_is_forgiven(tmp_path: Path) -> None:

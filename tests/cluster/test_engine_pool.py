@@ -257,7 +257,7 @@ def test_a_fatal_loss_ends_the_run_with_its_reason() -> None:
 def recovered(driver: Driver, keep_version: bool = False) -> list[str]:
     """What is done about engines that were started again, in one call."""
     driver.said.clear()
-    driver.pool._next_poll = 0.0
+    driver.pool.next_poll = 0.0
     driver.pool.sync_recovered_engines(keep_version)
     return list(driver.said)
 
@@ -308,7 +308,7 @@ def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
 
 def test_the_manager_is_not_asked_at_every_turn_of_a_wait() -> None:
     driver = tolerant([A])
-    driver.pool._next_poll = float("inf")
+    driver.pool.next_poll = float("inf")
     driver.pool.sync_recovered_engines()
     assert driver.said == []
     recovered(Driver(serving=[]))
@@ -322,7 +322,7 @@ def test_a_wait_inside_an_update_does_not_begin_another() -> None:
 
     def begin_update() -> Any:
         before = len(driver.said)
-        driver.pool._next_poll = 0.0
+        driver.pool.next_poll = 0.0
         driver.pool.sync_recovered_engines()
         inside.append(driver.said[before:])
         return begin()

@@ -35,7 +35,7 @@ def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pyt
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the program's own connection")
 
-    monkeypatch.setattr(session, "_connected", False)  # whatever other tests in this process have left
+    monkeypatch.setattr(session, "connected", False)  # whatever other tests in this process have left
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "init", refused)
     monkeypatch.setattr(ray, "shutdown", refused)
@@ -51,7 +51,7 @@ def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     def init(**_: object) -> None:
         raise RuntimeError(waited)
 
-    monkeypatch.setattr(session, "_connected", False)
+    monkeypatch.setattr(session, "connected", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -85,7 +85,7 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(session, "_connected", False)
+    monkeypatch.setattr(session, "connected", False)
     try:
         if starts:
             connect()
@@ -109,7 +109,7 @@ def test_other_errors_of_ray_are_raised_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(session, "_connected", False)
+    monkeypatch.setattr(session, "connected", False)
     with pytest.raises(RuntimeError, match="no port"):
         connect()
     assert asked == [1]

@@ -51,7 +51,7 @@ def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
     monkeypatch.setattr(pool.os, "sched_getaffinity", lambda pid: set(range(cores)))
     started: list[int] = []
     monkeypatch.setattr(pool, "VerifierPool", lambda count, *_: started.append(count) or SimpleNamespace(close=int))
-    monkeypatch.setattr(pool, "_shared", {})
+    monkeypatch.setattr(pool, "shared_pools", {})
     args = make_args(hf_checkpoint=None)
     resolve_defaults(args)
     pool.shared_pool(args.reward_workers)

@@ -100,7 +100,7 @@ def test_rows_from_anywhere(tmp_path: Path, wanted: list[int], marks: int, bom: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_module, "MARKS", marks)
         file = RowFile(str(path))
-        assert len(file._reader.offsets) <= marks  # type: ignore[attr-defined]
+        assert len(file.reader.offsets) <= marks  # type: ignore[attr-defined]
     assert len(file) == 100
     for row, raw in zip(wanted, file.read(wanted), strict=True):
         assert raw.decode().data["metadata"]["row"] == row
@@ -256,7 +256,7 @@ def test_a_worker_that_stands_still_is_an_error_that_says_what_to_do(
 ) -> None:
     rows = RowFile(str(write(tmp_path / "rows.jsonl", 3)))
     chunks = chunks_module.Chunks(rows, lambda raws: ([], Report(RowKeys())), list, workers=0)
-    chunks._open[0] = Future()  # of a worker, never done
+    chunks.held[0] = Future()  # of a worker, never done
     monkeypatch.setattr(chunks_module, "CHUNK_SECONDS", 0.01)
     with pytest.raises(TimeoutError, match=r"rows.jsonl: a worker of --num-data-workers .* 0.01 s"):
         chunks[0]

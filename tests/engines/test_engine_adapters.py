@@ -174,7 +174,7 @@ def test_requests_of_several_adapters_share_a_batch(tiny_llama: Path, tmp_path: 
         assert result(alone) == result(together[1])
     named.unload("wide")
     named.unload("narrow")
-    assert not named._hooks
+    assert not named.hooks
     finish(loaded, [last := make(prompt, "last", max_new_tokens=6)])
     expected = reference_logprobs(references[None], last.tokens)[last.prompt_len - 1 :]
     torch.testing.assert_close(torch.tensor(last.output_logprobs), expected, rtol=0, atol=1e-4)

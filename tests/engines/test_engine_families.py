@@ -118,8 +118,8 @@ def test_layers_with_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     first = states.RunStates(step, 0, 5, attention.StateRun(0, 4, 1, True, True))
     assert not first.has_previous_state(5)
     conv, recurrent = torch.randn(1, 3, 4), torch.randn(1, 2, 3)
-    first._set("conv", conv)
-    first._set("recurrent", recurrent)
+    first.set_state("conv", conv)
+    first.set_state("recurrent", recurrent)
     first.keep()
     held = states.RunStates(step, 0, 5, attention.StateRun(4, 6, 1, True, False))
     assert held.has_previous_state(5) and held.own.conv_kernel_size == 4

@@ -39,7 +39,7 @@ ROUTER_ROUTES += [("POST", "/flush_cache"), ("GET", "/get_loads"), ("DELETE", "/
 
 @pytest.fixture(autouse=True)
 def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_by_address", {})
+    monkeypatch.setattr(module, "keys_by_address", {})
 
 
 def test_each_run_has_a_key_of_its_own() -> None:

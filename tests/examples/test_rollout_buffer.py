@@ -91,7 +91,7 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     buffer = web.AppRunner(server.make_app(GENERATORS, url, server.key_in(tmp_path / "new" / "key")))
     await buffer.setup()
     await web.TCPSite(buffer, "127.0.0.1", int(url.rpartition(":")[2])).start()
-    monkeypatch.setattr(rollout, "_under_way", {})
+    monkeypatch.setattr(rollout, "under_way", {})
     monkeypatch.setattr(rollout, "prompt_ids", lambda state, sample: sample.tokens)
     host, _, port = engine_url.removeprefix("http://").partition(":")
     place.args = make_args(
@@ -109,7 +109,7 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 async def test_a_step_gets_its_groups_and_others_stay_under_way(place) -> None:
     source = Source()
     first = await rollout.collect(place.args, 0, source)
-    assert len(first.samples) == 3 and len(rollout._under_way) == 2 == len(source.under_way())
+    assert len(first.samples) == 3 and len(rollout.under_way) == 2 == len(source.under_way())
     second = await rollout.collect(place.args, 1, source)
     indices = [group[0].group_index for group in first.samples + second.samples]
     assert len(set(indices)) == 6 and source.given >= 8
@@ -140,7 +140,7 @@ async def test_a_group_that_is_not_valid_is_replaced(place) -> None:
     source = Source()
     output = await rollout.collect(place.args, 0, source)
     assert not {0, 1} & {group[0].group_index for group in output.samples}
-    assert output.metrics["rollout/buffer_refused"] == 2.0 and len(rollout._under_way) == 2
+    assert output.metrics["rollout/buffer_refused"] == 2.0 and len(rollout.under_way) == 2
 
 
 async def test_a_generator_that_fails_says_so_in_the_run(place) -> None:

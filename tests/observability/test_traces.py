@@ -278,14 +278,14 @@ def test_traces_are_compressed_capped_and_removed_in_turn(tmp_path: Path) -> Non
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [
         "rollout_000003.json.gz", "rollout_000004.json.gz",
     ]  # fmt: skip
-    assert not files._open
+    assert not files.unfinished
 
 
 def test_traces_that_the_driver_never_completes_are_forgotten(tmp_path: Path) -> None:
     files = TraceFiles(tmp_path)
     for rollout in range(trace_file.MOST_OPEN + 9):
         files.write_samples(rollout, spans_of(1, 1))
-    assert len(files._open) == trace_file.MOST_OPEN
+    assert len(files.unfinished) == trace_file.MOST_OPEN
     files.add_phases(0, [{"name": "train", "start": time.time(), "end": time.time() + 1}])
     assert len(read_trace(trace_of(tmp_path, 0))) > 0
 

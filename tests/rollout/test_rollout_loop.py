@@ -739,9 +739,9 @@ def test_state_belongs_to_its_arguments(tokenizer_dir):
     from slime.rollout import state
 
     keys = {id(one), id(two)}
-    assert keys <= set(state._states)
+    assert keys <= set(state.states_by_args)
     del one, two
-    assert not keys & set(state._states), "a run's state goes with its arguments"
+    assert not keys & set(state.states_by_args), "a run's state goes with its arguments"
 
 
 def test_the_loop_reads_the_filter_before_it_starts(tokenizer_dir):
@@ -761,7 +761,7 @@ def test_a_resume_makes_the_groups_of_the_pool_again_and_skips_none(tokenizer_di
     group = source.get_samples(1)[0]
     for sample in group:
         sample.status = Sample.Status.COMPLETED
-    pool._enqueue([group])
+    pool.enqueue([group])
     resumed = source_of(args)
     resumed.load_state_dict(source.state_dict())
     assert sorted(g[0].group_index for g in resumed.get_samples(6)) == list(range(6))

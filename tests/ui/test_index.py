@@ -64,9 +64,11 @@ def test_the_index_is_kept_and_only_changed_files_are_read_again(
     assert count(first) == 12
     first.close()
     read: list[str] = []
-    original = SampleIndex._read
+    original = SampleIndex.read_file
     monkeypatch.setattr(
-        SampleIndex, "_read", lambda self, kind, step, path: (read.append(path.name), original(self, kind, step, path))
+        SampleIndex,
+        "read_file",
+        lambda self, kind, step, path: (read.append(path.name), original(self, kind, step, path)),
     )
     write_samples(tmp_path, 1, [sample(i, reward=0.5) for i in range(6)])
     (tmp_path / "samples" / "rollout_000002.jsonl").unlink()
@@ -110,7 +112,7 @@ def test_on_a_full_disk_the_index_moves_to_memory(tmp_path: Path) -> None:
         write_samples(tmp_path, step, [sample(i) for i in range(40)])
     index = SampleIndex(tmp_path, tmp_path / "cache")
     index.refresh(most=1)
-    index._connection.execute("pragma max_page_count = 1")  # SQLite now says that the disk is full
+    index.connection.execute("pragma max_page_count = 1")  # SQLite now says that the disk is full
     for _ in range(2):
         index.refresh()
     assert count(index) == 120
@@ -121,7 +123,7 @@ def test_files_that_are_gone_from_an_index_that_cannot_be_written(tmp_path: Path
         write_samples(tmp_path, step, [sample(i) for i in range(4)])
     index = SampleIndex(tmp_path, tmp_path / "cache")
     index.refresh()
-    index._connection.execute("pragma query_only = on")  # as on a disk that was mounted again, read-only
+    index.connection.execute("pragma query_only = on")  # as on a disk that was mounted again, read-only
     (tmp_path / "samples" / "rollout_000000.jsonl").unlink()  # as --log-keep-last does
     index.refresh()
     assert [row["step"] for row in index.rows("select distinct step from samples order by step")] == [1, 2]

@@ -161,9 +161,9 @@ async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(mem
         member.capabilities = Capabilities(flat_broadcast=flat)
     await check_sync(distributed, members)
     await check_sync(distributed, members)  # the group is used again
-    assert distributed._groups_made == 1 and not torch.distributed.is_initialized()
+    assert distributed.groups_made == 1 and not torch.distributed.is_initialized()
     await check_sync(distributed, members[:1])  # another set of engines: another group
-    assert distributed._groups_made == 2
+    assert distributed.groups_made == 2
     await distributed.close()
 
 

@@ -53,7 +53,7 @@ def test_frozen_parts_beside_a_trained_one_are_sent_for_the_digest_of_the_whole(
         digests.add(name, tensor)
     q, k, v, _ = held.values()
     assert digests.digests == {f"{layer}.self_attn.qkv_proj.weight": sha(q, k, v)}
-    assert not digests._parts, "the other parts of an incomplete tensor would stay in memory"
+    assert not digests.incomplete, "the other parts of an incomplete tensor would stay in memory"
 
 
 def test_each_rank_holds_its_rows_or_columns_and_its_groups_of_heads() -> None:

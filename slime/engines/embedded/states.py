@@ -89,9 +89,9 @@ class RunStates:
         stored = None if run.first else step.cache.states.get(index)
         for kind, tensor in (stored or {}).items():
             view = tensor[run.slots]
-            self._set(kind, view if step.keep_states else view.clone())
+            self.set_state(kind, view if step.keep_states else view.clone())
 
-    def _set(self, kind: str, state: torch.Tensor) -> None:
+    def set_state(self, kind: str, state: torch.Tensor) -> None:
         values = {"has_previous_state": True, f"{kind}_states": state, f"is_{kind}_states_initialized": True}
         if kind == "conv":
             values["conv_kernel_size"] = state.shape[-1]
