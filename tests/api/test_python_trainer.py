@@ -102,7 +102,7 @@ def test_steps_are_those_of_the_loop(program: Program, tmp_path: Path) -> None:
         "actor sends 0.0", "generate", "actor trains", "actor sends 0.1",
         "generate", "actor trains", "actor saves", "actor sends 0.2", "eval",
     ]  # fmt: skip
-    with pytest.raises(Closed, match="all 2 rollouts are trained"):
+    with pytest.raises(Closed, match="2 rollouts"):
         trainer.step()
     assert [row["rollout/step"] for row in trainer.history] == [0, 1]
     assert trainer.evaluations.column("eval/gsm8k") == [0.5]
@@ -110,13 +110,13 @@ def test_steps_are_those_of_the_loop(program: Program, tmp_path: Path) -> None:
     trainer.close()
     trainer.close()
     assert program.ended == [None] and program.driver.run.completed
-    with pytest.raises(Closed, match="processes of this run have ended"):
+    with pytest.raises(Closed, match="have ended"):
         trainer.step()
 
 
 def test_an_evaluation_without_data_is_refused_and_the_run_goes_on(program: Program) -> None:
     trainer = program.trainer(num_rollout=1)
-    with pytest.raises(ValueError, match="nothing to evaluate: make the trainer with eval_data"):
+    with pytest.raises(ValueError, match="eval_data"):
         trainer.evaluate()
     trainer.step()
     assert "eval" not in program.said() and len(trainer.history) == 1
@@ -358,7 +358,7 @@ def test_a_run_keeps_its_files_when_a_later_one_has_its_name(
 
 def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Program) -> None:
     trainer = program.trainer(num_rollout=2)
-    with pytest.raises(ValueError, match="nothing to save"):
+    with pytest.raises(ValueError, match="to save"):
         trainer.save()
     trainer.step()
     assert trainer.save() == trainer.folder / "checkpoints" / "iter_0000000"
@@ -437,14 +437,14 @@ def test_all_that_is_wrong_with_prompts_is_told_at_once(program: Program) -> Non
 def test_what_the_engine_refuses_is_told_and_the_run_goes_on(program: Program) -> None:
     trainer = program.trainer()
     program.driver.actor_manager.results["complete"] = lambda *_: "temperature must be at least 0"
-    with pytest.raises(ValueError, match="temperature must be at least 0"):
+    with pytest.raises(ValueError, match=r"temperature.*0"):
         trainer.sample("a", temperature=-1)
     assert trainer.is_open
 
 
 @pytest.mark.parametrize("wrong", [5, "on_step", slime.Callback])
 def test_what_is_no_callback_is_told_before_the_start(program: Program, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"a callback is a slime\.Callback or a function"):
+    with pytest.raises(TypeError, match=r"slime\.Callback"):
         program.trainer([wrong])
     assert trainer_module.current is None
 
@@ -496,7 +496,7 @@ def test_a_table_shows_itself() -> None:
     table = Table(rows)
     assert table.column("rollout/raw_reward") == [0.25, None] and table.columns[-1] == "eval/set"
     assert "raw_reward" in str(table) and "0.25" in str(table) and "<td>0.5</td>" in table._repr_html_()
-    with pytest.raises(KeyError, match="did you mean rollout/raw_reward"):
+    with pytest.raises(KeyError, match="rollout/raw_reward"):
         table.column("raw_reward")
 
 

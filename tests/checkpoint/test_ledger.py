@@ -222,20 +222,20 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for number in range(3):
         ledger("asked", group(number), {})
-    with pytest.raises(LedgerError, match="group 1 was supplied while it was in flight"):
+    with pytest.raises(LedgerError, match=r"group 1.*in flight"):
         ledger("asked", group(1), {})
     ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was supplied again although it is closed"):
+    with pytest.raises(LedgerError, match=r"group 0.*closed"):
         ledger("asked", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was accepted in rollout 0 but was not in flight"):
+    with pytest.raises(LedgerError, match=r"group 0.*rollout 0"):
         ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="pool and data source lack these open groups: 2"):
+    with pytest.raises(LedgerError, match="open groups: 2"):
         ledger.complete(0, [group(0)], [group(1)], 3)
-    with pytest.raises(LedgerError, match="keep these closed groups: 0"):
+    with pytest.raises(LedgerError, match="closed groups: 0"):
         ledger.complete(0, [group(0)], [group(0), group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="lacks groups that were accepted in it: 0"):
+    with pytest.raises(LedgerError, match=r"accepted.*: 0"):
         ledger.complete(0, [], [group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="the ledger lacks groups that were supplied: 3"):
+    with pytest.raises(LedgerError, match="supplied: 3"):
         ledger.complete(0, [group(0)], [group(1), group(2)], 4)
 
 

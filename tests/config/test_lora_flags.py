@@ -68,7 +68,7 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
     args = workplace.load(f"--load {file.parent}")
     assert (args.lora_rank, args.lora_alpha, args.use_rslora) == (8, 64.0, True)
     assert args.lora_target_modules == ["q_proj", "v_proj"]
-    with pytest.raises(ConfigError, match=r"--lora-rank 4, but the adapter in --load .* has r 8"):
+    with pytest.raises(ConfigError, match=r"--lora-rank 4.*--load.*r 8"):
         workplace.load(f"--load {file.parent} --lora-rank 4")
     file.write_text("{}")
     assert workplace.load(f"--load {file.parent}").lora_rank == 0
@@ -218,5 +218,5 @@ def test_the_file_from_which_sglang_computes_the_same_factor() -> None:
     made = sglang_adapter(config)
     assert made["lora_alpha"] == 32.0 and not made["use_rslora"]  # 32 / 16 is 8 / sqrt(16)
     assert sglang_adapter({**config, "use_rslora": False})["lora_alpha"] == 8.0
-    with pytest.raises(ValueError, match=r"layers.1.mlp has adapters on up_proj, but SGLang needs them on all of gate"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.*up_proj.*SGLang"):
         sglang_adapter({**config, "target_modules": [*layers, "model.layers.1.mlp.up_proj"]})

@@ -149,7 +149,7 @@ def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None
     assert bad.endswith("rows.jsonl:2: the processor refuses its images: AssertionError: aspect ratio of (4, 8)")
     assert "rows.jsonl:3: the processor refuses its images: UnidentifiedImageError" in broken
     make.mask_type, conversation = "qwen", [*rows[0], answer("It is white.")]
-    with pytest.raises(DataError, match=r"sft.jsonl:1: the assistant message .* is not in the processor's input_ids"):
+    with pytest.raises(DataError, match=r"sft.jsonl:1.*input_ids"):
         Dataset.of(write(tmp_path / "sft.jsonl", [conversation]), make)
 
 
@@ -165,7 +165,7 @@ def test_the_dry_run_of_the_api_raises_what_the_start_would_say(smollm2: Path, t
     good, bad = [[user("q")]], [[{"role": "human", "content": "q"}]]
     file = write(tmp_path / "rows.jsonl", [*good * 10_000, *bad * 1000] if streamed else [*good, *bad])
     flags = dict(num_rollout=1, rollout_batch_size=1, streaming_data=streamed, rollout_shuffle=streamed)
-    with pytest.raises(slime.ConfigError, match=r"rows.jsonl:\d+: message 0 has the role 'human'"):
+    with pytest.raises(slime.ConfigError, match=r"rows.jsonl:\d+: message 0.*'human'"):
         slime.dry_run(smollm2, file, apply_chat_template=True, **flags)
 
 

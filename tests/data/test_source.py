@@ -188,9 +188,9 @@ def test_base_takes_nothing_back_and_the_buffer_does() -> None:
 def test_groups_that_come_back_are_whole() -> None:
     source = buffered()
     source.add_samples([[Sample(), [Sample(), Sample()]]])  # fan-out siblings are one member
-    with pytest.raises(ValueError, match="a group of 1 was returned, but groups have 2 members"):
+    with pytest.raises(ValueError, match=r"1 was.*2 members"):
         source.add_samples([[Sample()]])
-    with pytest.raises(ValueError, match="a bare sample was returned"):
+    with pytest.raises(ValueError, match="bare sample"):
         source.add_samples([Sample()])  # type: ignore[list-item]
 
 
@@ -241,7 +241,7 @@ def test_filter_method() -> None:
     assert [g[0].metadata["score"] for g in source.buffer] == [1], "what was given does not come again"
     greedy = Greedy(make_args(), Prompts(5))
     scored(greedy, [1])
-    with pytest.raises(ValueError, match="returned 2 of 1 groups, or one group twice"):
+    with pytest.raises(ValueError, match="2 of 1 groups"):
         greedy.get_samples(1)
 
 

@@ -96,7 +96,7 @@ def test_layers_and_their_names(tiny_llama: Path) -> None:
     set_layers(loaded, LoraSettings(rank=2, alpha=1.0), NAMES[:1])
     assert set(weights.checksums()) == set(before) | set(factor_names(NAMES[0]))
     assert [name for name, module in model.named_modules() if isinstance(module, LoraLinear)] == NAMES[:1]
-    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+    with pytest.raises(WeightError, match=r"'model\.norm'"):
         set_layers(loaded, SETTINGS, ["model.norm"])
 
 
@@ -108,7 +108,7 @@ def test_settings_are_those_of_peft() -> None:
         with pytest.raises(BadRequest, match=next(iter(changes))):
             read_settings({**config, **changes})
     for changes in ({"alpha_pattern": {"q_proj": 64}}, {"init_lora_weights": "pissa"}):  # as in PEFT's files
-        with pytest.raises(BadRequest, match=f"{next(iter(changes))}.*which slime does not support"):
+        with pytest.raises(BadRequest, match=f"{next(iter(changes))}"):
             read_settings({**config, **changes})
 
 
@@ -212,15 +212,15 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
     made = read_factors(folder, SETTINGS.rank)
     named.load("mine", SETTINGS, made)
     first = named.key("mine")
-    with pytest.raises(WeightError, match="'mine' is loaded already"):
+    with pytest.raises(WeightError, match=r"'mine'.*loaded"):
         named.load("mine", SETTINGS, made)
-    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+    with pytest.raises(WeightError, match=r"'model\.norm'"):
         named.load("other", SETTINGS, {"model.norm": made[NAMES[0]]})
-    with pytest.raises(WeightError, match="in the adapter 'other' have the shapes"):
+    with pytest.raises(WeightError, match=r"'other'.*shapes"):
         named.load("other", LoraSettings(4, 6.0), made)
-    with pytest.raises(BadRequest, match="'other' is not loaded; there are mine"):
+    with pytest.raises(BadRequest, match=r"'other'.*loaded.*mine"):
         named.key("other")
-    with pytest.raises(WeightError, match="'other' does not exist"):
+    with pytest.raises(WeightError, match=r"'other'.*exist"):
         named.unload("other")
     named.unload("mine")
     named.load("mine", SETTINGS, made)

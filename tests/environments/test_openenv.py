@@ -93,9 +93,9 @@ async def test_more_episodes_than_sessions_wait_for_one_another(server: str) -> 
 
 @pytest.mark.real
 def test_wrong_fields_are_told(server: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="has number, or json"):
+    with pytest.raises(EnvironmentProblem, match="number, or json"):
         environment(f"openenv:{server}?action=guess")
-    with pytest.raises(EnvironmentProblem, match=r"an observation of .* has text"):
+    with pytest.raises(EnvironmentProblem, match=r"observation of .* text"):
         environment(f"openenv:{server}?show=hint")
 
 

@@ -75,7 +75,7 @@ def test_sizes_without_bounds_are_refused_before_a_task_is_made(
     assert "cannot generate a task within 0.3 s" in problem and "choose smaller sizes" in problem
     (tmp_path / "large.py").write_text("def generate(key, number):\n    return len(bytes(2 ** 40))\n")
     monkeypatch.setattr("slime.environments.reasoning_gym.GENERATE", f"{tmp_path}/large.py:generate")
-    with pytest.raises(EnvironmentProblem, match=r"2 GiB of memory \(MemoryError\)"):
+    with pytest.raises(EnvironmentProblem, match=r"2 GiB.*MemoryError"):
         try_sizes("chain_sum", {}, 60.0)
 
 

@@ -85,7 +85,7 @@ def scored(group: list[Any], right: int) -> list[Any]:
 def test_a_file_without_a_level_is_refused(args: Args, tmp_path: Path) -> None:
     file = tmp_path / "easy.jsonl"
     file.write_text(json.dumps({"prompt": "What is 1 times 1?", "label": "1", "metadata": {"a": 1, "b": 1}}))
-    with pytest.raises(ValueError, match=r"easy\.jsonl: the levels up to the factors"):
+    with pytest.raises(ValueError, match=r"easy\.jsonl"):
         curriculum.Curriculum(args.with_values(prompt_data=str(file)))
 
 

@@ -145,7 +145,7 @@ async def test_a_group_that_is_not_valid_is_replaced(place) -> None:
 
 async def test_a_generator_that_fails_says_so_in_the_run(place) -> None:
     place.broken = True
-    with pytest.raises(RuntimeError, match=r"generator 'products': RuntimeError: .*/generate answered 400.*no room"):
+    with pytest.raises(RuntimeError, match=r"'products': RuntimeError.*answered 400"):
         await rollout.collect(place.args, 0, Source())
 
 
@@ -157,7 +157,7 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
     place.args.phase_timeout = 0.5
     with pytest.raises(
         TimeoutError,
-        match=r"gave 0 of 3 groups within 0\.5 s \(--phase-timeout\); 5 are with the generator, 0 were not valid",
+        match=r"0 of 3 groups.*0\.5 s \(--phase-timeout\); 5 are.*0 were",
     ):
         await rollout.collect(place.args, 0, Source())
 
@@ -182,9 +182,9 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], m
 
 async def test_a_wrong_request_is_answered_with_what_is_wrong(place) -> None:
     url, key = place.args.buffer_server_url, rollout.headers(place.args)
-    with pytest.raises(HttpError, match=r"no generator for task_type 'poems'; there are products"):
+    with pytest.raises(HttpError, match=r"task_type 'poems'.*products"):
         await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []}, headers=key)
-    with pytest.raises(HttpError, match="group 7 was not asked for"):
+    with pytest.raises(HttpError, match="group 7"):
         await post(f"{url}/buffer/write", {"task_type": "products", "group_index": 7, "samples": []}, headers=key)
 
 

@@ -131,7 +131,7 @@ def test_mxfp4_takes_the_better_exponent() -> None:
 def test_another_shape_is_refused(plain: Path, tmp_path: Path) -> None:
     stored = StoredWeights(quantized(plain, tmp_path / "model", "block fp8"))
     name = next(iter(stored.plan.weights))
-    with pytest.raises(ModelError, match=r"has shape \[3\].*cannot be written as that checkpoint stores it"):
+    with pytest.raises(ModelError, match=r"shape \[3\]"):
         stored.store(name, torch.zeros(3))
 
 

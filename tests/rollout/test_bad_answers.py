@@ -117,7 +117,7 @@ async def test_older_weights_than_before_are_none_of_the_synchronous_loop(checkp
             assert sample.weight_versions == ["0.10"]
         assert len(engine.requests) == 3
         engine.lies = 1000
-        with pytest.raises(BadAnswer, match=r"with the weights 0\.9, older than 0\.10"):
+        with pytest.raises(BadAnswer, match=r"weights 0\.9.*than 0\.10"):
             await generate(args, Sample(index=0, group_index=0, prompt="a prompt"), params)
 
 
@@ -128,5 +128,5 @@ async def test_what_an_engine_says_of_itself_is_an_object() -> None:
     app = web.Application()
     app.router.add_get("/server_info", page)
     async with TestServer(app) as server:
-        with pytest.raises(EngineError, match=r"/server_info answered 200, but not with a JSON object"):
+        with pytest.raises(EngineError, match=r"/server_info answered 200.*JSON"):
             await EngineHandle(str(server.make_url("")).rstrip("/")).connect()

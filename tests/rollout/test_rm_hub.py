@@ -436,7 +436,7 @@ async def test_ifbench_is_the_share_of_the_instructions_that_are_followed():
 
 async def test_an_instruction_that_cannot_be_checked_is_an_error_and_no_reward():
     """rows of a streamed file that no check before the start has seen"""
-    with pytest.raises(ValueError, match="'words:start_verb' has no built-in checker; remove the row"):
+    with pytest.raises(ValueError, match="'words:start_verb'"):
         await score("ifbench", "Go", None, instruction_id_list=["words:start_verb"], kwargs=[{}])
     with pytest.raises(ValueError, match="missing: N"):
         await score("ifbench", "Go", None, instruction_id_list=["count:numbers"], kwargs=[{}])
@@ -484,9 +484,9 @@ async def test_precedence_of_sample_path_then_flag_then_metadata_then_type(tmp_p
     assert await async_rm(arguments("no_such_type"), by_row) == 1.0
     listed = arguments(custom_rm_path=f"{file}:listed")
     assert await batched_async_rm(listed, [Sample(), Sample()]) == [2.0, 2.0]
-    with pytest.raises(ValueError, match="1 rewards for 2 samples"):
+    with pytest.raises(ValueError, match=r"1 rewards.*2 samples"):
         await batched_async_rm(arguments(custom_rm_path=f"{file}:short"), [Sample(), Sample()])
-    with pytest.raises(ValueError, match="unknown reward type 'no_such_type'"):
+    with pytest.raises(ValueError, match="'no_such_type'"):
         await async_rm(arguments("no_such_type"), Sample())
     with pytest.raises(ValueError, match="set --rm-type"):
         await async_rm(arguments(), Sample())
@@ -590,7 +590,7 @@ async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypa
 
 async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
     async with RewardServer(failures=999) as server:
-        with pytest.raises(RuntimeError, match=f"{server.url} has failed for .*--phase-timeout.*500"):
+        with pytest.raises(RuntimeError, match=f"{server.url}.*--phase-timeout.*500"):
             await async_rm(arguments("remote_rm", rm_url=server.url, phase_timeout=0.05), Sample())
         monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
         with pytest.raises(RuntimeError, match=r"limit: 0\.01 s"):

@@ -233,7 +233,7 @@ def lost(path: Path) -> str:
     """That the loss was told, once; the words."""
     (told,) = [line for line in take_warnings() if "are lost" in line]
     assert not path.exists() and lost_beside(path).is_file()
-    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl in the same folder"):
+    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl"):
         Recording(path, settings_to_compare(arguments()))
     return told
 
@@ -307,7 +307,7 @@ def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
     assert recording.check_covers(3, 5, 2) is None and recording.check_covers(4, 5, 2) is None
     warning = recording.check_covers(3, 6, 2)
     assert warning is not None and "ends in rollout 5" in warning
-    with pytest.raises(ScheduleError, match="begins with rollout 3, but this run begins with rollout 0"):
+    with pytest.raises(ScheduleError, match=r"rollout 3.*rollout 0"):
         recording.check_covers(0, 5, 2)
 
 

@@ -130,7 +130,7 @@ def test_the_bias_of_the_choice_of_experts_is_random(tmp_path: Path, family: str
 def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, tmp_path: Path, family: str) -> None:
     """The first cannot be cut down, and what the second is cut down to does not run in transformers."""
     getattr(transformers, family)().save_pretrained(tmp_path)
-    with pytest.raises(VerifyError, match="cannot make a small model of this family") as error:
+    with pytest.raises(VerifyError, match="small model") as error:
         verify(target(str(tmp_path)))
     assert "\n" not in str(error.value)
 
@@ -354,10 +354,10 @@ def test_the_begin_of_a_wrong_gradient_is_in_the_last_part() -> None:
 
 
 def test_layouts_that_cannot_be_are_refused(llama: str) -> None:
-    with pytest.raises(VerifyError, match="FSDP has no tensor_model_parallel_size"):
+    with pytest.raises(VerifyError, match=r"FSDP.*tensor_model_parallel_size"):
         verify(target(llama, sizes={"tensor_model_parallel_size": 2}))
     with pytest.raises(VerifyError, match="at most 4"):
         verify(target(llama, data=8))
-    with pytest.raises(VerifyError, match=r"no such folder on this machine, and its config\.json cannot be read"):
+    with pytest.raises(VerifyError, match=r"config\.json"):
         verify(target(str(Path(llama) / "missing")))
     assert AutoConfig.from_pretrained(llama).num_hidden_layers == 24

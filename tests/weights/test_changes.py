@@ -180,7 +180,7 @@ def test_the_error_names_engine_rank_and_tensor() -> None:
     held = loaded(new, 2)
     name = f"{LAYER}input_layernorm.weight"
     held[1][name] = old[name]
-    with pytest.raises(WeightAuditError, match=f"engine http://e .*rank1.{name} did not change") as caught:
+    with pytest.raises(WeightAuditError, match=f"http://e.*rank1.{name}") as caught:
         check_changes("http://e", sums(held), sent, before)
     assert caught.value.tensors == [f"rank1.{name}"]
 

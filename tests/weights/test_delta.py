@@ -66,7 +66,7 @@ def test_where_much_changed_all_bytes_are_sent() -> None:
 
 def test_changes_of_another_buffer_are_refused() -> None:
     changes = delta.compare(torch.zeros(100, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8), "xor")
-    with pytest.raises(ValueError, match="100 bytes do not fit a buffer of 50 bytes"):
+    with pytest.raises(ValueError, match=r"100 bytes.*50 bytes"):
         delta.apply(torch.zeros(50, dtype=torch.uint8), changes, "xor")
     late = delta.Changes(torch.tensor([80], dtype=torch.uint8), torch.tensor([1], dtype=torch.uint8), 1)
     with pytest.raises(ValueError, match="1 positions"):
@@ -397,12 +397,12 @@ def test_packed_changes_do_not_unpack_to_more_than_a_bucket_can_need() -> None:
     import zstandard
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
-    with pytest.raises(ValueError, match="has at most 64"):
+    with pytest.raises(ValueError, match="most 64"):
         delta.unpack(bomb, 64, True, 64)
-    with pytest.raises(ValueError, match="has at most 5"):
+    with pytest.raises(ValueError, match="most 5"):
         delta.unpack(bomb, 2, False, 64)
     unstated = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
-    with pytest.raises(ValueError, match="changes have -1 bytes"):
+    with pytest.raises(ValueError, match="-1 bytes"):
         delta.unpack(unstated, 64, True, 64)
 
 

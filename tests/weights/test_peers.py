@@ -209,5 +209,5 @@ def test_a_payload_has_one_entry_for_each_rank_of_the_engine() -> None:
     bucket: Any = SimpleNamespace(index=0, tensors=weights(0)[:1], last=True, flat=None)
     assert len(payload(bucket, 3)["serialized_named_tensors"]) == 3
     assert payload(bucket, 3, ["b", "c"])["serialized_named_tensors"][1:] == ["b", "c"]
-    with pytest.raises(ValueError, match="2 training ranks offer weights to an engine of 3"):
+    with pytest.raises(ValueError, match=r"2 training.*of 3"):
         payload(bucket, 3, ["b"])

@@ -170,5 +170,5 @@ def test_weights_that_run_code_are_refused_before_the_start(source: Path) -> Non
     torch.save({"a": Path("x")}, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
     for read in (check_checkpoint, lambda path: load_hf_model(path, torch.float32, "cpu")):
-        with pytest.raises(ModelError, match=r"pytorch_model\.bin does not hold plain tensors"):
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
             read(source)

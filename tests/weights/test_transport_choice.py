@@ -66,7 +66,7 @@ def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatc
     other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / published.LOCK)], stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
-        with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path} is used by another run"):
+        with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path}"):
             choice(True, **files)
         assert (tmp_path / ".weight_v0.3.tmp-99-0123abcd").is_dir(), "the other run may be writing it"
     finally:
