@@ -356,7 +356,7 @@ def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -
     resumed = Ledger(path)
     resumed.restore(saved, attempt=1)
     (told,) = take_warnings()
-    assert "fewer rows than the snapshot records" in told and (tmp_path / "ledger.lost.jsonl").is_file()
+    assert "fewer rows" in told and (tmp_path / "ledger.lost.jsonl").is_file()
     steps(resumed, 5, 7)
     resumed.cut(6, 6)
     report = read_ledger(path)
@@ -375,7 +375,7 @@ def test_the_ledger_of_another_run_is_moved_aside_whole(tmp_path: Path) -> None:
     resumed = Ledger(other.path)
     resumed.restore(saved, attempt=1)
     (told,) = take_warnings()
-    assert "is of another run than the snapshot: it was moved to ledger.lost.jsonl" in told
+    assert "another run" in told
     assert (tmp_path / "ledger.lost.jsonl").read_bytes() == whole
     steps(resumed, 3, 4)
     resumed.cut(3, 3)

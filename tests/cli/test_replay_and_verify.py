@@ -105,7 +105,7 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path), "--step", "0"]) == 1
-    assert "it has no config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_leaves_out_the_texts_tokens(tmp_path: Path) -> None:

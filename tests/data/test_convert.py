@@ -174,9 +174,9 @@ def test_the_age_of_tokens_is_counted_from_the_rollout_that_trains_them() -> Non
     ("change", "message"),
     [
         ({"tokens": []}, "has 0 tokens"),
-        ({"response_length": 3}, "has 3 tokens and response_length 3"),
-        ({"loss_mask": [1]}, "loss_mask has 1 entries, the response 2 tokens"),
-        ({"rollout_log_probs": [0.0]}, "1 rollout_log_probs for 2 response tokens"),
+        ({"response_length": 3}, r"has 3.*response_length 3"),
+        ({"loss_mask": [1]}, r"loss_mask has 1.*2 tokens"),
+        ({"rollout_log_probs": [0.0]}, r"1 rollout_log_probs.*2 response"),
     ],
 )
 def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str) -> None:

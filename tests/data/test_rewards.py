@@ -136,7 +136,7 @@ def test_dict_rewards_need_a_key() -> None:
     assert post_process(args, [{"score": -1.0}], [0])[1] == [-1.0]
 
 
-@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0 .* has no reward"), (math.inf, "is inf")])
+@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0"), (math.inf, "is inf")])
 def test_unusable_rewards(reward: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         post_process({}, [reward], [0])

@@ -285,7 +285,7 @@ def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(encode([1] * 6), "6 routed experts are not rows of 2 layers"), (encode([1] * 4), "begin at token 4")],
+    [(encode([1] * 6), r"6 routed.*2 layers"), (encode([1] * 4), "token 4")],
 )
 def test_routed_experts_that_do_not_fit(value: str, message: str) -> None:
     args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})

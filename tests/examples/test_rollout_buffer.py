@@ -166,8 +166,8 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
     ("change", "message"),
     [
         ({"rollout_log_probs": None}, "lacks rollout_log_probs"),
-        ({"loss_mask": [1]}, "1 entries in loss_mask, but response_length is 2"),
-        ({"tokens": [5, 6]}, "no prompt is left"),
+        ({"loss_mask": [1]}, r"1 entries.*loss_mask.*response_length is 2"),
+        ({"tokens": [5, 6]}, "prompt is left"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], message: str) -> None:

@@ -317,7 +317,7 @@ async def test_gpqa_scores_letters_up_to_j_and_free_text(response, label, metada
 async def test_a_gpqa_sample_of_which_nothing_is_known_does_not_end_the_run():
     sample = Sample(response="B", label=None)
     assert await async_rm(arguments("gpqa"), sample) is None
-    assert sample.reward_timed_out and sample.remove_sample and "neither a letter nor a text" in str(sample.metadata)
+    assert sample.reward_timed_out and sample.remove_sample and "neither" in str(sample.metadata)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +635,7 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("math", "  ", {}, "empty"),
         ("math", {"a": 1}, {}, "is a dict"),
         ("math", r"\frac{1}{2", {}, "unbalanced"),
-        ("math", "the prime minister of a large country", {}, "reads like a sentence"),
+        ("math", "the prime minister of a large country", {}, "a sentence"),
         ("deepscaler", r"\text{Evelyn}", {}, None),
         ("boxed_last_number", "four", {}, "not a number"),
         ("last_number", "1,234", {}, None),
@@ -644,7 +644,7 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("dapo", "34", {}, None),
         ("f1", ["a", ""], {}, "empty"),
         ("gpqa", "E", {}, None),
-        ("gpqa", "", {}, "neither a letter nor a text"),
+        ("gpqa", "", {}, "neither"),
         ("gpqa", "E", {"rm_type": "f1"}, None),
         ("math", "prose about a thing with many words", {"rm_type": "f1"}, None),
         ("random", None, {}, None),
@@ -794,7 +794,7 @@ def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monk
     assert check_label(name, None, FOLLOWS_ONE_OF_TWO) is None
     assert "no instruction_id_list" in check_label(name, None, {})
     row = {"rm_type": name, "instruction_id_list": ["words:start_verb"]}
-    assert "'words:start_verb' has no built-in checker" in check_label("math", None, row)
+    assert "'words:start_verb'" in check_label("math", None, row)
     (tmp_path / "evaluation_lib.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert check_label("math", None, row) is None

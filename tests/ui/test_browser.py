@@ -135,7 +135,7 @@ async def walk(browser: Browser) -> None:
     assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
     fill = "fill: var(--c2);"  # of the phase train, in every step
     assert await browser.run(f"document.querySelectorAll('#timeline rect[style=\"{fill}\"]').length > 0")
-    assert "a training rank worked" in await browser.text("#notes")
+    assert "rank worked" in await browser.text("#notes")
     await browser.enter("#filter-state", "trained")
     assert await browser.text("#count") == "2 of 5 groups"
     await browser.click("#groups th:nth-child(4) button")  # the reward

@@ -157,7 +157,7 @@ def test_a_small_file_that_becomes_huge_is_not_read_again_and_again(
     huge.write_bytes(zstandard.ZstdCompressor().compress(b" " * 2**24))
     index = SampleIndex(tmp_path, None)
     assert index.refresh() == 0 and count(index) == 1
-    assert "GiB of text" in caplog.text
+    assert "GiB" in caplog.text
     caplog.clear()
     assert index.ensure("rollout", 1) == huge and index.sample("rollout", 1, 0) is None and not caplog.text
     with pytest.raises(ValueError, match="is not read"):
