@@ -96,9 +96,7 @@ def test_a_file_takes_the_options_of_packages_as_the_command_line_does(workplace
         assert args.megatron == {"apply_rope_fusion": False, "add_bias_linear": True}
         wanted = {"ep_size": 2, "cuda_graph_bs_decode": [1, 2], "lora_strict_loading": False, "dp_size": 4}
         assert args.sglang == wanted
-    assert set_value(args, "sglang_expert_paralel_size", 2) == (
-        "sglang_expert_paralel_size: no such flag; did you mean sglang_expert_parallel_size?"
-    )
+    assert "mean sglang_expert_parallel_size?" in str(set_value(args, "sglang_expert_paralel_size", 2))
 
 
 def test_dump_holds_everything_and_no_secret(workplace) -> None:
@@ -135,10 +133,8 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 
 
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
-    assert set_value(Args(), "rollout_external", True) == (
-        "rollout_external was removed: name the servers with --rollout-external-engine-addrs"
-    )
-    assert str(set_value(Args(), "use_peft", True)).startswith("use_peft does not exist: use --lora-rank R")
+    assert "with --rollout-external-engine-addrs" in str(set_value(Args(), "rollout_external", True))
+    assert "use --lora-rank R" in str(set_value(Args(), "use_peft", True))
 
 
 def test_the_home_folder_is_found_in_every_form(workplace, monkeypatch) -> None:

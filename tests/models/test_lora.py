@@ -104,7 +104,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
 def test_other_adapters_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = peft_config(LoraSettings(2, 4.0), ["q"], "base")
     (tmp_path / CONFIG).write_text(json.dumps(config | changes))
-    with pytest.raises(ModelError, match="which slime does not support"):
+    with pytest.raises(ModelError, match="not support"):
         read_config(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
         read_factors(tmp_path, 2)
     for names in (["base_model.model.q.lora_A.weight"], ["base_model.model.lm_head.weight"], ["q.lora_A.weight"]):
         save_file({name: torch.zeros(2, 3) for name in names}, str(tmp_path / WEIGHTS))
-        with pytest.raises(ModelError, match="not pairs of factors"):
+        with pytest.raises(ModelError, match="pairs of"):
             read_factors(tmp_path, 2)
 
 

@@ -188,7 +188,7 @@ def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(
         yield from named_weights(new_model(71))[:9]
         raise ArithmeticError("a rank is gone")
 
-    with pytest.raises(ArithmeticError, match="a rank is gone"):
+    with pytest.raises(ArithmeticError, match="rank is gone"):
         sync_weights(WeightSyncSettings.from_args(args), weights(), pair, transport, "8.0", True)
     assert {version_of(engine) for engine in pair} == {"8.0-torn"}
     healed = new_model(72)
