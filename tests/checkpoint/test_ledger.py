@@ -229,14 +229,14 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
         ledger("asked", group(0), {})
     with pytest.raises(LedgerError, match=r"group 0.*rollout 0"):
         ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="open groups: 2"):
-        ledger.complete(0, [group(0)], [group(1)], 3)
-    with pytest.raises(LedgerError, match="closed groups: 0"):
-        ledger.complete(0, [group(0)], [group(0), group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match=r"accepted.*: 0"):
-        ledger.complete(0, [], [group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="supplied: 3"):
-        ledger.complete(0, [group(0)], [group(1), group(2)], 4)
+    for accepted, open_ones, supplied, named in (
+        ([0], [1], 3, "open groups: 2"),
+        ([0], [0, 1, 2], 3, "closed groups: 0"),
+        ([], [1, 2], 3, r"accepted.*: 0"),
+        ([0], [1, 2], 4, "supplied: 3"),
+    ):
+        with pytest.raises(LedgerError, match=named):
+            ledger.complete(0, list(map(group, accepted)), list(map(group, open_ones)), supplied)
 
 
 def test_user_code_may_take_groups_and_put_them_back(tmp_path: Path) -> None:

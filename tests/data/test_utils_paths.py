@@ -152,12 +152,13 @@ def test_singleton() -> None:
 
 
 def test_tokenizer_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="/no/such/folder"):
-        load_tokenizer("/no/such/folder")
-    with pytest.raises(FileNotFoundError, match="tokenizer"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="set --hf-checkpoint"):
-        load_tokenizer("")
+    for name, named in (
+        ("/no/such/folder", "/no/such/folder"),
+        (str(tmp_path), "no tokenizer"),
+        ("", "--hf-checkpoint"),
+    ):
+        with pytest.raises(FileNotFoundError, match=named):
+            load_tokenizer(name)
     assert load_processor(str(tmp_path)) is None
 
 
