@@ -218,7 +218,7 @@ def read_run(args: argparse.Namespace, job: Job) -> list[dict[str, float]]:
     for row in rows:
         if "rollout/step" not in row or row.get("rollout/raw_reward") is None:
             continue
-        reward = _over_all_judged(row)
+        reward = over_all_judged(row)
         figure = {"rollout": row["rollout/step"] + 1, "reward": reward, "seconds": row.get("perf/step_time", 0.0)}
         if "train/critic-value_loss" in row:
             figure |= {"value_loss": row["train/critic-value_loss"], "reward_variance": reward * (1 - reward)}
@@ -226,7 +226,7 @@ def read_run(args: argparse.Namespace, job: Job) -> list[dict[str, float]]:
     return figures
 
 
-def _over_all_judged(row: dict[str, float], kept_groups: int = 8) -> float:
+def over_all_judged(row: dict[str, float], kept_groups: int = 8) -> float:
     """``rollout/raw_reward`` is over the groups kept; a dropped one has the reward that its reason names."""
     pattern = re.compile(r"rollout/dynamic_filter/drop_zero_std_(-?[\d.]+)$")
     dropped = [(float(match[1]), n) for name, n in row.items() if (match := pattern.match(name))]

@@ -39,7 +39,7 @@ BIASES = (
     *("attention_bias", "attention_out_bias", "mlp_bias"),
     *("use_bias", "use_conv_bias", "conv_bias", "mamba_proj_bias", "mamba_conv_bias"),
 )
-_RAN = re.compile(r"it last ran with transformers\s+\S+\s+and torch\s+\S+\s+on a CPU on\s+[\d-]+")
+RAN = re.compile(r"it last ran with transformers\s+\S+\s+and torch\s+\S+\s+on a CPU on\s+[\d-]+")
 _TABLE = re.compile(r"^\| family \|.*?\n\n", re.DOTALL | re.MULTILINE)
 
 
@@ -141,7 +141,7 @@ def _with_run(text: str) -> str:
         f"it last ran with transformers {short['transformers']}\nand torch {short['torch']} on a CPU on "
         f"{datetime.datetime.now(datetime.UTC).date()}"
     )
-    text, replaced = _RAN.subn(ran, text)
+    text, replaced = RAN.subn(ran, text)
     assert replaced == 1, "the page has no line about the last run"
     return text
 

@@ -24,7 +24,7 @@ from slime.utils.types import Sample
 
 POLL_SECONDS = 0.2
 Group = list[Sample]
-_under_way: dict[int, Group] = {}  # by group index: given by the data source, not back from the server yet
+under_way: dict[int, Group] = {}  # by group index: given by the data source, not back from the server yet
 
 
 def generate_rollout(
@@ -44,7 +44,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         RuntimeError: the generator failed.
     """
     url = args.buffer_server_url.rstrip("/")
-    data_source.under_way = lambda: list(_under_way.values())  # a snapshot holds them; a resume asks for them again
+    data_source.under_way = lambda: list(under_way.values())  # a snapshot holds them; a resume asks for them again
     deadline = time.monotonic() + args.phase_timeout
     accepted: list[Group] = []
     refused = 0
@@ -53,8 +53,8 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         wanted = {"task_type": args.buffer_server_task, "num_groups": args.rollout_batch_size - len(accepted)}
         answer = await post(f"{url}/get_rollout_data", wanted, headers=headers(args))
         for index in answer["rejected"]:
-            refused += _under_way.pop(index, None) is not None
-        accepted += [fill(_under_way.pop(item["group_index"]), item["samples"]) for item in answer["groups"]]
+            refused += under_way.pop(index, None) is not None
+        accepted += [fill(under_way.pop(item["group_index"]), item["samples"]) for item in answer["groups"]]
         if len(accepted) == args.rollout_batch_size:
             break
         if answer["error"]:
@@ -68,7 +68,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         if not answer["groups"] and not answer["rejected"]:
             await asyncio.sleep(POLL_SECONDS)
     await ask(args, url, data_source, args.rollout_batch_size)  # the server works while the trainer trains
-    metrics = {"rollout/buffer_refused": float(refused), "rollout/buffer_under_way": float(len(_under_way))}
+    metrics = {"rollout/buffer_refused": float(refused), "rollout/buffer_under_way": float(len(under_way))}
     return RolloutFnTrainOutput(samples=accepted, metrics=metrics)
 
 
@@ -81,13 +81,13 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
     """Hand as many groups to the server as are missing from this step and the groups ahead of it."""
     state = GenerateState(args)
     seed = state.seed
-    missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(_under_way)
+    missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(under_way)
     if missing <= 0:
         return
     groups = []
     for group in data_source.get_samples(missing):
         first = group[0]
-        _under_way[first.group_index] = group
+        under_way[first.group_index] = group
         groups.append(
             {
                 "group_index": first.group_index,

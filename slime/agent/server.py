@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
-_DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
+DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
 PING_SECONDS = 15.0  # a ping is sent after so many seconds without a token: clients and proxies close silent streams
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -46,7 +46,7 @@ class AgentServer:
         dialects: The APIs that it speaks, by the path after ``/v1/``.
     """
 
-    def __init__(self, host: str, dialects: Mapping[str, Dialect] = _DIALECTS) -> None:
+    def __init__(self, host: str, dialects: Mapping[str, Dialect] = DIALECTS) -> None:
         self.host, self.port = host, 0
         self.sessions: dict[str, Session] = {}
         self.app = app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)

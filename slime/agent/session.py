@@ -87,7 +87,7 @@ class Session:
         self.fault: Exception | None = None
         self.error: Exception | None = None
         self.tasks: set[asyncio.Task[Any]] = set()  # the handlers of running requests
-        self._asked: Counter[int] = Counter()  # number of requests by the digest of their prompt, for seeds
+        self.asked: Counter[int] = Counter()  # number of requests by the digest of their prompt, for seeds
         self._open = True
 
     @property
@@ -206,8 +206,8 @@ class Session:
             # Parallel requests arrive in any order. For reproducible runs, the seed depends on the conversation (and on
             # how often it was sent), not on the order of arrival.
             prompt = _digest(probe.tokens)
-            params["sampling_seed"] = derive_seed(seed, "agent", prompt, self._asked[prompt])
-            self._asked[prompt] += 1
+            params["sampling_seed"] = derive_seed(seed, "agent", prompt, self.asked[prompt])
+            self.asked[prompt] += 1
         most, opened = self._room(parent, added, ask), self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
         constraint = self._constraint(ask, opened)
@@ -314,7 +314,7 @@ class Session:
         begin, tries = len(probe.tokens), 0
         while True:
             body = build_generate_body(self.state, probe, {**_part(params, len(outputs)), "max_new_tokens": most})
-            output = await self._ask(probe, body, on_text)
+            output = await self.generate(probe, body, on_text)
             self.check_open()  # raises if the rollout was aborted: its truncated answer is discarded
             if output is not None:
                 output = cut_at_stop(self.state.tokenizer, probe.tokens[begin:], output, params)
@@ -335,7 +335,7 @@ class Session:
                 return outputs
             await asyncio.sleep(retry_delay(f"a request of sample {probe.index}", tries))
 
-    async def _ask(self, probe: Sample, body: GenerateBody, on_text: OnText | None) -> GenerateOutput | None:
+    async def generate(self, probe: Sample, body: GenerateBody, on_text: OnText | None) -> GenerateOutput | None:
         try:
             if on_text is None:
                 return await ask_engine(self.state, probe, body)

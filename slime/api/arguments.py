@@ -117,11 +117,11 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
     from slime.config.args import FLAGS
 
     if name == "prompt_data":
-        return {name: _file_of(value, folder / "data.jsonl")}
+        return {name: file_of(value, folder / "data.jsonl")}
     if name == "eval_data":
         sets = value if isinstance(value, Mapping) else {"eval": value}
         pairs = [
-            (str(key), _file_of(rows, folder / f"eval_{place}.jsonl")) for place, (key, rows) in enumerate(sets.items())
+            (str(key), file_of(rows, folder / f"eval_{place}.jsonl")) for place, (key, rows) in enumerate(sets.items())
         ]
         return {"eval_prompt_data": [word for pair in pairs for word in pair]}
     flag = FLAGS.get(name)
@@ -165,7 +165,7 @@ class RowsError(ValueError):
         super().__init__("\n".join(problems))
 
 
-def _file_of(data: Data, file: Path) -> str:
+def file_of(data: Data, file: Path) -> str:
     """Return the path of data: the one that it is, or that of ``file``, to which rows are written."""
     from slime.data.rows import Problems
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slime.observability.run_dir import RunDir
 
 Listener = Callback | Callable[["Trainer", Mapping[str, float]], object]
-_current: Trainer | None = None
+current: Trainer | None = None
 """The trainer whose run is open. A process has at most one, since it has one connection to Ray."""
 
 
@@ -67,21 +67,21 @@ class Trainer:
         callbacks: Sequence[Listener] = (),
         **flags: Any,
     ) -> None:
-        global _current
+        global current
         from slime.cluster.run import open_run
 
         listeners = [as_callback(one) for one in callbacks]
         self._inputs = InputFolder()
         self.args = parse({"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name))
-        if _current is not None:
-            _current.close()
+        if current is not None:
+            current.close()
         self.callbacks = listeners
         self.stopped = False
         self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
         self._news: list[Callable[[Callback], None]] = []  # what is complete and was not told to the callbacks yet
         self._stack = contextlib.ExitStack()
         self._run: Run | None = self._stack.enter_context(open_run(self.args, in_program=True))
-        _current = self
+        current = self
         # After Ray's own handler was registered, which would otherwise run first.
         atexit.register(self.close)
         self._folder: RunDir = self._display_folder(self._run)
@@ -332,10 +332,10 @@ class Trainer:
 
     def _end(self, error: BaseException | None) -> None:
         """Leave ``open_run``; an error of a phase is already on its way to the caller."""
-        global _current
+        global current
         self._run = None
-        if _current is self:
-            _current = None
+        if current is self:
+            current = None
         atexit.unregister(self.close)
         try:
             if error is None:

@@ -114,14 +114,15 @@ class HostArena:
         if self.pinned and len(sizes) > 1:
             # The pages of one piece are created while another piece is registered.
             with ThreadPoolExecutor(PINNING_THREADS) as threads:
-                self.memory += threads.map(self._allocate, sizes)
+                self.memory += threads.map(self.allocate, sizes)
         else:
-            self.memory += map(self._allocate, sizes)
+            self.memory += map(self.allocate, sizes)
         if small is not None:
             place = self.memory[len(self.memory) - len(sizes)]
             place[: small.numel()] = small
 
-    def _allocate(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
+        """Return a new piece of host memory of ``size`` bytes."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
 
     def pieces(self, offset: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

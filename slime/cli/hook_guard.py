@@ -123,7 +123,7 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
         Complaint: The call raised, or did not return within ``limit`` seconds.
     """
     file = _file(fn)
-    watch = _Watch(file)
+    watch = Watch(file)
     answer: dict[str, Any] = {}
 
     def work() -> None:
@@ -161,7 +161,7 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
     return Complaint(f"it raised {type(error).__name__}: {error}", place)
 
 
-class _Watch:
+class Watch:
     """Measures how long a call blocks its event loop.
 
     A task in the loop updates a heartbeat, and another thread checks it. The loop counts as blocked if many checks in a

@@ -86,13 +86,13 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, run: RecordedRun) -> 
         print(shown(line))
     if result.sample is not None:
         tokens = result.sample.tokens[len(result.sample.tokens) - result.sample.response_length :].tolist()
-        for line in sample_page(result.sample, _texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)):
+        for line in sample_page(result.sample, texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)):
             print(shown(line))
     if wanted.tensors is not None:
         print(f"tensors: {wanted.tensors}")
 
 
-def _texts(checkpoint: str, trust_remote_code: bool, tokens: list[int]) -> list[str]:
+def texts(checkpoint: str, trust_remote_code: bool, tokens: list[int]) -> list[str]:
     """Return the text of each token, by the tokenizer of the run; empty if it cannot be read."""
     from slime.data.tokenizers import load_tokenizer
 

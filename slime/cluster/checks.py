@@ -69,8 +69,8 @@ def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
 
 def _check_all(args: Args, asynchronous: bool) -> list[str]:
     checks = (
-        _check_rows_and_rewards, _check_environment, check_schedules, check_family, _check_checkpoints,
-        partial(_check_snapshots, asynchronous=asynchronous), _check_save_folder, _check_server_options,
+        _check_rows_and_rewards, check_environment, check_schedules, check_family, check_checkpoints,
+        partial(check_snapshots, asynchronous=asynchronous), check_save_folder, _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(_named_checkpoints(args)) or [problem for check in checks for problem in check(args)]
@@ -98,7 +98,7 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
     return [*check_data(args, check_label), *check_rewards(args)]
 
 
-def _check_environment(args: Args) -> list[str]:
+def check_environment(args: Args) -> list[str]:
     """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
     if args.mcp_server:
         return _check_mcp(args.mcp_server)
@@ -168,7 +168,7 @@ def check_family(args: Args) -> list[str]:
     return [problem] if problem else []
 
 
-def _check_checkpoints(args: Args) -> list[str]:
+def check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
     from slime.models.checked import check_checkpoint_once, require_tied
 
@@ -255,7 +255,7 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
     ]
 
 
-def _check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
+def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and a snapshot whose
     rollouts could not be scored (:func:`check_same_old_actor`)."""
     from slime.checkpoint.contents import hostile_file
@@ -320,7 +320,7 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
     ]
 
 
-def _check_save_folder(args: Args) -> list[str]:
+def check_save_folder(args: Args) -> list[str]:
     """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
     from slime.checkpoint.shared_folder import try_to_write
     from slime.cluster.memory_estimate import snapshot_bytes

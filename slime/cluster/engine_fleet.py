@@ -82,8 +82,8 @@ class EngineFleet:
         self.addresses: dict[str, object] = {}
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
-        self._lock = threading.RLock()
-        self._router_lock = threading.Lock()  # held while routers are restarted; always taken before _lock
+        self.lock = threading.RLock()
+        self._router_lock = threading.Lock()  # held while routers are restarted; always taken before the other
         self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
         self._enders = ThreadPoolExecutor(max(len(self.engines), 1), thread_name_prefix="engine-end")
 
@@ -91,11 +91,11 @@ class EngineFleet:
 
     def urls(self, *states: State) -> list[str]:
         """URLs of the engines in one of ``states``; by default of all that answer, whatever weights they hold."""
-        with self._lock:
+        with self.lock:
             return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
 
     def status(self) -> EngineStatus:
-        with self._lock:
+        with self.lock:
             updated = [engine for engine in self.engines if engine.spec.updates]
             serving, unsynced = ([e.url for e in updated if e.state == state] for state in ("serving", "unsynced"))
             slots = {engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus) for engine in updated}
@@ -103,7 +103,7 @@ class EngineFleet:
 
     def counts(self) -> dict[str, float]:
         """Metrics: engines lost, engines restarted and routers restarted since the last call."""
-        with self._lock:
+        with self.lock:
             counts = {
                 "rollout/engine_lost_count": float(self.lost_count),
                 "rollout/engine_restart_count": float(self.restart_count),
@@ -137,20 +137,20 @@ class EngineFleet:
             engine.host = self.launch(engine.index)
         meanwhile()
         for done, engine in enumerate(own, start=1):
-            self._wait_ready(engine)
+            self.wait_ready(engine)
             engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update
             progress(done, self.count)
-        self._start_routers()
+        self.start_routers()
         return self.status().serving
 
-    def _wait_ready(self, engine: Engine) -> None:
+    def wait_ready(self, engine: Engine) -> None:
         engine.wait_ready()
         send_key(engine.url, self.keys.engine)
 
     def _workers(self) -> list[Worker]:
         return [engine.worker for engine in self.engines if engine.state == "serving"]
 
-    def _start_routers(self) -> None:
+    def start_routers(self) -> None:
         """Start the routers, unless a single engine needs none, and set :attr:`addresses`."""
         workers = self._workers()
         if not workers:
@@ -205,7 +205,7 @@ class EngineFleet:
     def mark_lost(self, reasons: Mapping[str, str]) -> list[Engine]:
         """The part of :meth:`lose` that does not wait: set the state. Returns the lost engines, for :meth:`end`."""
         lost = []
-        with self._lock:
+        with self.lock:
             for engine in self.engines:
                 if engine.url not in reasons or engine.state not in ("serving", "unsynced"):
                     continue
@@ -239,7 +239,7 @@ class EngineFleet:
             if engine.host is not None:
                 engine.host.kill()  # also resets the connections of requests that hang in this engine
         finally:
-            with self._lock:
+            with self.lock:
                 engine.ending = False
                 self._after_loss(engine, reason)
 
@@ -273,7 +273,7 @@ class EngineFleet:
         """Restart the lost engines that this run has started; returns at once."""
         if not self.tolerant or self.fatal is not None:
             return
-        with self._lock:
+        with self.lock:
             lost = [e for e in self.engines if e.state == "lost" and not e.external and not e.ending]
             for engine in lost:
                 engine.state = "starting"
@@ -285,18 +285,18 @@ class EngineFleet:
         logger.warning("engine %d is started again", engine.index)
         try:
             engine.host = self.launch(engine.index)
-            self._wait_ready(engine)
+            self.wait_ready(engine)
         except Exception as error:  # Whatever the reason was, the next poll tries again, up to MOST_LOSSES times.
             logger.error("engine %d could not be started again: %s", engine.index, error)
             if engine.host is not None:
                 engine.host.kill()
-            with self._lock:
+            with self.lock:
                 engine.state = "lost"
                 engine.losses.append(time.monotonic())
                 engine.last_words = str(error)
                 self._after_loss(engine, f"it could not be started again: {error}")
             return
-        with self._lock:
+        with self.lock:
             engine.state = "unsynced"
         logger.warning("engine %d is up again at %s and waits for weights", engine.index, engine.url)
         # No update will come for this engine: the weights of the checkpoint are the current ones.
@@ -305,7 +305,7 @@ class EngineFleet:
 
     def readmit(self, url: str) -> None:
         """Take back an external engine that answers again: it gets the current weights, then requests."""
-        with self._lock:
+        with self.lock:
             for engine in self.engines:
                 if engine.url == url and engine.external and engine.state == "lost":
                     logger.warning("external engine %s is back and waits for weights", url)
@@ -323,7 +323,7 @@ class EngineFleet:
                 self.lose({url: f"the router did not take it: {error}"})
                 continue
             # While the router was called without the lock, the engine may have been lost and even have a new address.
-            with self._lock:
+            with self.lock:
                 serves = engine.state == "unsynced" and engine.url == url
                 if serves:
                     engine.state = "serving"
@@ -340,7 +340,7 @@ class EngineFleet:
         """
 
         def done() -> bool:
-            with self._lock:
+            with self.lock:
                 return not any(engine.state == "starting" or engine.ending for engine in self.engines)
 
         wait_for("engines that are started again", done, deadline or self.args.start_timeout, report=self.report)
@@ -363,11 +363,11 @@ class EngineFleet:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
                     return
                 self.router_restart_count += 1
-                with self._lock:
+                with self.lock:
                     workers = self._workers()
                 try:
                     self.router.restart(model, workers)
-                    with self._lock:
+                    with self.lock:
                         serving = {engine.url for engine in self.engines if engine.state == "serving"}
                     for worker in workers:
                         if worker.url not in serving:

@@ -80,7 +80,7 @@ class EngineLoads:
     def measure(self) -> None:
         """Ask all engines at the same time, and keep their answers."""
         paused, now = self.is_paused(), time.time()
-        loads = list(self._pool.map(lambda engine: _load_of(engine, paused, now), self.engines))
+        loads = list(self._pool.map(lambda engine: load_of(engine, paused, now), self.engines))
         with self._lock:
             self._kept.extend(loads)
         age = time.monotonic() - self._started
@@ -90,7 +90,8 @@ class EngineLoads:
             self._file.write(json.dumps({"time": round(now, 2), "engines": rows}))
 
 
-def _load_of(engine: Engine, paused: bool, now: float) -> Load:
+def load_of(engine: Engine, paused: bool, now: float) -> Load:
+    """Ask an engine for its load; ``now`` is the wall time, in seconds, of what is returned."""
     load = Load(time=now, engine=engine.index, state=engine.state, running=None, waiting=None, tokens=None)
     if engine.state not in ("serving", "unsynced"):
         return load

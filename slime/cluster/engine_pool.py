@@ -102,7 +102,7 @@ class EnginePool:
         self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
         self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
         self._syncing = False  # whether sync_recovered_engines is running
-        self._next_poll = 0.0  # time.monotonic()
+        self.next_poll = 0.0  # time.monotonic()
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class EnginePool:
             with log.timed("onload"):
                 self._onload("kv_cache", "cuda_graph")
             trainer.log_memory("onload")
-        # After the KV cache is back, since an engine needs it to score the probe. Before _end_update, so that a new
+        # After the KV cache is back, since an engine needs it to score the probe. Before end_update, so that a new
         # engine answers no request before its weights were audited.
         if settings.audit_weights:
             with log.phase("audit_weights"):
@@ -150,7 +150,7 @@ class EnginePool:
                 log.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
         if not urls:
             return False
-        self._end_update(urls)
+        self.end_update(urls)
         log.pending["perf/update_weights_pause_time"] = report.pause_seconds
         log.pending["perf/update_weights_wire_bytes"] = float(report.nbytes)
         log.pending["perf/update_weights_density"] = report.density
@@ -206,7 +206,7 @@ class EnginePool:
     # --- engines that are lost ---------------------------------------------------------------
 
     def _begin_update(self) -> list[str]:
-        """Return the URLs to which an update goes, and pause the health checks until :meth:`_end_update`.
+        """Return the URLs to which an update goes, and pause the health checks until :meth:`end_update`.
 
         Raises:
             EnginesLost: The run cannot continue.
@@ -216,7 +216,7 @@ class EnginePool:
     def _pause_checks(self) -> EngineStatus:
         return self._status(self._manager.start(RolloutManager.begin_update), "the engines before an update")
 
-    def _end_update(self, urls: Sequence[str]) -> None:
+    def end_update(self, urls: Sequence[str]) -> None:
         """Let these engines get requests: they hold the current weights and have passed the audit."""
         ended = self._manager.start(RolloutManager.end_update, list(urls))
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
@@ -289,9 +289,9 @@ class EnginePool:
         """
         now = time.monotonic()
         # The update below waits for the manager as well, and that wait may call this method again.
-        if self._syncing or now < self._next_poll or not self.urls:
+        if self._syncing or now < self.next_poll or not self.urls:
             return
-        self._next_poll, self._syncing = now + POLL_SECONDS, True
+        self.next_poll, self._syncing = now + POLL_SECONDS, True
         try:
             status = self._status(self._manager.start(RolloutManager.engine_status), "the engines")
             self._alive(status)
@@ -324,7 +324,7 @@ class EnginePool:
             _, urls = self._call_with_failover(partial(self._send, actor), status.unsynced)
             if self.settings.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
-            self._end_update(urls)
+            self.end_update(urls)
         self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
 
     def _status(self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:

@@ -59,10 +59,10 @@ class HealthMonitor:
         self._ended = threading.Event()
         self._poll_now = threading.Event()
         self._grace = time.monotonic() + first_wait
-        self._next = time.monotonic() + max(first_wait, interval)
-        self._wakes_from = 0.0
+        self.next_check = time.monotonic() + max(first_wait, interval)
+        self.wakes_from = 0.0
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
-        self._checking: Future[None] | None = None
+        self.checking: Future[None] | None = None
         self._check_began = 0.0
         self._routing: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine-health", daemon=True)
@@ -79,9 +79,9 @@ class HealthMonitor:
         # When an engine dies, many requests fail at the same time: the first one is enough. The check respects the
         # grace period after a pause.
         now = time.monotonic()
-        if now >= self._wakes_from:
-            self._wakes_from = now + WAKE_SECONDS
-            self._next = max(min(self._next, now), self._grace)
+        if now >= self.wakes_from:
+            self.wakes_from = now + WAKE_SECONDS
+            self.next_check = max(min(self.next_check, now), self._grace)
             self._poll_now.set()
 
     def pause(self, reason: str) -> None:
@@ -94,7 +94,7 @@ class HealthMonitor:
         with self._lock:
             self._reasons.add(reason)
             self._pauses += 1
-            checking, sent = self._checking, self._check_began + SEND_SECONDS - time.monotonic()
+            checking, sent = self.checking, self._check_began + SEND_SECONDS - time.monotonic()
         if checking is not None and sent > 0:
             wait([checking], sent)
 
@@ -107,7 +107,8 @@ class HealthMonitor:
             self._reasons.discard(reason)
             self.missed.clear()
             self._grace = time.monotonic() + self.first_wait
-            self._next = max(self._next, self._grace)  # a pause in every step must not cause a check in every step
+            # A pause in every step must not cause a check in every step.
+            self.next_check = max(self.next_check, self._grace)
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -129,10 +130,10 @@ class HealthMonitor:
         with self._lock:
             if self._pauses != pauses:
                 return
-            if time.monotonic() >= self._next and (self._checking is None or self._checking.done()):
+            if time.monotonic() >= self.next_check and (self.checking is None or self.checking.done()):
                 self._check_began = time.monotonic()
-                self._next = self._check_began + self.interval
-                self._checking = self._checker.submit(self._check_all, pauses)
+                self.next_check = self._check_began + self.interval
+                self.checking = self._checker.submit(self._check_all, pauses)
             self.fleet.restart_lost()
 
     def _check_router(self) -> None:
@@ -176,7 +177,7 @@ class HealthMonitor:
                 logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
             # One missed check may be an accident. Check again soon, so that a dead engine is not noticed much later.
             if bad and self.fleet.tolerant:
-                self._next = min(self._next, time.monotonic() + RECHECK_SECONDS)
+                self.next_check = min(self.next_check, time.monotonic() + RECHECK_SECONDS)
             lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}
         self._lose({**gone, **lost}, pauses)
 

@@ -21,21 +21,21 @@ LEAST_AGE_SECONDS = 60.0  # A younger file may be about to be opened.
 MANAGER_AGE_SECONDS = 5.0  # A manager creates its folder and listens in it at once, so a run sweeps its own at its end.
 CONNECT_SECONDS = 1.0  # A stopped manager with a full backlog would never accept a connection.
 _LOADS = re.compile(r"sglang_loads_\w+\.shm", re.ASCII)
-_MANAGERS = re.compile(r"torch-shm-dir-\w{6}", re.ASCII)
+MANAGERS = re.compile(r"torch-shm-dir-\w{6}", re.ASCII)
 _SOCKET = "manager.sock"
 
 
 def sweep_leftovers() -> list[str]:
     """Remove the files of this user that no process uses any more; returns their paths."""
-    removed = [str(path) for path in _own(SHARED_MEMORY, _LOADS, stat.S_ISREG, LEAST_AGE_SECONDS)]
+    removed = [str(path) for path in own_entries(SHARED_MEMORY, _LOADS, stat.S_ISREG, LEAST_AGE_SECONDS)]
     if removed:
         used = _mapped(removed)
         removed = [path for path in removed if path not in used and _unlink(path)]
-    folders = _own(Path(tempfile.gettempdir()), _MANAGERS, stat.S_ISDIR, MANAGER_AGE_SECONDS)
+    folders = own_entries(Path(tempfile.gettempdir()), MANAGERS, stat.S_ISDIR, MANAGER_AGE_SECONDS)
     return removed + [str(folder) for folder in folders if _remove_manager(folder)]
 
 
-def _own(folder: Path, name: re.Pattern[str], is_kind: Callable[[int], bool], age: float) -> list[Path]:
+def own_entries(folder: Path, name: re.Pattern[str], is_kind: Callable[[int], bool], age: float) -> list[Path]:
     """Entries of ``folder`` with such a name that this user created more than ``age`` seconds ago."""
     found = []
     with contextlib.suppress(OSError):

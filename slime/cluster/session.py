@@ -34,7 +34,7 @@ _LATE = "timed out during startup"
 that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
-_connected = False
+connected = False
 
 
 def connect() -> None:
@@ -44,7 +44,7 @@ def connect() -> None:
     this process. If the program has called
     ``ray.init`` itself, its connection is used, and :func:`disconnect` leaves it open.
     """
-    global _connected
+    global connected
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import psutil
@@ -56,7 +56,7 @@ def connect() -> None:
     if (other / "__init__.py").is_file() and not other.samefile(package):
         # Ray puts the working directory first, before anything that could be set here.
         raise ClusterError(f"Ray's workers would import {other} in place of {package}: start in another folder")
-    _connected, before = True, psutil.Process().children()
+    connected, before = True, psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": import_environment()}
@@ -75,7 +75,7 @@ def connect() -> None:
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
     common |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": _object_store_bytes()}
+    common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": object_store_bytes()}
     for left in reversed(range(_STARTS)):
         try:
             with _signals_left_to_us():
@@ -177,17 +177,17 @@ def disconnect() -> None:
 
     from slime.engines.process import wait_gone
 
-    global _connected
-    if not _connected:
+    global connected
+    if not connected:
         return
     # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
-    _connected, children = False, _with_descendants(_started)
+    connected, children = False, _with_descendants(_started)
     _started.clear()
     ray.shutdown()
     _kill(wait_gone(children, SHUTDOWN_SECONDS))
 
 
-def _object_store_bytes(shared: str = "/dev/shm") -> int:
+def object_store_bytes(shared: str = "/dev/shm") -> int:
     """Size of the object store: a tenth of the free memory, but at most four fifths of the free shared memory.
 
     This is small enough for a laptop, and on a machine with 300 GB it holds a rollout of 100,000 samples of 32k tokens

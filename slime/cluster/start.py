@@ -154,7 +154,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         for group in parts.groups:
             group.load()
         if args.save:
-            _check_save_folder(Path(args.save), manager, parts.groups)
+            check_save_folder(Path(args.save), manager, parts.groups)
         # Engines and ranks have been loading their models side by side since they were started above.
         if engines is not None:
             urls = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory)
@@ -268,7 +268,7 @@ def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Wait
         parts.groups.append(TrainGroup(args, role, placement, waiter, logs, load, engine_keys))
 
 
-def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
+def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
     """Check that every process that writes snapshots can reach the folder in which the driver commits them.
 
     This runs while the models are still being loaded, so that a wrong folder is reported as early as possible.

@@ -75,7 +75,7 @@ class StopSignals:
         if max(self._received.values()) > 1:
             if self.in_program:
                 raise KeyboardInterrupt("interrupted twice")
-            _end_at_once(128 + meant)
+            end_at_once(128 + meant)
         if self.requested is None:
             self.requested = signal.Signals(meant).name
             if self.ending and not self.in_program:  # else the user hears nothing for minutes, and presses again
@@ -98,7 +98,7 @@ class StopSignals:
             self.ending = before
 
 
-def _end_at_once(code: int) -> None:
+def end_at_once(code: int) -> None:
     """Kill all child processes and exit without saving."""
     import psutil
 

@@ -209,7 +209,7 @@ class TrainActor:
         ranks = ranks_of_engines(self.weight_sync, engine_urls, slots, self.world_size, same_host)
         urls = [url for url in engine_urls if ranks[url][0] == self.rank]
         if any(self.rank in places for places in ranks.values()):
-            self._choose_transport(same_host)
+            self.choose_transport(same_host)
         # Other ranks send to this rank's former engines now; these engines must not wait in its process group.
         elif self.transport is not None:
             run(self.transport.close())
@@ -248,7 +248,7 @@ class TrainActor:
         self.store = self.store or connect_store(*self.master, self.args.phase_timeout)
         return PeerLink(self.store, token, self.rank, ranks, self.args.phase_timeout)
 
-    def _choose_transport(self, same_host: bool) -> None:
+    def choose_transport(self, same_host: bool) -> None:
         """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
         from slime.weights.transports import create_transport
 

@@ -143,8 +143,8 @@ class TrainGroup:
         # A repeated update has the same version. The random part keeps it from reading store keys of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
         update, what = TrainActor.update_weights, f"to send weights {version}"
-        results = self._all(what, update, list(engine_urls), version, same_host, dict(slots), token, model, check_equal)
-        reports = [report for report in results if report is not None]
+        sent = self.ask_all(what, update, list(engine_urls), version, same_host, dict(slots), token, model, check_equal)
+        reports = [report for report in sent if report is not None]
         return dataclasses.replace(
             reports[0],
             seconds=max(report.seconds for report in reports),
@@ -158,11 +158,11 @@ class TrainGroup:
         return float(self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0])
 
     def save(self, directory: Path) -> None:
-        self._all("to save", TrainActor.save, str(directory / self.role))
+        self.ask_all("to save", TrainActor.save, str(directory / self.role))
 
     def repeat_save(self) -> None:
         """Let all ranks write again what they copied in :meth:`save` (``--async-save``)."""
-        self._all("to repeat a save", TrainActor.repeat_save)
+        self.ask_all("to repeat a save", TrainActor.repeat_save)
 
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
@@ -170,7 +170,7 @@ class TrainGroup:
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
-        found = self._all("to save", TrainActor.finish_save)
+        found = self.ask_all("to save", TrainActor.finish_save)
         for rank, entries in enumerate(found):
             for entry in entries:
                 entry["path"] = f"{self.role}/{entry['path']}"
@@ -178,34 +178,34 @@ class TrainGroup:
         return [entry for entries in found for entry in entries]
 
     def save_hf(self, directory: str) -> None:
-        self._all("to write --save-hf", TrainActor.save_hf, directory)
+        self.ask_all("to write --save-hf", TrainActor.save_hf, directory)
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
-        self._all("to copy weights", TrainActor.copy_weights, source, target)
+        self.ask_all("to copy weights", TrainActor.copy_weights, source, target)
 
     def refresh_old_actor(self, behind: bool) -> None:
-        self._all("to refresh old_actor", TrainActor.refresh_old_actor, behind)
+        self.ask_all("to refresh old_actor", TrainActor.refresh_old_actor, behind)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Release accelerator memory, with ``keep_weights`` all but the weights. Does nothing if already asleep."""
         if self.resident != "nothing":
-            self._all("to sleep", TrainActor.sleep, keep_weights)
+            self.ask_all("to sleep", TrainActor.sleep, keep_weights)
             self.resident = "weights" if keep_weights else "nothing"
 
     def wake(self) -> None:
         """Take all accelerator memory again. Does nothing if already awake."""
         if self.resident != "everything":
-            self._all("to wake", TrainActor.wake)
+            self.ask_all("to wake", TrainActor.wake)
             self.resident = "everything"
 
     def memory(self) -> dict[str, float]:
         """GiB in use, the maximum over all ranks; see :func:`slime.observability.memory.memory_in_use`."""
-        each = self._all("to report its memory", TrainActor.memory)
+        each = self.ask_all("to report its memory", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
 
     def pop_spans(self) -> list[Span]:
         """What each rank has done since the last call."""
-        return [span for spans in self._all("to report its timed phases", TrainActor.pop_spans) for span in spans]
+        return [span for spans in self.ask_all("to report its timed phases", TrainActor.pop_spans) for span in spans]
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
@@ -214,7 +214,7 @@ class TrainGroup:
         return [one for one in found if one is not None]
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
-        self._all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)
+        self.ask_all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)
 
     def close(self) -> None:
         """Release what would outlive the processes. The wait is short, so a rank that hangs does not delay the end."""
@@ -237,7 +237,7 @@ class TrainGroup:
         """Start a call on all ranks."""
         return [getattr(rank, method.__name__).remote(*arguments, **keywords) for rank in self.ranks]
 
-    def _all(
+    def ask_all(
         self, what: str, method: Callable[Concatenate[TrainActor, P], T], *arguments: P.args, **keywords: P.kwargs
     ) -> list[T]:
         """Call all ranks and wait for their results."""

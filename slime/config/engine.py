@@ -102,7 +102,7 @@ def check_draft(args: Args) -> list[str]:
     return []
 
 
-_OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
+OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
 OUTER_CACHE = (
     "this cache keeps the KV of prompts when the weights change, and SGLang finds it by their tokens, so that "
     "responses would be computed from old weights"
@@ -113,7 +113,7 @@ OUTER_CACHE = (
 def outer_caches(options: Mapping[str, object]) -> list[str]:
     """Return those of a server's options that make KV caches in other processes or on disk, as it is started with
     them."""
-    return [f"--{name.replace('_', '-')}" for name in _OUTER_CACHES if options.get(name)]
+    return [f"--{name.replace('_', '-')}" for name in OUTER_CACHES if options.get(name)]
 
 
 def check_outer_caches(args: Args) -> list[str]:

@@ -41,7 +41,7 @@ def load_function(path: str, default_name: str | None = None) -> Any:
         HookError: The file, module or name does not exist, or the file defines several public names.
     """
     if path.endswith(".py"):
-        return _only_public(_load_file(path), path, default_name)
+        return _only_public(load_file(path), path, default_name)
     head, colon, name = path.rpartition(":")
     if not colon:
         head, _, name = path.rpartition(".")
@@ -49,7 +49,7 @@ def load_function(path: str, default_name: str | None = None) -> Any:
         raise HookError(
             f"{path!r} is not the path of a function: use package.module.function, module:function or file.py:function"
         )
-    module = _load_file(head) if head.endswith(".py") else _import(head, path)
+    module = load_file(head) if head.endswith(".py") else _import(head, path)
     try:
         return getattr(module, name)
     except AttributeError:
@@ -77,7 +77,8 @@ def _import(module: str, path: str) -> ModuleType:
 
 
 @functools.cache
-def _load_file(path: str) -> ModuleType:
+def load_file(path: str) -> ModuleType:
+    """Import a Python file as a module, once per process."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")

@@ -39,7 +39,7 @@ def this_machine() -> Machine:
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
     """Count the GPUs that are visible to this process and that the installed torch can use."""
-    if _torch_is_cpu_build():
+    if torch_is_cpu_build():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -50,7 +50,8 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 @functools.cache
-def _torch_is_cpu_build() -> bool:
+def torch_is_cpu_build() -> bool:
+    """Return whether the installed torch cannot use a GPU, without an import of it."""
     return (version_of("torch") or "").endswith("+cpu")
 
 

@@ -117,7 +117,7 @@ def file_of_name(name: DataName) -> Path:
     file = cache_folder("datasets") / f"{plain}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.jsonl"
     if not file.is_file():
         with tempfile.TemporaryDirectory(prefix="slime-datasets-") as aside:
-            _write(file, _load(name, aside), columns, name)
+            write_rows(file, _load(name, aside), columns, name)
     return file
 
 
@@ -182,7 +182,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _write(file: Path, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Any], name: DataName) -> None:
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Any], name: DataName) -> None:
     """Write the rows with the columns that the table maps, aside first."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}")

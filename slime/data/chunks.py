@@ -34,25 +34,25 @@ class Chunks:
     def __init__(self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int) -> None:
         self._rows, self._make, self._order, self._workers = rows, make, order, workers
         self._pool: ProcessPoolExecutor | None = None
-        self._open: dict[int, Future[Made] | Made] = {}
+        self.held: dict[int, Future[Made] | Made] = {}
 
     def __getitem__(self, chunk: int) -> Made:
         # Positions are read in ascending order, so earlier chunks are not needed again.
-        for earlier in [known for known in self._open if known < chunk]:
-            del self._open[earlier]
+        for earlier in [known for known in self.held if known < chunk]:
+            del self.held[earlier]
         last = -(-len(self._rows) // CHUNK) - 1
         # Two chunks per worker are in progress ahead of the current one, so that workers need not wait for requests.
         for ahead in range(chunk, min(chunk + 2 * self._workers, last) + 1):
-            if ahead not in self._open:
-                self._open[ahead] = self._start(ahead)
-        found = self._open[chunk]
+            if ahead not in self.held:
+                self.held[ahead] = self._start(ahead)
+        found = self.held[chunk]
         if isinstance(found, Future):
             if not futures.wait([found], CHUNK_SECONDS).done:
                 raise TimeoutError(
                     f"{self._rows.spec}: a worker of --num-data-workers did not convert {CHUNK} rows to prompts in "
                     f"{CHUNK_SECONDS:g} s; run with --num-data-workers 0 to see where it hangs"
                 )
-            found = self._open[chunk] = found.result()
+            found = self.held[chunk] = found.result()
         return found
 
     def _start(self, chunk: int) -> Future[Made] | Made:
@@ -67,7 +67,7 @@ class Chunks:
 
     def forget(self) -> None:
         """Drop all chunks, because the order changes."""
-        self._open.clear()
+        self.held.clear()
 
     def close(self) -> None:
         """End the worker processes; a further chunk would start them again."""

@@ -25,8 +25,8 @@ _PARTNERS = 64
 # A step with twice as many micro-batches is packed in parts of this size, because the time of the search grows with the
 # square. A part has at least so many rows (times the number of which the rows are a multiple): one of them is for its
 # longest samples, and one may not be full.
-_TOGETHER = 1024
-_LEAST_ROWS = 32
+TOGETHER = 1024
+LEAST_ROWS = 32
 
 
 def pack_in_lock_step(
@@ -59,7 +59,7 @@ def pack_in_lock_step(
     samples = Samples.of(items)
     # No schedule with fewer micro-batches per rank can hold so many tokens.
     smallest = max(math.ceil(samples.least_tokens(cap) / (ranks * cap)), at_least, 1)
-    count = smallest // max(_TOGETHER // ranks, _LEAST_ROWS * multiple)
+    count = smallest // max(TOGETHER // ranks, LEAST_ROWS * multiple)
     parts = _parts(items, count) if count > 1 else []
     if len(parts) > 1 and (packed := _pack_parts(items, parts, ranks, cap, multiple, at_least)) is not None:
         return packed
@@ -105,8 +105,8 @@ def _pack(samples: Samples, ranks: int, cap: int, smallest: int, multiple: int) 
     """
     below, largest = math.ceil(smallest / multiple) - 1, len(samples.tokens) // (ranks * multiple)
 
-    def attempt(count: int) -> _Packer | None:
-        packer = _Packer(samples, ranks, count * multiple, cap)
+    def attempt(count: int) -> Packer | None:
+        packer = Packer(samples, ranks, count * multiple, cap)
         return packer if packer.place() else None
 
     untried, count, step, found = list(range(below + 1, largest + 1)), below + 1, 1, None
@@ -126,7 +126,7 @@ def _pack(samples: Samples, ranks: int, cap: int, smallest: int, multiple: int) 
     return [sorted(batch) for batch in found.members]
 
 
-class _Packer:
+class Packer:
     """One attempt with a fixed number of micro-batches."""
 
     def __init__(self, samples: Samples, ranks: int, k: int, cap: int) -> None:

@@ -19,7 +19,7 @@ from slime.data.json_text import MOST_NESTED, clean, too_deep
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
-_MARKS = 1 << 16  # maximum number of line offsets that are kept for a JSONL file, however long it is
+MARKS = 1 << 16  # maximum number of line offsets that are kept for a JSONL file, however long it is
 SHOWN = 20
 
 
@@ -129,8 +129,8 @@ class RowFile:
             raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
         self.spec, self.path = spec, path
         self._stat = self._identity()
-        self._reader = _READERS[path.suffix](path)
-        self._numbers = range(len(self._reader))[selected]
+        self.reader = _READERS[path.suffix](path)
+        self._numbers = range(len(self.reader))[selected]
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -148,7 +148,7 @@ class RowFile:
         order = sorted(range(len(rows)), key=rows.__getitem__)
         found: list[Any] = [None] * len(rows)
         ascending = [self._numbers[rows[i]] for i in order]
-        for i, raw in zip(order, self._reader.ascending(ascending), strict=True):
+        for i, raw in zip(order, self.reader.ascending(ascending), strict=True):
             found[i] = raw
         return found
 
@@ -201,7 +201,7 @@ class _JsonLines:
     """Finds a line by reading on from the nearest known offset before it.
 
     It keeps the offset of every row of a short file, and of every n-th row of a long one; n doubles whenever there are
-    more than :data:`_MARKS` offsets.
+    more than :data:`MARKS` offsets.
     """
 
     def __init__(self, path: Path) -> None:
@@ -217,7 +217,7 @@ class _JsonLines:
                 offset += len(line)
 
     def _remember(self, offset: int, number: int) -> None:
-        if len(self.offsets) == _MARKS:
+        if len(self.offsets) == MARKS:
             self.offsets, self.lines, self.every = self.offsets[::2], self.lines[::2], self.every * 2
         if self.count % self.every == 0:
             self.offsets.append(offset)

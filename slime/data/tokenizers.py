@@ -49,7 +49,7 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
         FileNotFoundError: The folder does not exist, or has no tokenizer.
     """
     with ONE_AT_A_TIME:
-        return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+        return load_cached(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
 def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
@@ -256,7 +256,8 @@ def end_ids(tokenizer: Tokenizer, checkpoint: str | None, named: Sequence[int] |
 
 
 @functools.cache
-def _load_tokenizer(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
+def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
+    """Load the tokenizer of a folder or a name, once per process for the same options."""
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise FileNotFoundError(f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
     direct = _direct_class(Path(name)) if is_folder and dict(kwargs).keys() <= {"trust_remote_code"} else None

@@ -124,22 +124,22 @@ def control_key(router: Mapping[str, object]) -> str | None:
     return next((part[3] for part in parts if len(part) == 4 and part[2].lower() == "admin"), None)
 
 
-_by_address: dict[str, ServerKeys] = {}
+keys_by_address: dict[str, ServerKeys] = {}
 
 
 def send_key(url: str, keys: ServerKeys) -> None:
     """Send ``keys`` with all further requests of this process to the server at ``url`` (``http://host:port``)."""
-    _by_address[_address(url)] = keys
+    keys_by_address[_address(url)] = keys
 
 
 def known_keys() -> dict[str, ServerKeys]:
     """Return the keys that this process sends, by address (``host:port``), for :func:`send_keys` in another one."""
-    return dict(_by_address)
+    return dict(keys_by_address)
 
 
 def send_keys(known: Mapping[str, ServerKeys]) -> None:
     """Send the keys of :func:`known_keys` with all further requests of this process."""
-    _by_address.update(known)
+    keys_by_address.update(known)
 
 
 def auth_headers(url: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ def auth_headers(url: str) -> dict[str, str]:
 
     The HTTP client of slime sends it by itself. Use this function for requests of another client.
     """
-    keys = _by_address.get(_address(url))
+    keys = keys_by_address.get(_address(url))
     key = keys.for_path(url.split("/", 3)[3].partition("?")[0] if url.count("/") > 2 else "") if keys else None
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -157,7 +157,7 @@ def worker_key(url: str) -> str | None:
 
     For an engine without a key it is an empty text. Otherwise the router would forward the key of its clients.
     """
-    keys = _by_address.get(_address(url))
+    keys = keys_by_address.get(_address(url))
     return None if keys is None else keys.api or ""
 
 

@@ -99,7 +99,7 @@ class OpenEnv(Environment):
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         while True:
-            episode = _Episode(self, limits)
+            episode = OpenEnvEpisode(self, limits)
             try:
                 await episode.connect()
                 data = await episode.ask("reset", {"seed": self.reset_seed(number)})
@@ -124,7 +124,7 @@ class _Refused(RuntimeError):
         super().__init__("; ".join(details) or str(data.get("message")))
 
 
-class _Episode(Episode):
+class OpenEnvEpisode(Episode):
     """One WebSocket."""
 
     def __init__(self, made: OpenEnv, limits: StepLimits) -> None:

@@ -17,8 +17,8 @@ from slime.environments.registry import missing_package
 from slime.rollout.verifier import VerifierPool, shared_pool
 from slime.types import JsonValue
 
-_SCORE = "slime.environments.reasoning_gym.score"
-_GENERATE = "slime.environments.reasoning_gym.generate"
+SCORE = "slime.environments.reasoning_gym.score"
+GENERATE = "slime.environments.reasoning_gym.generate"
 SYSTEM = "none"
 
 
@@ -71,7 +71,7 @@ class _Question(Episode):
 
     async def step(self, text: str) -> Step:
         pool = shared_pool(self.limits.workers)
-        verdict = await pool.run(_SCORE, self.key, self.number, text, timeout=self.limits.seconds)
+        verdict = await pool.run(SCORE, self.key, self.number, text, timeout=self.limits.seconds)
         if not verdict.ok:
             raise StepFailed(verdict.status, verdict.detail)
         assert isinstance(verdict.value, float)
@@ -112,7 +112,7 @@ def try_sizes(what: str, options: Mapping[str, JsonValue], seconds: float) -> No
         return
     pool = VerifierPool(1)
     try:
-        verdict = pool.submit(_GENERATE, key, 0, timeout=seconds).result()
+        verdict = pool.submit(GENERATE, key, 0, timeout=seconds).result()
     finally:
         pool.close()
     if verdict.status in ("timeout", "crashed") or verdict.detail.startswith(("MemoryError", "OverflowError")):

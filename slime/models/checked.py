@@ -35,12 +35,12 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     folder = local_folder(path)
     headers = read_headers(folder) if folder is not None else {}
     if folder is None or not headers or trust_remote_code or not (folder / "config.json").is_file():
-        return _compare(path, trust_remote_code, by_transformers)
+        return compare_checkpoint(path, trust_remote_code, by_transformers)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
     file = cache / f"{_digest(folder, headers, by_transformers)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not written completely
         return [str(notice) for notice in json.loads(file.read_bytes())]
-    notices = _compare(path, trust_remote_code, by_transformers)
+    notices = compare_checkpoint(path, trust_remote_code, by_transformers)
     if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may be elsewhere
         with contextlib.suppress(OSError):  # a home folder that cannot be written: compared again each time
             cache.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,8 @@ def require_tied(notices: Iterable[str], who: str) -> None:
             raise ModelError(f"{who} would ignore it. The checkpoint {notice}")
 
 
-def _compare(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
+def compare_checkpoint(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
+    """Compare the headers of a checkpoint with its model, and return what the user should know."""
     from slime.models.loading import check_checkpoint  # imports torch and transformers
 
     return check_checkpoint(path, trust_remote_code, by_transformers)

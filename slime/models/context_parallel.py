@@ -10,7 +10,9 @@ from torch.distributed import ProcessGroup
 from slime.models.autograd import Context, Gradients
 
 
-class _GatherRows(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
+    """The rows ``[rows, ...]`` of all ranks of a group, concatenated in order of rank: ``[ranks * rows, ...]``."""
+
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.settings = (group,)
@@ -62,7 +64,7 @@ class _SumOver(torch.autograd.Function):
 
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are summed over ranks."""
-    return _GatherRows.apply(x, group)
+    return GatherRows.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:

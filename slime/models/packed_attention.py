@@ -94,7 +94,7 @@ def attend(
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
     size = v.shape[-1]
-    if _has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
+    if has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
         if size < k.shape[-1]:
             v = F.pad(v, (0, k.shape[-1] - size))  # the kernel needs one head size for all three (MLA has 192 and 128)
         return _varlen(q, k, v, pack, scale, window, changes.sinks)[..., :size]
@@ -128,7 +128,8 @@ def _check(
         raise ModelError(f"{name} got queries for (batch, tokens) = {shape}, but the pack is (1, {pack.num_tokens})")
 
 
-def _has_varlen_kernel(q: Tensor) -> bool:
+def has_varlen_kernel(q: Tensor) -> bool:
+    """Return whether torch's attention over packed rows has a kernel for the device and the dtype of ``q``."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -85,7 +85,7 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     results = []
     for scales in (stored, new):
         factors = torch.exp2(scales.float() - 127.0).unsqueeze(-1)
-        codes = _nearest_e2m1(groups / factors)
+        codes = nearest_e2m1(groups / factors)
         table = torch.tensor([*E2M1_VALUES, *(-x for x in E2M1_VALUES)])
         results.append((codes, (table[codes.long()] * factors - groups).square().sum(-1)))
     keep = results[0][1] <= results[1][1]
@@ -93,7 +93,7 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), torch.where(keep, stored, new)
 
 
-def _nearest_e2m1(values: Tensor) -> Tensor:
+def nearest_e2m1(values: Tensor) -> Tensor:
     """Return the codes of the nearest 4-bit floats, of two equally near ones the even one; too large ones saturate."""
     bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1_VALUES)])
     size = values.abs().contiguous()

@@ -197,7 +197,7 @@ class _FusedTokenScores(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
             kept = F.linear(hidden[part], weight, bias)
-            scores = _compiled(fused_scores)(kept, targets[part], inverse_temperature, with_entropy)
+            scores = compiled(fused_scores)(kept, targets[part], inverse_temperature, with_entropy)
             log_probs[part], log_sums[part] = scores[:2]
             if scores[2] is not None:
                 entropy[part] = scores[2]
@@ -218,7 +218,7 @@ class _FusedTokenScores(torch.autograd.Function):
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)
             of_entropy = (grads[1][part], entropy[part]) if entropy_grad else None
-            _compiled(gradient_in_place)(
+            compiled(gradient_in_place)(
                 logits, targets[part], log_sums[part], grads[0][part], inverse_temperature, of_entropy
             )
             chunks.add_logit_gradient(part, logits)
@@ -226,7 +226,8 @@ class _FusedTokenScores(torch.autograd.Function):
 
 
 @functools.cache
-def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
+def compiled(function: Callable[..., object]) -> Callable[..., Any]:
+    """Compile a function, once per process."""
     return torch.compile(function)
 
 

@@ -72,7 +72,7 @@ class MetricsLogger:
         self._wandb = None
         if "wandb" in chosen:
             with self._trackers.tolerant("wandb") if unattended else contextlib.nullcontext():
-                self._wandb = _start_wandb(args, run_dir)
+                self._wandb = start_wandb(args, run_dir)
         self._run = run_dir.path
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:
@@ -107,7 +107,7 @@ class MetricsLogger:
             if self._global_batch_size:
                 step_key, step = "train/step", step * self._samples_per_rollout // self._global_batch_size
             with self._trackers.tolerant("wandb"):
-                self._wandb.log({step_key: step, **numbers, **_wandb_table(shown)})
+                self._wandb.log({step_key: step, **numbers, **wandb_table(shown)})
 
     def _shown(self, step: int) -> list[dict[str, Any]]:
         """Some samples of a rollout, from the file that the rollout manager has written."""
@@ -234,7 +234,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _wandb_table(rows: Sequence[Cells]) -> dict[str, Any]:
+def wandb_table(rows: Sequence[Cells]) -> dict[str, Any]:
     """The metric ``samples`` with a table of these samples; without samples, no metric."""
     if not rows:
         return {}
@@ -245,7 +245,7 @@ def _wandb_table(rows: Sequence[Cells]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _public_command_line() -> Iterator[None]:
+def public_command_line() -> Iterator[None]:
     """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not read it meanwhile."""
     words = sys.argv
     sys.argv = redacted_words(words)
@@ -255,7 +255,8 @@ def _public_command_line() -> Iterator[None]:
         sys.argv = words
 
 
-def _start_wandb(args: Args, run_dir: RunDir) -> Any:
+def start_wandb(args: Args, run_dir: RunDir) -> Any:
+    """Log in to W&B and start the run; the caller logs with what is returned."""
     try:
         import wandb
     except ModuleNotFoundError as error:
@@ -264,7 +265,7 @@ def _start_wandb(args: Args, run_dir: RunDir) -> Any:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
     if args.wandb_key:
         wandb.login(key=args.wandb_key, host=args.wandb_host)
-    with _public_command_line():
+    with public_command_line():
         run = wandb.init(
             entity=args.wandb_team,
             project=args.wandb_project or "slime",

@@ -76,7 +76,7 @@ class StateFile:
 
     def enter(self, phase: str) -> None:
         """Record the innermost open phase; an empty text if there is none."""
-        self._write(phase=phase, since=time.time(), **_NO_WAIT)
+        self.write(phase=phase, since=time.time(), **_NO_WAIT)
 
     def wait(self, what: str, since: float, deadline: float, said: Mapping[str, Progress]) -> None:
         """Record a wait that goes on, at most every :data:`WAIT_SECONDS`.
@@ -90,19 +90,19 @@ class StateFile:
         if now - max(self._wrote_wait, since) >= WAIT_SECONDS:
             self._wrote_wait = now
             shown = {name: _without_nan(said[name]) for name in sorted(said)[:_MOST_SAID]}
-            self._write(waiting=what, waiting_since=since, deadline=deadline, said=shown)
+            self.write(waiting=what, waiting_since=since, deadline=deadline, said=shown)
 
     def wait_over(self) -> None:
         """Record that the driver got what it waited for."""
         if self._state.waiting:
-            self._write(**_NO_WAIT)
+            self.write(**_NO_WAIT)
 
     def end(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended. The phase remains, since it says where an error arose."""
         text = redacted_text("".join(traceback.format_exception(error))) if error is not None else ""
-        self._write(status=status, error=text[-_MOST_CHARACTERS:])
+        self.write(status=status, error=text[-_MOST_CHARACTERS:])
 
-    def _write(self, **changes: Any) -> None:
+    def write(self, **changes: Any) -> None:
         with self._lock:
             if self._state.status != "running" and "status" not in changes:
                 return  # a thread still waited when the run ended

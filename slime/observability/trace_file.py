@@ -18,7 +18,7 @@ from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 DRIVER = 0  # process id of the driver in the viewer; prompt groups have the next ones
 MOST_EVENTS = 100_000  # of samples in one file: about 20 MB before compression, which the viewer can still open
 MOST_LOADS = 20_000
-_MOST_OPEN = 64
+MOST_OPEN = 64
 ViewerEvent = dict[str, object]
 """An event in the format of Chrome's trace viewer, in which times are in microseconds."""
 
@@ -74,7 +74,7 @@ class TraceFiles:
     def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
         self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
         # Rollouts whose phases the driver has not reported yet: wall time of the first event, and the events as JSON.
-        self._open: dict[int, tuple[float, str]] = {}
+        self.unfinished: dict[int, tuple[float, str]] = {}
 
     def write_samples(self, rollout_id: int, samples: Sequence[object]) -> Path | None:
         """Write the traces of samples: each prompt group is shown as a process, and each sample as a thread of it.
@@ -85,14 +85,14 @@ class TraceFiles:
         Returns:
             The path of the file, or None if there are no events.
         """
-        traces = _within(_traces(samples), self.most_events)
+        traces = within(traces_of(samples), self.most_events)
         if not traces:
             return None
         start = min(event["ts"] for _, trace in traces for event in trace["events"])
         events = _joined(event for position, trace in traces for event in _sample_events(trace, position))
-        self._open[rollout_id] = start, events
-        for old in list(self._open)[:-_MOST_OPEN]:  # the driver has not reported phases for these and never will
-            del self._open[old]
+        self.unfinished[rollout_id] = start, events
+        for old in list(self.unfinished)[:-MOST_OPEN]:  # the driver has not reported phases for these and never will
+            del self.unfinished[old]
         return self._write(rollout_id, events)
 
     def add_phases(
@@ -111,12 +111,12 @@ class TraceFiles:
             phases: Completed phases, for example of :class:`~slime.observability.timers.Timers`.
             loads_between: Returns the load of the engines between two wall times.
         """
-        begun = self._open.pop(rollout_id, None)
+        begun = self.unfinished.pop(rollout_id, None)
         mine = [phase for phase in phases if begun and phase["end"] >= begun[0]]
-        row = list(_phase_events(mine))
+        row = list(phase_events(mine))
         if begun and mine and loads_between is not None:
             loads = loads_between(min(begun[0], *(phase["start"] for phase in mine)), max(p["end"] for p in mine))
-            row += _load_events(loads)
+            row += load_events(loads)
         if begun and row:
             self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
 
@@ -135,13 +135,13 @@ def _joined(events: Iterable[ViewerEvent]) -> str:
     return ",\n".join(json.dumps(event, default=str) for event in events)
 
 
-def _traces(samples: Iterable[object]) -> list[tuple[int, Trace]]:
+def traces_of(samples: Iterable[object]) -> list[tuple[int, Trace]]:
     """Return the traces that have events, with the positions of their samples."""
     traces = ((position, trace_on(sample)) for position, sample in enumerate(samples))
     return [(position, trace) for position, trace in traces if trace is not None and trace.get("events")]
 
 
-def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]]:
+def within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]]:
     """Select whole groups at even distances with about ``most`` events or fewer, but at least one group."""
     events = sum(len(trace["events"]) for _, trace in traces)
     if events <= most:
@@ -154,7 +154,7 @@ def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace
     return [entry for group in share for entry in group]
 
 
-def _phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
+def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
     """Yield the driver as a process of the viewer, with a thread for itself and for each training rank."""
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
@@ -167,7 +167,7 @@ def _phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
         yield _complete(phase["name"], phase["start"], phase["end"], DRIVER, threads[process], {})
 
 
-def _load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
+def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
     """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
     requests."""
     every, seen = max(-(-len(loads) // MOST_LOADS), 1), Counter[int]()

@@ -249,7 +249,7 @@ def _all_dumps(attempts: Sequence[Attempt]) -> frozenset[int]:
     found: set[int] = set()
     for attempt, end in _ends(attempts):
         first, template = attempt.settled.first_rollout, _template(attempt)
-        dumps = _dumps(template) if template is not None else frozenset()
+        dumps = dumps_of(template) if template is not None else frozenset()
         found |= {number for number in dumps if number >= first and (end is None or number < end)}
     return frozenset(found)
 
@@ -305,7 +305,7 @@ def _holds_weights(load: str) -> bool:
     return path.exists() and kind(path) not in ("snapshots", "iteration")
 
 
-def _dumps(template: str) -> frozenset[int]:
+def dumps_of(template: str) -> frozenset[int]:
     """Return the rollouts of which there is a file."""
     path = Path(template)
     place = next((part for part in path.parts if "{rollout_id}" in part), None)

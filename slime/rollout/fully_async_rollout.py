@@ -153,7 +153,7 @@ class StandingPool(RolloutLoop):
 
     async def close(self) -> None:
         """Cancel all generation. Groups return to the data source: finished, or as they were before generation."""
-        await self._cancel_all()
+        await self.cancel_all()
         back = self.under_way()
         self._clear()
         if back:

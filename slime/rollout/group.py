@@ -62,7 +62,7 @@ async def generate_and_rm(
     EVALUATION.set(evaluation)
     state = GenerateState(args)
     if sample.status in _FINISHED:
-        _mask_earlier_rollouts(state, sample)
+        mask_earlier_rollouts(state, sample)
         _check_scored(args, sample)
         return sample
     with trace_span(sample, "generate_and_rm"):
@@ -71,7 +71,7 @@ async def generate_and_rm(
             if state.aborted and not evaluation:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            _mask_earlier_rollouts(state, sample)
+            mask_earlier_rollouts(state, sample)
             fn = generate_function(args, sample)
             if takes_list(fn):
                 result = (await call_list(fn, args, [sample], evaluation))[0]
@@ -159,7 +159,7 @@ def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
                 sample.session_id = str(uuid.UUID(int=number, version=4))
 
 
-def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
+def mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
     """For ``--mask-offpolicy-in-partial-rollout``, mask the tokens that an earlier rollout generated.
 
     Each rollout masks a sample at most once, before it generates. A later call in the same rollout (after an engine was

@@ -103,7 +103,7 @@ class RolloutLoop:
             await self._collect()
             await self._hand_back()
         finally:
-            await self._cancel_all()
+            await self.cancel_all()
             self.state.reset()
         # Groups are accepted in the order of completion, which depends on time. The trained batch must not.
         self.accepted.sort(key=index_of)
@@ -136,13 +136,13 @@ class RolloutLoop:
         while self._under_way < self.target:
             if not self.unstarted:
                 size = self.settings.fetched_at_once
-                self._enqueue(self._get(size if size > self.target else self.target - self._under_way))
+                self.enqueue(self._get(size if size > self.target else self.target - self._under_way))
             # Finished groups from the buffer may have filled the rollout already. Groups that have not started then
             # stay in `unstarted`, and _hand_back returns them without wasted generation.
             if self._under_way < self.target:
                 self._start(len(self.unstarted))
 
-    def _enqueue(self, groups: list[Group]) -> None:
+    def enqueue(self, groups: list[Group]) -> None:
         for group in groups:
             if is_finished(group):
                 self._add(group)
@@ -353,7 +353,8 @@ class RolloutLoop:
             name, other = type(self.source).__name__, "slime.rollout.data_source.RolloutDataSourceWithBuffer"
             logger.warning("%d groups are lost: %s has no buffer. Set --data-source-path %s", len(groups), name, other)
 
-    async def _cancel_all(self) -> None:
+    async def cancel_all(self) -> None:
+        """Cancel the tasks of all groups in flight, and wait for their end."""
         tasks = [item.task for item in self.in_flight.values() if item.task is not None]
         for task in tasks:
             task.cancel()

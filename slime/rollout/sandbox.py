@@ -50,7 +50,7 @@ from typing import Literal
 
 Isolation = Literal["full", "process"]
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_START_SECONDS = 60.0  # deadline for the start of the code on a busy machine; it does not count for the code's limit
+START_SECONDS = 60.0  # deadline for the start of the code on a busy machine; it does not count for the code's limit
 
 
 class SandboxUnavailable(RuntimeError):
@@ -235,7 +235,7 @@ def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> No
         input=_order("import decimal, random\nprint('in')", Limits(), isolation, readable),
         env=_environment(),
         capture_output=True,
-        timeout=_START_SECONDS,
+        timeout=START_SECONDS,
         cwd="/",
         start_new_session=True,
     )
@@ -272,11 +272,11 @@ async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] 
             process.stdin.close()
             try:
                 # Not wait_for: in Python 3.11 it can swallow a cancellation.
-                async with asyncio.timeout(_START_SECONDS):
+                async with asyncio.timeout(START_SECONDS):
                     began = await ready.read(1)
                     said = b"" if began else await outputs[1]
             except TimeoutError as error:
-                raise SandboxUnavailable(f"a sandbox was not set up within {_START_SECONDS:g} s") from error
+                raise SandboxUnavailable(f"a sandbox was not set up within {START_SECONDS:g} s") from error
             if not began:
                 lines = said.decode(errors="replace").splitlines()
                 raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")

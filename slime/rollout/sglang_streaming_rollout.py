@@ -173,7 +173,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
                 if isinstance(chunk, dict) and "error" in chunk:
-                    failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", _status(chunk["error"]))
+                    failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", status_of(chunk["error"]))
                     if answer.meta is None or not failure.retryable:
                         raise failure
                     return  # as below, where the connection is lost
@@ -192,7 +192,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
         raise HttpError(f"the stream of sample {sample.index} ended before the first token")
 
 
-def _status(error: object) -> int:
+def status_of(error: object) -> int:
     """Return the HTTP status for an error inside a stream.
 
     An engine that refuses a request sends an object, sometimes with a code. A router that lost its engine sends text,

@@ -47,7 +47,7 @@ _MOST_THREADS = 4096  # a process cannot have many more; further calls of synchr
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """Whether the current task generates for an evaluation. Both go through the same functions, with the same ``args``."""
 _lock = threading.Lock()
-_states: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
+states_by_args: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
 
 
 class GenerateState:
@@ -83,7 +83,7 @@ class GenerateState:
         with _lock:
             # Args are not hashable, so states are found by id. An id can be reused after its object was deleted, which
             # is why the referenced object is compared as well.
-            held = _states.get(id(args))
+            held = states_by_args.get(id(args))
             if held is not None and _target(held[0]) is args:
                 return held[1]
             state = super().__new__(cls)
@@ -92,10 +92,10 @@ class GenerateState:
             except AttributeError as error:
                 error.add_note("slime.rollout needs the `args` that hooks get, or an object with all its attributes")
                 raise
-            _states[id(args)] = (_reference(args), state)
-            strong = [key for key, (reference, _) in _states.items() if not isinstance(reference, weakref.ref)]
+            states_by_args[id(args)] = (_reference(args), state)
+            strong = [key for key, (reference, _) in states_by_args.items() if not isinstance(reference, weakref.ref)]
             for key in strong[:-_KEPT_WITHOUT_WEAKREF]:
-                del _states[key]
+                del states_by_args[key]
             return state
 
     def _start(self, args: Args) -> None:
@@ -225,7 +225,7 @@ def _target(reference: Reference) -> Args | None:
 
 
 def _forget(
-    key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = _states
+    key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = states_by_args
 ) -> None:
     # `states` is a default argument because module globals may be gone when this runs at interpreter shutdown.
     held = states.get(key)  # it may belong to a newer args with the same id

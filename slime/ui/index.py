@@ -59,7 +59,7 @@ class SampleIndex:
         self._seen_folder = -1
         self._pending: list[tuple[str, int, Path]] = []
         self._in_memory = False
-        self._connection = self._open(cache)
+        self.connection = self._open(cache)
         self.version = 0  # grows with every change
 
     def _open(self, cache: Path | None) -> sqlite3.Connection:
@@ -90,7 +90,7 @@ class SampleIndex:
             self._pending = self._pending[len(todo) :]
         for kind, step, path in todo:
             try:
-                self._read(kind, step, path)
+                self.read_file(kind, step, path)
             except Exception:  # one damaged file must not keep the others from the index
                 logger.exception("%s could not be indexed", path)
         return len(self._pending)
@@ -103,7 +103,7 @@ class SampleIndex:
         if stamp == self._seen_folder:
             return []
         self._seen_folder = stamp
-        query = self._connection.execute("select kind, step, mtime, size from files")
+        query = self.connection.execute("select kind, step, mtime, size from files")
         known = {(kind, step): (mtime, size) for kind, step, mtime, size in query}
         found: dict[tuple[str, int], Path] = {}
         for name, path in sample_files(self.folder).items():
@@ -123,9 +123,9 @@ class SampleIndex:
         return sorted(changed, key=lambda entry: (-entry[1], entry[0]))
 
     def _forget(self, kind: str, step: int) -> None:
-        with self._connection:
-            self._connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
-            self._connection.execute("delete from files where kind = ? and step = ?", (kind, step))
+        with self.connection:
+            self.connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
+            self.connection.execute("delete from files where kind = ? and step = ?", (kind, step))
         self.version += 1
 
     def ensure(self, kind: str, step: int) -> Path | None:
@@ -135,9 +135,9 @@ class SampleIndex:
         if path is None:
             return None
         with self._lock:
-            known = self._connection.execute(query, (kind, step)).fetchone()
+            known = self.connection.execute(query, (kind, step)).fetchone()
             if known != _stamp(path):
-                self._read(kind, step, path)
+                self.read_file(kind, step, path)
         return path
 
     def _path(self, kind: str, step: int) -> Path | None:
@@ -149,7 +149,7 @@ class SampleIndex:
                     return path
         return None
 
-    def _read(self, kind: str, step: int, path: Path) -> None:
+    def read_file(self, kind: str, step: int, path: Path) -> None:
         stamp = _stamp(path)
         try:
             lines = _lines(path)
@@ -183,13 +183,13 @@ class SampleIndex:
         if self._in_memory:
             raise error
         logger.warning("the index cannot be written (%s), so it is kept in memory", error)
-        self._connection.close()
-        self._connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
+        self.connection.close()
+        self.connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
 
     def _store(
         self, kind: str, step: int, rows: list[tuple[object, ...]], prompts: list[tuple[str, str, str]], file: Stamp
     ) -> None:
-        with self._connection as connection:
+        with self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
             marks = ", ".join("?" * 14)
             connection.executemany(f"insert into samples values ({marks})", rows)
@@ -202,7 +202,7 @@ class SampleIndex:
     def rows(self, query: str, values: Sequence[object] = ()) -> list[Row]:
         """Return the rows of a query as dicts."""
         with self._lock:
-            cursor = self._connection.execute(query, values)
+            cursor = self.connection.execute(query, values)
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
@@ -226,7 +226,7 @@ class SampleIndex:
 
     def close(self) -> None:
         with self._lock:
-            self._connection.close()
+            self.connection.close()
 
 
 def _connect(name: str) -> sqlite3.Connection:

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from slime.observability.regular import LONGEST_LINE, regular
 
-_MARK = 64
+MARK = 64
 """So many bytes before the position are compared, to notice that the file was cut and written again."""
 
 
@@ -37,7 +37,7 @@ class Tail:
             lines: list[bytes] = []
             while complete := self._piece(file):
                 self._offset += len(complete)
-                self._mark = (self._mark + complete)[-_MARK:]
+                self._mark = (self._mark + complete)[-MARK:]
                 lines += [line for line in complete.split(b"\n") if line]
         return restarted, lines
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slime.engines.flat import NamedTensor
 
-_BLOCK = 1 << 23  # elements per computation, which bounds the memory: each is converted to eight bytes
+BLOCK = 1 << 23  # elements per computation, which bounds the memory: each is converted to eight bytes
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
@@ -93,7 +93,7 @@ def fingerprints(tensors: Sequence[NamedTensor], ranks: int) -> dict[str, Finger
         groups[tensor.shape, tensor.dtype].append((name, tensor))
     found: dict[str, Fingerprint] = {}
     for (shape, _), named in groups.items():
-        many = max(_BLOCK // max(shape.numel(), 1), 1)
+        many = max(BLOCK // max(shape.numel(), 1), 1)
         for start in range(0, len(named), many):
             found |= _of_one_shape(named[start : start + many], 2 * ranks)
     return found
@@ -112,7 +112,7 @@ def _of_one_shape(named: Sequence[NamedTensor], parts: int) -> dict[str, Fingerp
     row_part, column_part = _part_of(rows, parts, first.device), _part_of(columns, parts, first.device)
     row_sums = torch.zeros(count, min(rows, parts), dtype=torch.int64, device=first.device)
     column_sums = torch.zeros(count, min(columns, parts), dtype=torch.int64, device=first.device)
-    step = max(_BLOCK // max(count * columns, 1), 1)
+    step = max(BLOCK // max(count * columns, 1), 1)
     for start in range(0, rows, step):
         block = torch.stack([x[start : start + step] for x in flat]).to(torch.int64)
         weights = by_row[start : start + step]

@@ -26,7 +26,7 @@ Encoding = Literal["xor", "overwrite"]
 """Whether a changed byte is sent as (old xor new), or as its new value."""
 
 _DENSE = 0.25  # all bytes are sent if at least this part of them changed
-_CHUNK = 1 << 26  # bytes that are compared at a time, which bounds the memory for positions
+CHUNK = 1 << 26  # bytes that are compared at a time, which bounds the memory for positions
 _SKIP = 255
 _LEVEL = 1  # the level of zstd; a higher one gains little, because gaps and changed bytes are almost random
 
@@ -148,15 +148,15 @@ def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes
 
     # Changed bytes are counted first. Positions are int64, eight times as large as the changed bytes themselves, so
     # they are only computed if they are needed.
-    changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(_CHUNK), new.split(_CHUNK), strict=True))
+    changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(CHUNK), new.split(CHUNK), strict=True))
     if changed >= _DENSE * new.numel() and changed:
         return Changes(None, old ^ new if encoding == "xor" else new, changed)
     gaps: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     last = -1
-    for start in range(0, new.numel(), _CHUNK):
-        part = new[start : start + _CHUNK]
-        difference = old[start : start + _CHUNK] ^ part
+    for start in range(0, new.numel(), CHUNK):
+        part = new[start : start + CHUNK]
+        difference = old[start : start + CHUNK] ^ part
         positions = difference.nonzero().view(-1)
         if positions.numel():
             values.append((difference if encoding == "xor" else part)[positions])

@@ -84,7 +84,7 @@ class FusedDigests:
     def __init__(self, ranks: int = 1, groups: int = 1) -> None:
         self.ranks, self.groups = ranks, groups
         self.digests: dict[str, str] = {}
-        self._parts: dict[str, dict[int, torch.Tensor]] = {}
+        self.incomplete: dict[str, dict[int, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor. The parts of a fused tensor are kept until all of them are there."""
@@ -98,13 +98,13 @@ class FusedDigests:
             return
         whole, place = _PLACES[module]
         fused = name.replace(f".{module}.", f".{whole}.")
-        parts = self._parts.setdefault(fused, {})
+        parts = self.incomplete.setdefault(fused, {})
         parts[place] = tensor.detach()
         if len(parts) == len(_FUSED[whole]):
             whole_parts = [parts[i] for i in range(len(parts))]
             grouped = whole == "qkv_proj"
             self._note(fused, [torch.cat(self._cut(whole_parts, rank, grouped)) for rank in range(self.ranks)])
-            del self._parts[fused]
+            del self.incomplete[fused]
 
     def _cut(self, parts: list[torch.Tensor], rank: int, grouped: bool) -> list[torch.Tensor]:
         """Return the rows of one rank in each part. With ``grouped``, the parts after the first are key and value,

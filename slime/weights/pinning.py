@@ -30,14 +30,14 @@ def pin(owner: HostMemory, device: torch.device) -> bool:
     """
     if device.type != "cuda" or not owner.flat.numel():
         return False
-    runtime, storage = _runtime(), owner.flat.untyped_storage()
+    runtime, storage = cuda_runtime(), owner.flat.untyped_storage()
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
     if code:
         logger.warning(
             "cudaHostRegister of %.0f MiB of shared memory failed (error %d): weight updates are copied at the lower "
             "speed of pageable memory", storage.nbytes() / 2**20, code,
         )  # fmt: skip
-        _clear_error(device)
+        clear_error(device)
         return False
     # The finalizer holds a reference to the storage, so the memory stays mapped until it is unregistered. It does not
     # run at exit: then the driver releases everything, and CUDA may have been shut down already.
@@ -46,25 +46,27 @@ def pin(owner: HostMemory, device: torch.device) -> bool:
 
 
 def _unpin(runtime: ModuleType, storage: torch.UntypedStorage) -> None:
-    _synchronize()  # a copy from this memory may still be running
+    synchronize()  # a copy from this memory may still be running
     code = int(runtime.cudaHostUnregister(storage.data_ptr()))
     if code:
         logger.warning("cudaHostUnregister failed (error %d)", code)
 
 
-def _runtime() -> ModuleType:
+def cuda_runtime() -> ModuleType:
+    """Return the bindings of the CUDA runtime, which pin memory that exists already."""
     import torch
 
     return torch.cuda.cudart()
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the work of the current CUDA device."""
     import torch
 
     torch.cuda.synchronize()
 
 
-def _clear_error(device: torch.device) -> None:
+def clear_error(device: torch.device) -> None:
     """Clear the error of a failed call, which the CUDA runtime keeps and torch raises after the next kernel launch."""
     import torch
 

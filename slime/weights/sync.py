@@ -124,7 +124,7 @@ def sync_weights(
         return None
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
-    sender = _Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
+    sender = Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
     with no_collections():
         return sender.run(source)
 
@@ -141,13 +141,13 @@ def _contribute(
     if orders is None:
         return
     dtype = getattr(torch, orders["dtype"]) if orders["dtype"] else None
-    transforms = _transforms(settings, dtype, orders["leave_out_frozen"])
+    transforms = transforms_of(settings, dtype, orders["leave_out_frozen"])
     size = settings.bucket_bytes(transport.bucket_bytes)
     buckets = _finished(_buckets(settings, source, size, transforms))
     transport.contribute(peers, (bucket for bucket in buckets if not bucket.adapter))
 
 
-class _Sender:
+class Sender:
     """One sync on a sending rank."""
 
     def __init__(
@@ -178,7 +178,7 @@ class _Sender:
             # Connect before the first tensor is gathered, because the dtype to send and the digests to compute depend
             # on the engines.
             plan = run(self._connect())
-            tensors = source.start(base=not self._engines_are_ours(plan))
+            tensors = source.start(base=not self.engines_are_ours(plan))
             handoff = Handoff(self.settings.phase_seconds)
             sending = asyncio.run_coroutine_threadsafe(self._send(plan, handoff), background_loop())
             # When sending has ended, for any reason, the gathering thread must not wait for it to take a bucket.
@@ -202,12 +202,12 @@ class _Sender:
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Divide the stream into buckets and pass them on, and compute the digests that the audit needs."""
         dtype = engine_dtype(plan.infos.values(), self.settings.rollout_dtype)
-        leave_out_frozen = self._engines_are_ours(plan)
+        leave_out_frozen = self.engines_are_ours(plan)
         self.report.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         try:
             if self.peers is not None:
                 self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
-            transforms = _transforms(self.settings, dtype, leave_out_frozen)
+            transforms = transforms_of(self.settings, dtype, leave_out_frozen)
             size = self.settings.bucket_bytes(self.transport.bucket_bytes)
             for bucket in _finished(_buckets(self.settings, source, size, transforms)):
                 if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
@@ -241,7 +241,7 @@ class _Sender:
             else:
                 yield name, tensor
 
-    def _engines_are_ours(self, plan: _Plan) -> bool:
+    def engines_are_ours(self, plan: _Plan) -> bool:
         """Return whether every engine still holds a version that this sender has sent, with the frozen tensors.
 
         Then frozen tensors need not be sent, except with transports that write complete versions to files. The version
@@ -335,7 +335,7 @@ class _Sender:
         self.report.audit_seconds = time.perf_counter() - start
 
 
-def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
+def transforms_of(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
     """Return the transforms that each tensor goes through. ``dtype`` is that of the engines; None for no cast."""
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)

@@ -60,7 +60,7 @@ async def test_a_session_of_an_openai_agent_becomes_samples(served: Any, model: 
         adapter = adapter_for(OpenAIAdapter, engine, model)
         url = await served(adapter.app)
         sid = adapter.open_session("s-1", sampling_defaults={"temperature": 0.5, "max_new_tokens": 50})
-        with pytest.raises(ValueError, match="'s-1' is open already"):
+        with pytest.raises(ValueError, match="'s-1'"):
             adapter.open_session("s-1")
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid, max_retries=0)
         first = (await client.chat.completions.create(model="m", messages=ASK)).choices[0].message
@@ -93,7 +93,7 @@ async def test_an_anthropic_agent_has_a_limit_of_turns(served: Any, model: Path)
         client = anthropic.AsyncAnthropic(base_url=url, api_key=adapter.open_session("a"), max_retries=0)
         answer = await client.messages.create(model="m", max_tokens=20, messages=ASK)
         assert answer.content[0].type == "text" and answer.content[0].text == "one"
-        with pytest.raises(anthropic.RateLimitError, match="has had 1 turns"):
+        with pytest.raises(anthropic.RateLimitError, match="1 turns"):
             await client.messages.create(model="m", max_tokens=20, messages=ASK)
         await adapter.shutdown_session("a")
         with pytest.raises(anthropic.InternalServerError):
@@ -112,7 +112,7 @@ async def test_the_context_of_a_session_and_what_was_never_opened(served: Any, m
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model="m", messages=ASK)
         client.api_key = adapter.open_session("small", max_context_tokens=5)
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 5 tokens"):
+        with pytest.raises(openai.BadRequestError, match="is 5"):
             await client.chat.completions.create(model="m", messages=ASK)
         await adapter.drop_session("small")
         assert engine.bodies == []
@@ -125,5 +125,5 @@ def test_an_adapter_without_args_takes_the_model_of_its_tokenizer(model: Path) -
     adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://10.0.0.1:3000")
     assert (adapter.args.hf_checkpoint, adapter.args.sglang_router_port) == (str(model), 3000)
     assert adapter.open_session("x") == "x"
-    with pytest.raises(ValueError, match="does not have the form http://host:port"):
+    with pytest.raises(ValueError, match="http://host:port"):
         OpenAIAdapter(tokenizer=tokenizer, sglang_url="somewhere")

@@ -29,9 +29,9 @@ from slime.data.reasoning import TAGS
         ({"custom_generate_function_path": "slime.agent.rollout.generate"}, "--agent-function-path or --agent-command"),
         (
             {"agent_command": "a", "agent_function_path": "b:c"},
-            "--agent-function-path and --agent-command exclude each other",
+            "--agent-function-path and --agent-command",
         ),
-        ({"agent_command": "a", "agent_timeout": 0.0}, "--agent-timeout 0.0: must be above 0"),
+        ({"agent_command": "a", "agent_timeout": 0.0}, "--agent-timeout 0.0"),
     ],
 )
 def test_flags(flags: dict[str, Any], problem: str | None) -> None:
@@ -135,7 +135,7 @@ def test_rewards(value: Any, reward: Any) -> None:
 
 
 def test_what_is_no_reward_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"agent program mine\.py returned a str"):
+    with pytest.raises(TypeError, match=r"mine\.py.*str"):
         reward_of("1.0", "mine.py")
 
 

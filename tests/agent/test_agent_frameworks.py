@@ -119,6 +119,6 @@ async def test_a_command_line_agent(endpoint: AgentServer, checkpoint: Path) -> 
     command = f"bash {CHECKOUT / 'examples' / 'blackbox_agent' / 'cli_agent.sh'} {Path(PYTHON).parent}"
     (sample,), prompts = await play(checkpoint, command, script, agent_tool_parser="hermes")
     assert sample.reward == 1.0, sample.metadata
-    assert "What is 3 times 4? Write the number into answer.txt." in prompts[0]
+    assert "answer.txt" in prompts[0]
     assert len(prompts) == 2 and "answer.txt" in prompts[1].rpartition("<|tool|>")[2], "it saw what its command printed"
     assert trained_texts(sample) == [f"{text}<|end|>" for text in script]

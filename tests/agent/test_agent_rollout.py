@@ -81,7 +81,7 @@ async def test_a_command(endpoint: AgentServer, tiny_model: Path, engine: Any) -
     args = arguments(tiny_model, engine.url, agent_command=f"{script} fails")
     samples = await run_group(args)
     assert all(sample.status is Sample.Status.FAILED and sample.reward is None for sample in samples)
-    assert "status 1: out of ideas" in samples[0].metadata["reward_failure"]
+    assert "status 1" in samples[0].metadata["reward_failure"]
 
 
 async def test_a_command_that_hangs_is_killed_with_its_children(

@@ -158,7 +158,7 @@ def test_the_parser_by_template_and_model_type() -> None:
 
 
 def test_a_name_that_is_no_parser() -> None:
-    with pytest.raises(HookError, match="there is no such parser"):
+    with pytest.raises(HookError, match="parser"):
         tool_parser("no-such-form")
     with pytest.raises(ValueError, match="--agent-reasoning-parser no-such"):
         reasoning_tags("no-such", make_tokenizer())
@@ -317,13 +317,13 @@ async def test_a_silent_stream_is_kept_alive(
     monkeypatch.setattr(server_module, "PING_SECONDS", 0.05)
     async with ScriptedEngine(make_tokenizer(THINKING), ["late"]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
-        ask = talk.session._ask
+        ask = talk.session.generate
 
         async def slowly(*args: Any) -> Any:
             await asyncio.sleep(0.3)
             return await ask(*args)
 
-        talk.session._ask = slowly  # type: ignore[method-assign]
+        talk.session.generate = slowly  # type: ignore[method-assign]
         raw = await streamed_message(f"{endpoint.url(talk.session)}/v1/messages")
     assert b"event: ping" in raw and raw.index(b"message_start") < raw.index(b"ping") and b"message_stop" in raw
 

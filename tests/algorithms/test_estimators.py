@@ -264,9 +264,9 @@ def test_custom_function_then_distillation_and_whitening() -> None:
     expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
     torch.testing.assert_close(torch.cat(batch["advantages"]), expected)
     assert batch["returns"][0].tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"mine.py:f needs returns"):
+    with pytest.raises(ValueError, match=r"mine.py:f.*returns"):
         advantages.compute_advantages(replace(settings, custom=forgets), make_batch([3]), Identity())
-    with pytest.raises(ValueError, match=r"mine.py:f set advantages with lengths \[1\]"):
+    with pytest.raises(ValueError, match=r"mine.py:f.*\[1\]"):
         advantages.compute_advantages(replace(settings, custom=shortens), make_batch([3]), Identity())
 
 

@@ -190,8 +190,8 @@ def test_mean_weight_counts_unmasked_tokens_of_all_ranks() -> None:
     [
         ({"tis_level": "word"}, "tis_level is 'word'.*geometric"),
         ({"tis_mode": "cut"}, "tis_mode is 'cut'.*truncate"),
-        ({"tis_lower_bound": 3.0}, "tis_lower_bound 3.0 must be >= 0 and <= tis_upper_bound"),
-        ({"tis_upper_bound": 0}, "tis_upper_bound is 0, but must be above 0"),
+        ({"tis_lower_bound": 3.0}, r"tis_lower_bound 3.0.*tis_upper_bound"),
+        ({"tis_upper_bound": 0}, "tis_upper_bound is 0"),
         ({"rs_veto_threshold": 0.0}, "rs_veto_threshold"),
     ],
 )

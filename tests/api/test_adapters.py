@@ -95,7 +95,7 @@ def test_an_async_filter_is_refused() -> None:
     async def keep(rewards: list[float]) -> bool:
         return True
 
-    with pytest.raises(UnknownParameters, match="called without await"):
+    with pytest.raises(UnknownParameters, match="await"):
         adapt(FILTER, keep)
 
 
@@ -115,7 +115,7 @@ def test_a_filter_gets_the_group_or_its_rewards(function: Any, keep: bool) -> No
 
 @pytest.mark.parametrize("function", [lambda answer, truth: 0.0, lambda: 0.0, lambda response, x: 0.0])
 def test_unknown_parameters_are_refused(function: Any) -> None:
-    with pytest.raises(UnknownParameters, match=r"what a parameter is named after: args \(first\), sample, prompt"):
+    with pytest.raises(UnknownParameters, match=r"args \(first\), sample, prompt"):
         adapt(REWARD, function)
 
 

@@ -140,13 +140,13 @@ def bf16_sums(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
         found: list[bool] = []
 
         def observed(*given: Any, backend: FsdpBackend = backend, found: list[bool] = found) -> Any:
-            metrics = FsdpBackend._backward(backend, *given)
+            metrics = FsdpBackend.backward_pass(backend, *given)
             gradients = [local(p.grad) for _, p in backend.named_parameters if p.grad is not None]
             assert {x.dtype for x in gradients} == {torch.float32}
             found.append(all(torch.equal(x, x.bfloat16().float()) for x in gradients))
             return metrics
 
-        backend._backward = observed  # type: ignore[method-assign]
+        backend.backward_pass = observed  # type: ignore[method-assign]
         result[f"reduced {reduced}"] = dict(metrics=[train(backend, make_samples())], in_bf16=found[0])
     return result
 
@@ -253,7 +253,7 @@ def reference_in_shards(make: Callable[..., FsdpBackend], paths: dict[str, Path]
             return model
 
         patch.setattr(fsdp_backend, "load_full_model", watched)
-        backend._load_copy("ref", str(paths["reference"]))
+        backend.load_copy("ref", str(paths["reference"]))
     sizes = [p.numel() * 4 for _, p in backend.named_parameters]
     log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size), "ref")["log_probs"]
     return dict(peak=peak.most, whole=sum(sizes), largest=max(sizes), log_probs=log_probs)

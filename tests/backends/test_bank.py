@@ -58,7 +58,7 @@ def test_a_copy_is_in_the_model_while_it_is_used_and_the_actor_again_afterwards(
     bank.add("teacher", {name: tensor + 5 for name, tensor in named})
     with bank.using("teacher"):
         assert equal(values(named), [tensor + 5 for tensor in trained])
-    with pytest.raises(KeyError, match="no 'old_actor' weights; it has actor, ref, teacher"):
+    with pytest.raises(KeyError, match=r"'old_actor'.*actor, ref, teacher"):
         bank.copy("old_actor", "ref")
 
 

@@ -28,11 +28,11 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packed_attention, "packed_attention_cpu", attention)
     # Layers are compiled on CUDA only. inductor cannot lower the CPU's oneDNN product with a symbolic number of rows.
     monkeypatch.setattr(cpu_linear, "onednn_available", lambda: False)
-    token_log_probs._compiled.cache_clear()
+    token_log_probs.compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
     yield
-    token_log_probs._compiled.cache_clear()
+    token_log_probs.compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -50,7 +50,7 @@ def _raise_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any
 def test_a_layer_with_the_varlen_kernel_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on CUDA, traced here: the whole layer without a break, the kernel in it, lengths symbolic."""
     trainer = make_backend(make_args(save_tiny_qwen3(tmp_path)))
-    monkeypatch.setattr(packed_attention, "_has_varlen_kernel", lambda q: True)
+    monkeypatch.setattr(packed_attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(cpu_linear, "onednn_available", lambda: False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=_raise_graph, fullgraph=True))
     compile_layers(trainer.scorer.hf)

@@ -124,7 +124,7 @@ def test_asynchronous_saves_copy_into_pinned_memory(tmp_path: Path) -> None:
         run(backend, 1)  # while the files are written
         assert backend.saving is not None
         files = backend.saving.finish(300)
-        copies = backend.state.memory._tensors
+        copies = backend.state.memory.tensors
         assert all(tensor.is_pinned() for tensor in copies)
         gib = sum(tensor.nbytes for tensor in copies) / 2**30
         print(f"{name} --async-save of {gib:.2f} GiB: blocked {blocked / gib:.3f} s per GiB, {len(files)} files")

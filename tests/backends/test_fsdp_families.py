@@ -51,7 +51,7 @@ def test_layers_with_a_state_are_checked_where_their_kernels_run() -> None:
 
 
 def test_sdpa_would_leave_out_soft_caps(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="SDPA leaves out: use --attn-implementation eager"):
+    with pytest.raises(ModelError, match=r"SDPA.*--attn-implementation"):
         make_backend(make_args(save_tiny("Gemma 2", tmp_path), attn_implementation="sdpa"))
 
 
@@ -73,7 +73,7 @@ def test_a_sample_that_would_change_the_rotary_frequencies_of_others(tmp_path: P
     builder = make_backend(make_args(folder)).builder
     samples = [torch.arange(1, 11), torch.arange(1, 17), torch.arange(1, 18)]
     builder.build(samples[:2], [5, 5], [0, 1], [None] * 2)
-    with pytest.raises(ModelError, match=r"a sample has 17 tokens. Above 16.* use --rollout-max-context-len 16,"):
+    with pytest.raises(ModelError, match=r"has 17.*Above 16.*--rollout-max-context-len 16"):
         builder.build(samples[1:], [5, 5], [0, 1], [None] * 2)
     assert load(folder).context_len == 16
 

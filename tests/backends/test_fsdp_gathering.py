@@ -45,13 +45,13 @@ def _rank(rank: int, port: int, output: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     calls: list[int] = []
-    gather = gathering._all_gather_flat
+    gather = gathering.all_gather_flat
 
     def counted(whole: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         calls.append(whole.numel() * whole.element_size())
         return gather(whole, *arguments, **named)
 
-    gathering._all_gather_flat = counted
+    gathering.all_gather_flat = counted
     found: dict[Any, Any] = {}
     meshes = {
         "one dimension": (init_device_mesh("cpu", (4,)), [Shard(0)]),

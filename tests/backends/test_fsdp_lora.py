@@ -110,8 +110,8 @@ def test_one_step_is_that_of_the_merged_model(llama: Path) -> None:
         for name in layers
     }
     scorer = whole.scorer
-    whole._scores = (
-        lambda inputs: type(backend._scores(inputs))(  # type: ignore[method-assign]
+    whole.scores_of = (
+        lambda inputs: type(backend.scores_of(inputs))(  # type: ignore[method-assign]
             *functional_call(scorer, merged_now, (inputs, 1.0, True, False, False))[0][:2]
         )
     )
@@ -256,12 +256,13 @@ def test_layers_are_chosen_by_name(llama: Path) -> None:
     assert layers(lora_target_modules=["q_proj"]) == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
     first = {name for name in every if ".layers.0." in name}
     assert layers(lora_target_modules=[r"model\.layers\.0\..*"]) == first
-    with pytest.raises(ModelError, match="--lora-target-modules 'lm_head' selects no linear layer"):
-        layers(lora_target_modules=["lm_head"])
-    with pytest.raises(ModelError, match="--lora-exclude-modules 'c_attn' selects no linear layer"):
-        layers(lora_exclude_modules=["c_attn"])
-    with pytest.raises(ModelError, match="leaves no layer"):
-        layers(lora_target_modules=["q_proj"], lora_exclude_modules=["q_proj"])
+    for changes, named in (
+        ({"lora_target_modules": ["lm_head"]}, "--lora-target-modules 'lm_head'"),
+        ({"lora_exclude_modules": ["c_attn"]}, "--lora-exclude-modules 'c_attn'"),
+        ({"lora_target_modules": ["q_proj"], "lora_exclude_modules": ["q_proj"]}, "no layer"),
+    ):
+        with pytest.raises(ModelError, match=named):
+            layers(**changes)
 
 
 def test_initial_values_follow_seed_and_flag(llama: Path) -> None:
@@ -339,10 +340,10 @@ def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_pa
 
 
 def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no decoder layer has routed experts"):
+    with pytest.raises(ModelError, match="routed experts"):
         make_backend(lora_args(llama, **EXPERTS))
     for pattern in ("experts", r"model\.layers\.0\..*"):
-        with pytest.raises(ModelError, match=r"selects model\.layers\.0\.mlp\.experts, but .* of all layers"):
+        with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts.*all layers"):
             make_backend(lora_args(moe, **EXPERTS, lora_exclude_modules=[pattern]))
     backend = make_backend(lora_args(moe, **EXPERTS))
     backend.save_hf(tmp_path / "adapter")
@@ -351,9 +352,7 @@ def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -
     name = next(name for name in tensors if name.endswith("experts.1.up_proj.lora_A.weight"))
     tensors[name] = tensors[name] + 1
     save_file(tensors, file)
-    with pytest.raises(
-        ModelError, match=r"expert 1 of .*experts has different factors lora_A for gate_proj and up_proj"
-    ):
+    with pytest.raises(ModelError, match=r"expert 1.*lora_A.*gate_proj.*up_proj"):
         make_backend(lora_args(moe, **EXPERTS, load=str(tmp_path / "adapter")))
 
 
@@ -361,7 +360,7 @@ def test_experts_have_no_adapters_unless_they_are_named(tmp_path: Path) -> None:
     backend = make_backend(lora_args(save_tiny_qwen3_moe(tmp_path / "moe")))
     assert {name.rpartition(".")[2] for name in backend.adapter.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[union-attr]
     assert all("self_attn" in name for name in backend.adapter_sync.changing)
-    with pytest.raises(ModelError, match="Fused experts can have them only all together"):
+    with pytest.raises(ModelError, match="Fused experts"):
         make_backend(lora_args(tmp_path / "moe", lora_target_modules=["up_proj"]))
 
 
@@ -399,7 +398,7 @@ def test_a_snapshot_needs_its_base_and_its_shape(llama: Path, tmp_path: Path) ->
     other = save_tiny_llama(tmp_path / "other", seed=3)
     with pytest.raises(ValueError, match=f"adapter of the base {llama}, whose weights differ"):
         make_backend(lora_args(other)).load(tmp_path / "snapshot")
-    with pytest.raises(ValueError, match="adapter with rank 4, but --lora-rank is 8"):
+    with pytest.raises(ValueError, match=r"rank 4.*--lora-rank is 8"):
         make_backend(lora_args(llama, lora_rank=8)).load(tmp_path / "snapshot")
     with pytest.raises(ValueError, match="--use-rslora is True"):
         make_backend(lora_args(llama, use_rslora=True)).load(tmp_path / "snapshot")
@@ -407,14 +406,14 @@ def test_a_snapshot_needs_its_base_and_its_shape(llama: Path, tmp_path: Path) ->
         make_backend(make_args(llama)).load(tmp_path / "snapshot")
     part = lora_args(llama, lora_target_modules=["q_proj"])
     make_backend(part).save(tmp_path / "part")
-    with pytest.raises(ValueError, match=r"adapter on q_proj, but .* select down_proj, "):
+    with pytest.raises(ValueError, match=r"q_proj.*down_proj"):
         make_backend(lora_args(llama)).load(tmp_path / "part")
-    with pytest.raises(ValueError, match=r"adapter on down_proj, .* select q_proj: what it learned on other layers"):
+    with pytest.raises(ValueError, match=r"down_proj.*q_proj"):
         make_backend(part).load(tmp_path / "snapshot")
     make_backend(lora_args(llama, lora_target_modules=[r".*\.q_proj"])).load(tmp_path / "part")
     whole = make_backend(make_args(llama))
     whole.save(tmp_path / "whole")
-    with pytest.raises(ValueError, match="weights of a whole model"):
+    with pytest.raises(ValueError, match="whole model"):
         make_backend(lora_args(llama)).load(tmp_path / "whole")
 
 
@@ -454,10 +453,10 @@ def test_merge_lora_writes_the_merged_model(llama: Path, tmp_path: Path) -> None
         torch.testing.assert_close(log_probs(make_backend(make_args(tmp_path / name))), expected, rtol=0, atol=2e-5)
     with pytest.raises(CommandError, match="exists already"):
         merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
-    with pytest.raises(CommandError, match="has no adapter"):
+    with pytest.raises(CommandError, match="adapter"):
         merge_lora(llama, None, tmp_path / "x")
     other = save_tiny_qwen3(tmp_path / "other", hidden_size=48)
-    with pytest.raises(CommandError, match="is not the base"):
+    with pytest.raises(CommandError, match="base"):
         merge_lora(tmp_path / "adapter", str(other), tmp_path / "x")
 
 

@@ -172,6 +172,6 @@ def test_layers_whose_blocks_are_not_full_stay_as_they_are() -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
     assert quantize_base([layer], "nf4", torch.device("cpu")) == 1
     assert type(layer[1]) is nn.Linear and layer[0](torch.ones(2, 8)).isfinite().all()
-    with pytest.raises(ModelError, match="no linear layer has a multiple of 64 weights"):
+    with pytest.raises(ModelError, match="64 weights"):
         quantize_base([nn.Linear(8, 3)], "nf4", torch.device("cpu"))
     assert quantize_base([nn.Linear(8, 3)], "int8", torch.device("cpu")) == 1

@@ -202,7 +202,7 @@ def test_gradients_are_summed_in_bfloat16_on_request(results: Results) -> None:
 def test_nan_on_one_rank_is_told_by_all(ranks: list[Results]) -> None:
     for rank in range(4):
         message = ranks[rank]["nan_on_the_last_rank", 4]["message"]
-        assert "loss is nan on rank 3 in optimizer step 0" in message
+        assert "rank 3" in message and "step 0" in message
 
 
 def test_experts_are_exported_one_by_one(results: Results, paths: dict[str, Path]) -> None:

@@ -105,15 +105,15 @@ def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path
     other.load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(backend).values(), weights_of(other).values(), strict=True))
     assert all(not t.any() for t in other.optimizer.tensors().values())
-    with pytest.raises(ValueError, match="state of the actor, not of the critic"):
+    with pytest.raises(ValueError, match=r"actor.*critic"):
         make_backend(make_args(llama), "critic").load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no training state"):
+    with pytest.raises(FileNotFoundError, match="training state"):
         other.load(tmp_path / "nowhere")
 
 
 def test_a_snapshot_with_another_optimizer_tells_how_to_leave_it_out(llama: Path, tmp_path: Path) -> None:
     make_backend(make_args(llama, use_stateless_adam=True)).save(tmp_path)
-    with pytest.raises(ValueError, match=r"optimizer/step/.* is missing.*\(--no-load-optim leaves the optimizer out\)"):
+    with pytest.raises(ValueError, match=r"optimizer/step/.*--no-load-optim"):
         make_backend(make_args(llama)).load(tmp_path)
     make_backend(make_args(llama, no_load_optim=True)).load(tmp_path)
 
@@ -246,7 +246,7 @@ def test_an_export_has_the_dtype_that_is_asked_for(llama: Path, tmp_path: Path) 
 
 def test_reference_of_another_shape_is_an_error(llama: Path, tmp_path: Path) -> None:
     other = save_tiny_llama(tmp_path, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"ref model: model.layers.1\..* is missing"):
+    with pytest.raises(ValueError, match=r"model.layers.1"):
         make_backend(make_args(llama, ref_load=str(other), use_kl_loss=True))
 
 
@@ -278,8 +278,8 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
     ("changes", "role", "message"),
     [
         ({}, "judge", "actor or critic"),
-        ({"train_backend": "deepspeed"}, "actor", "neither fsdp nor megatron"),
-        ({"advantage_estimator": "maxrl"}, "actor", "--advantage-estimator 'maxrl' is neither one of"),
+        ({"train_backend": "deepspeed"}, "actor", "fsdp nor megatron"),
+        ({"advantage_estimator": "maxrl"}, "actor", "--advantage-estimator 'maxrl'"),
     ],
 )
 def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:

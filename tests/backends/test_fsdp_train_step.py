@@ -234,7 +234,7 @@ def test_nan_names_step_and_rank_and_changes_nothing(llama: Path) -> None:
     before = weights_of(backend)
     batch = advantages_set(whole_batch(make_samples()))
     batch["advantages"][3][0] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"loss is nan on rank 0 in optimizer step 0 .*rollout 0"):
+    with pytest.raises(NonFiniteError, match=r"rank 0.*step 0.*rollout 0"):
         backend.train_step(batch, 0)
     after = weights_of(backend)
     assert all(torch.equal(before[name], after[name]) for name in before)

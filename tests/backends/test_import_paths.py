@@ -51,7 +51,7 @@ def test_log_probs_and_entropy_of_responses() -> None:
 
 def test_what_the_helpers_cannot_do_is_refused() -> None:
     batch, logits = micro_batch()
-    with pytest.raises(ValueError, match="4 rows for 5 response tokens"):
+    with pytest.raises(ValueError, match=r"4 rows.*5 response"):
         list(get_responses(logits[:4], args=make_args(), **shapes(batch)))
     split = make_args(megatron={"context_parallel_size": 2})
     with pytest.raises(ValueError, match=r'use batch\["targets"\]'):
@@ -82,5 +82,5 @@ def test_the_policy_loss_of_the_flags(flags: dict[str, Any]) -> None:
 def test_whole_responses_pass_through() -> None:
     values = torch.arange(3.0)
     assert all_gather_with_cp(values, 5, 3) is values and slice_log_prob_with_cp(values, 5, 3) is values
-    with pytest.raises(ValueError, match="2 values for a response of 3 tokens"):
+    with pytest.raises(ValueError, match=r"2 values.*3 tokens"):
         all_gather_with_cp(values[:2], 5, 3)

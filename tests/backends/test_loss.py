@@ -590,7 +590,7 @@ def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> N
     tokens = TokenBatch([2], [3], torch.ones(2, device="meta"), torch.ones(1), logits=torch.ones(2, 5, device="meta"))
     loss, metrics = compute_loss(custom_loss(f"{hook}:loss"), tokens, num_rollouts=1, num_tokens=2)
     assert {x.device for x in [loss, *metrics.values()]} == {torch.device("meta")}
-    with pytest.raises(ValueError, match=r"metric 'one' has the shape \(2,\).*reduce it with sum_of_sample_mean"):
+    with pytest.raises(ValueError, match=r"'one'.*\(2,\).*sum_of_sample_mean"):
         compute_loss(custom_loss(f"{hook}:long"), tokens, num_rollouts=1, num_tokens=2)
 
 

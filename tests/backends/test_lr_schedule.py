@@ -71,14 +71,14 @@ def test_from_args() -> None:
 
 def test_warmup_as_long_as_the_decay_is_an_error() -> None:
     args = make_args("x", lr_decay_style="linear", lr_warmup_iters=10, lr_decay_iters=10)
-    with pytest.raises(ValueError, match="warm-up of 10 steps leaves no steps of a decay over"):
+    with pytest.raises(ValueError, match="10 steps"):
         LrSchedule.from_args(args)
 
 
 @pytest.mark.parametrize("flags", [{"lr_decay_style": "cosine"}, {"lr_warmup_fraction": 0.1}])
 def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(flags: dict[str, object]) -> None:
     args = make_args("x", num_rollout=None, **flags)
-    with pytest.raises(ValueError, match="number of rollouts, which is not known"):
+    with pytest.raises(ValueError, match="number of rollouts"):
         LrSchedule.from_args(args)
     args.lr_decay_iters = 20
     assert LrSchedule.from_args(args).decay_steps == 20
@@ -97,7 +97,7 @@ def test_a_constant_rate_needs_no_length() -> None:
 
 def test_a_step_with_a_learning_rate_of_zero_is_told() -> None:
     warning = zero_lr_warning({"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3, warms_up=False)
-    assert warning is not None and "learning rate of the actor was 0 in step 3" in warning
+    assert warning is not None and "0 in step 3" in warning
     assert zero_lr_warning({"train/lr-pg_0": 1e-6}, 3, warms_up=False) is None
     assert zero_lr_warning({}, 3, warms_up=False) is None
     assert zero_lr_warning({"train/lr-pg_0": 0.0}, 0, warms_up=True) is None, "a warm-up starts from 0"

@@ -29,7 +29,7 @@ def test_bytes_come_back_wherever_the_pieces_end(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_memory_is_kept_and_grows(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostArena, "_allocate", lambda _, size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(HostArena, "allocate", lambda _, size: torch.zeros(size, dtype=torch.uint8))
     arena = HostArena(piece_bytes=16, pinned=pinned)
     arena.reserve(20)
     first = arena.memory[0]

@@ -71,7 +71,7 @@ def test_a_model_that_was_given_is_not_written_over(tmp_path: Path, monkeypatch:
     asked: list[str] = []
     monkeypatch.setattr(h200_train, "run_train", lambda options, *rest: asked.append(str(options.model)) or (1, None))
     monkeypatch.setattr(sys, "argv", ["h200_train.py", "step", "--model", "model", "--output", "out"])
-    with pytest.raises(SystemExit, match="before its first step"):
+    with pytest.raises(SystemExit, match="first step"):
         h200_train.main()
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert asked == [str(folder)], "train.py runs in another folder"

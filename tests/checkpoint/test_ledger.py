@@ -222,21 +222,21 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for number in range(3):
         ledger("asked", group(number), {})
-    with pytest.raises(LedgerError, match="group 1 was supplied while it was in flight"):
+    with pytest.raises(LedgerError, match=r"group 1.*in flight"):
         ledger("asked", group(1), {})
     ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was supplied again although it is closed"):
+    with pytest.raises(LedgerError, match=r"group 0.*closed"):
         ledger("asked", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was accepted in rollout 0 but was not in flight"):
+    with pytest.raises(LedgerError, match=r"group 0.*rollout 0"):
         ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="pool and data source lack these open groups: 2"):
-        ledger.complete(0, [group(0)], [group(1)], 3)
-    with pytest.raises(LedgerError, match="keep these closed groups: 0"):
-        ledger.complete(0, [group(0)], [group(0), group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="lacks groups that were accepted in it: 0"):
-        ledger.complete(0, [], [group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="the ledger lacks groups that were supplied: 3"):
-        ledger.complete(0, [group(0)], [group(1), group(2)], 4)
+    for accepted, open_ones, supplied, named in (
+        ([0], [1], 3, "open groups: 2"),
+        ([0], [0, 1, 2], 3, "closed groups: 0"),
+        ([], [1, 2], 3, r"accepted.*: 0"),
+        ([0], [1, 2], 4, "supplied: 3"),
+    ):
+        with pytest.raises(LedgerError, match=named):
+            ledger.complete(0, list(map(group, accepted)), list(map(group, open_ones)), supplied)
 
 
 def test_user_code_may_take_groups_and_put_them_back(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -
     resumed = Ledger(path)
     resumed.restore(saved, attempt=1)
     (told,) = take_warnings()
-    assert "fewer rows than the snapshot records" in told and (tmp_path / "ledger.lost.jsonl").is_file()
+    assert "fewer rows" in told and (tmp_path / "ledger.lost.jsonl").is_file()
     steps(resumed, 5, 7)
     resumed.cut(6, 6)
     report = read_ledger(path)
@@ -375,7 +375,7 @@ def test_the_ledger_of_another_run_is_moved_aside_whole(tmp_path: Path) -> None:
     resumed = Ledger(other.path)
     resumed.restore(saved, attempt=1)
     (told,) = take_warnings()
-    assert "is of another run than the snapshot: it was moved to ledger.lost.jsonl" in told
+    assert "another run" in told
     assert (tmp_path / "ledger.lost.jsonl").read_bytes() == whole
     steps(resumed, 3, 4)
     resumed.cut(3, 3)

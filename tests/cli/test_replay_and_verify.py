@@ -105,12 +105,12 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path), "--step", "0"]) == 1
-    assert "it has no config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_leaves_out_the_texts_of_tokens(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_leaves_out_the_texts_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    assert replay_command._texts(str(tmp_path), False, [1, 2]) == []
+    assert replay_command.texts(str(tmp_path), False, [1, 2]) == []
 
 
 def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(

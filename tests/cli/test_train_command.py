@@ -53,5 +53,5 @@ def test_a_checkout_has_the_loops(name: str) -> None:
 
 def test_a_package_without_its_loops_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(train, "__file__", str(tmp_path / "slime" / "cli" / "train.py"))
-    with pytest.raises(CommandError, match=r"train\.py is missing.*install slime again"):
+    with pytest.raises(CommandError, match=r"train\.py"):
         train.load_loop("train.py")

@@ -142,7 +142,7 @@ def test_what_is_no_command_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words, part in (([str(tmp_path / "a.sh")], "no command"), ([str(tmp_path / "b.sh")], "cannot be read")):
         with pytest.raises(CommandError, match=part):
             translate(words)
-    with pytest.raises(CommandError, match="give a launch script"):
+    with pytest.raises(CommandError, match="launch script"):
         translate([])
     assert main(["translate", "--", "python3", "train.py", "--lr", "1e-6"]) == 0
     assert "--lr 1e-6" in capsys.readouterr().out

@@ -98,40 +98,40 @@ class FakeGroup:
         self.writing = False
         self.saves_fail: list[BaseException] = []  # raised when files are written
 
-    def _say(self, what: str) -> None:
+    def say(self, what: str) -> None:
         self.said.append(f"{self.role} {what}")
 
     def pop_spans(self) -> list[Any]:
         return []
 
     def sleep(self, keep_weights: bool = False) -> None:
-        self._say("sleeps but for its weights" if keep_weights else "sleeps")
+        self.say("sleeps but for its weights" if keep_weights else "sleeps")
 
     def wake(self) -> None:
-        self._say("wakes")
+        self.say("wakes")
 
     def update_weights(self, urls: list[str], version: str, *_: Any, check_equal: bool = False) -> UpdateReport:
-        self._say(f"sends {version}" + (" again" if check_equal else ""))
+        self.say(f"sends {version}" + (" again" if check_equal else ""))
         self.sent.append(list(urls))
         if self.fails:
             raise self.fails.pop(0)
         return UpdateReport(version, "nccl", nbytes=7)
 
     def check_probe(self, urls: list[str]) -> float:
-        self._say("audits")
+        self.say("audits")
         self.probed.append(list(urls))
         return 0.25
 
     def score(self, rollout_id: int, refs: Any) -> tuple[dict[str, Any], list[list[str]]]:
-        self._say("scores")
+        self.say("scores")
         return {"metrics": {}, "timings": {"log_probs": 0.25}}, [["log-probs"]]
 
     def train(self, rollout_id: int, refs: Any, entries: Any = None) -> tuple[dict[str, Any], list[list[str]]]:
-        self._say("trains")
+        self.say("trains")
         return {"metrics": self.metrics, "timings": {"step": 0.5}}, [[f"{self.role}'s values"]]
 
     def save(self, folder: Path) -> None:
-        self._say("saves")
+        self.say("saves")
         if self.saves_fail:
             raise self.saves_fail.pop()
         (folder / self.role).mkdir()
@@ -141,22 +141,22 @@ class FakeGroup:
         return self.writing
 
     def repeat_save(self) -> None:
-        self._say("saves again")
+        self.say("saves again")
 
     def finish_save(self) -> list[Any]:
-        self._say("has saved")
+        self.say("has saved")
         if self.saves_fail:
             raise self.saves_fail.pop()
         return []
 
     def save_hf(self, directory: str) -> None:
-        self._say(f"writes {directory}")
+        self.say(f"writes {directory}")
 
     def copy_weights(self, source: str, target: str) -> None:
-        self._say(f"copies {source} to {target}")
+        self.say(f"copies {source} to {target}")
 
     def refresh_old_actor(self, behind: bool) -> None:
-        self._say("refreshes its old actor")
+        self.say("refreshes its old actor")
 
     def memory(self) -> dict[str, float]:
         return {"gib": 1.0}

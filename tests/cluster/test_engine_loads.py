@@ -81,7 +81,7 @@ def test_engines_are_not_asked_during_a_pause(url: str, tmp_path: Path) -> None:
 def test_lines_become_rarer_with_the_age_of_the_run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(engine_loads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(engine_loads, "_load_of", lambda engine, paused, moment: {
+    monkeypatch.setattr(engine_loads, "load_of", lambda engine, paused, moment: {
         "time": moment, "engine": engine.index, "state": "serving", "running": 1, "waiting": 0, "tokens": 1,
     })  # fmt: skip
     loads = EngineLoads(engines(url), lambda: False, tmp_path / "engines.jsonl")

@@ -181,7 +181,7 @@ def test_without_fault_tolerance_an_engine_that_ended_is_what_ends_the_run() -> 
     driver.actor.fails = [torn(A)]
     driver.actor_manager.fatal_when_lost = "engine 0 was lost: its process 7 ended"
     driver.actor_manager.found_dead = [A]
-    with pytest.raises(EnginesLost, match="was lost: its process 7 ended"):
+    with pytest.raises(EnginesLost, match="process 7"):
         driver.pool.update_weights()
 
 
@@ -247,7 +247,7 @@ def test_a_fatal_loss_ends_the_run_with_its_reason() -> None:
     driver = tolerant([A])
     driver.actor_manager.fatal = "no engine is left; the last one: engine 0"
     for call in (driver.pool.update_weights, driver.pool.sync_recovered_engines):
-        with pytest.raises(EnginesLost, match="the last one: engine 0"):
+        with pytest.raises(EnginesLost, match="engine 0"):
             call()
 
 
@@ -257,7 +257,7 @@ def test_a_fatal_loss_ends_the_run_with_its_reason() -> None:
 def recovered(driver: Driver, keep_version: bool = False) -> list[str]:
     """What is done about engines that were started again, in one call."""
     driver.said.clear()
-    driver.pool._next_poll = 0.0
+    driver.pool.next_poll = 0.0
     driver.pool.sync_recovered_engines(keep_version)
     return list(driver.said)
 
@@ -299,7 +299,7 @@ def test_colocated_a_new_engine_waits_for_the_next_update_and_nobody_says_otherw
 def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
     driver = tolerant([A])
     driver.actor_manager.serving = []
-    driver.pool._end_update([])
+    driver.pool.end_update([])
     assert driver.pool.urls == [A], "they are being replaced"
     driver.actor_manager.unsynced = [NEW]
     recovered(driver)
@@ -308,7 +308,7 @@ def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
 
 def test_the_manager_is_not_asked_at_every_turn_of_a_wait() -> None:
     driver = tolerant([A])
-    driver.pool._next_poll = float("inf")
+    driver.pool.next_poll = float("inf")
     driver.pool.sync_recovered_engines()
     assert driver.said == []
     recovered(Driver(serving=[]))
@@ -322,7 +322,7 @@ def test_a_wait_inside_an_update_does_not_begin_another() -> None:
 
     def begin_update() -> Any:
         before = len(driver.said)
-        driver.pool._next_poll = 0.0
+        driver.pool.next_poll = 0.0
         driver.pool.sync_recovered_engines()
         inside.append(driver.said[before:])
         return begin()

@@ -61,9 +61,9 @@ def rollout(args: Any, rollout_id: int, data_source: Rows, evaluation: bool = Fa
 @pytest.mark.parametrize(
     ("words", "share", "said"),
     [
-        ("failed-failed-failed-failed", 1.0, "all 4 samples failed .* the first error: KeyError of sample 0"),
-        ("empty-masked-empty-failed", 1.0, "all 4 samples failed .* KeyError of sample 3"),
-        ("empty-empty-empty-empty", 1.0, "the first has the status completed, and 0 response tokens"),
+        ("failed-failed-failed-failed", 1.0, r"4 samples.*KeyError.*sample 0"),
+        ("empty-masked-empty-failed", 1.0, r"4 samples.*KeyError.*sample 3"),
+        ("empty-empty-empty-empty", 1.0, "0 response tokens"),
         ("failed-fine-fine-fine", 0.25, None),
         ("fine-fine-fine-fine", 0.0, None),
     ],

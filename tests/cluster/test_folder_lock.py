@@ -35,7 +35,7 @@ def end(parts: Parts) -> None:
 def test_a_run_of_the_same_name_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
     first = prepare(args_of(tmp_path))
     first.dir.metrics.write_text("{}\n")
-    with pytest.raises(FolderInUse, match=r"run is in use by a run .*\(process \d+ on .*--run-name"):
+    with pytest.raises(FolderInUse, match="--run-name"):
         prepare(args_of(tmp_path))
     assert first.dir.metrics.is_file() and not (tmp_path / "run.1").exists(), "it was not moved aside"
     end(prepare(args_of(tmp_path, "other")))
@@ -47,7 +47,7 @@ def test_a_run_of_the_same_name_is_refused_while_the_first_goes_on(tmp_path: Pat
 def test_two_runs_never_save_to_one_folder(tmp_path: Path) -> None:
     save = tmp_path / "first" / "checkpoints"
     first = prepare(args_of(tmp_path, "first", save))
-    with pytest.raises(FolderInUse, match=f"--save {save} is in use by a run"):
+    with pytest.raises(FolderInUse, match=f"--save {save}"):
         prepare(args_of(tmp_path, "second", save))
     end(first)
     end(prepare(args_of(tmp_path, "second", save)))
@@ -85,7 +85,7 @@ def test_a_lock_never_leads_to_another_file(tmp_path: Path, kind: str, of_save: 
     if kind == "folder":
         lock_save(str(folder)) if of_save else lock_run(folder, "name")
     else:
-        with pytest.raises(FolderInUse, match="is no lock of slime"):
+        with pytest.raises(FolderInUse, match="no lock"):
             lock_save(str(folder)) if of_save else lock_run(folder, "name")
     assert victim.read_text() == "ssh-ed25519 mine" and not (tmp_path / "new").exists()
     assert kind != "other file" or lock.read_text() == "notes of somebody"
@@ -94,6 +94,6 @@ def test_a_lock_never_leads_to_another_file(tmp_path: Path, kind: str, of_save: 
 def test_a_folder_of_locks_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ssh").mkdir()
     (tmp_path / RUN_LOCKS).symlink_to(tmp_path / "ssh")
-    with pytest.raises(FolderInUse, match="is no lock of slime"):
+    with pytest.raises(FolderInUse, match="no lock"):
         lock_run(tmp_path, "config")
     assert not list((tmp_path / "ssh").iterdir())

@@ -55,7 +55,7 @@ def test_a_call_that_blocks_its_thread_is_not_waited_for_without_end() -> None:
     thread = threading.Thread(target=stubborn)
     thread.start()
     begun.wait()
-    with pytest.raises(WaitExpired, match="the generation in progress to end"):
+    with pytest.raises(WaitExpired, match="generation in progress"):
         generation.end(0.05)
     release.set()
     thread.join()

@@ -73,7 +73,7 @@ def test_a_short_run_sweeps_its_own_manager(folders: Path, monkeypatch: pytest.M
 def test_a_folder_that_vanishes_meanwhile_is_no_error(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run on this machine sweeps at the same time."""
     gone = folders / "torch-shm-dir-gone00"
-    monkeypatch.setattr(leftovers, "_own", lambda folder, name, *_: [gone] if name is leftovers._MANAGERS else [])
+    monkeypatch.setattr(leftovers, "own_entries", lambda folder, name, *_: [gone] if name is leftovers.MANAGERS else [])
     assert leftovers.sweep_leftovers() == []
 
 

@@ -52,5 +52,5 @@ def test_a_refusal_of_slime_comes_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 0 of 1 did not finish within 0\.5 s"):
+    with pytest.raises(RankError, match=r"rank 0 of 1 did.*0\.5 s"):
         run_ranks(f"{__name__}:never_ends", 1, "", tmp_path, seconds=0.5)

@@ -79,14 +79,14 @@ def test_a_first_step_without_effect_is_told_unless_a_flag_asks_for_a_warm_up(fl
     driver = Driver(**flags)
     driver.actor.metrics = {"train/lr-pg_0": 0.0}
     driver.run.train(0, driver.run.generate(0))
-    assert ("the learning rate of the actor was 0" in driver.printed.getvalue()) == (not flags)
+    assert ("actor was 0" in driver.printed.getvalue()) == (not flags)
 
 
 def test_a_gap_between_engine_and_trainer_is_told() -> None:
     driver = Driver()
     driver.actor.metrics = {"train/train_rollout_logprob_abs_diff": 50.0}
     driver.run.train(0, driver.run.generate(0))
-    assert "log-probs of engines and trainer differ by 50" in driver.printed.getvalue()
+    assert "differ by 50" in driver.printed.getvalue()
 
 
 # --- when ------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ def test_a_wait_that_lasts_is_in_the_state_of_the_run(worker_class, tmp_path, mo
     seen = []
 
     class Watched(StateFile):
-        def _write(self, **changes: Any) -> None:
-            super()._write(**changes)
+        def write(self, **changes: Any) -> None:
+            super().write(**changes)
             seen.append(self._state)
 
     one, other, waited = worker_class(), worker_class(), Watched(tmp_path)

@@ -97,7 +97,7 @@ def test_a_rank_that_stops_answering_ends_the_wait(clock: FakeRay, monkeypatch: 
     waiter = Waiter(StopSignals(), silence=100.0)
     waiter.get([Answer(5)], "to load", 10_000, actors=actors)
     actors["rank 1"].delay = float("inf")
-    with pytest.raises(NoStatus, match=r"^rank 1 did not answer for 100 s \(--status-timeout\); waited for to train"):
+    with pytest.raises(NoStatus, match=r"^rank 1.*100 s \(--status-timeout"):
         waiter.get([Answer(float("inf"))], "to train", 10_000, actors=actors)
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_never_answered_is_still_being_started(clock: FakeRay, monke
     with pytest.raises(WaitExpired, match=r"deadline 5000 s, --phase-timeout\)") as raised:
         Waiter(StopSignals(), silence=100.0).get([Answer(float("inf"))], "to load", 5000, actors=actors)
     assert not isinstance(raised.value, NoStatus)
-    with pytest.raises(WaitExpired, match=r"deadline 50 s, --start-timeout\) for to load"):
+    with pytest.raises(WaitExpired, match="50 s, --start-timeout"):
         Waiter(StopSignals()).get([Answer(float("inf"))], "to load", 50, actors=actors, flag="--start-timeout")
 
 

@@ -31,9 +31,9 @@ def test_lost_ranks_of_a_run_with_a_snapshot_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"lost": [*RANKS, "the rollout manager"]}, "the rollout manager was lost"),
-        ({"lost": ["the Ray cluster (RaySystemError)"]}, "the Ray cluster (RaySystemError) was lost"),
-        ({"snapshot": None}, "no snapshot yet"),
+        ({"lost": [*RANKS, "the rollout manager"]}, "rollout manager"),
+        ({"lost": ["the Ray cluster (RaySystemError)"]}, "RaySystemError"),
+        ({"snapshot": None}, "no snapshot"),
         ({"engines": False}, "has none"),
         ({"rollout_external_engine_addrs": ["10.0.0.1:1"]}, "--rollout-external-engine-addrs"),
         ({"colocate": True}, "--colocate"),
@@ -105,14 +105,14 @@ def test_the_run_goes_on_and_counts_it(recovering: Recovering) -> None:
     assert recovering.recover() is recovering.parts.run is not None
     assert recovering.parts.begin.attempt == 2 and recovering.parts.lost == []
     assert recovering.driver.log.pending["perf/trainer_restart_count"] == 1
-    assert "new training ranks go on from the snapshot of rollout 3" in recovering.printed
+    assert "rollout 3" in recovering.printed
 
 
 def test_without_progress_it_ends_in_a_restart(recovering: Recovering) -> None:
     assert all(recovering.recover() for _ in range(MOST_WITHOUT_PROGRESS))
     assert recovering.recover() is None
     assert recovering.started == MOST_WITHOUT_PROGRESS and recovering.parts.lost == RANKS
-    assert "the engines cannot stay while training ranks are replaced: 3 times in a row" in recovering.printed
+    assert "3 times" in recovering.printed
 
 
 @pytest.mark.parametrize("case", ["a rank does not start", "a frozen manager"])

@@ -146,7 +146,7 @@ def test_files_that_are_written_late_are_told(tmp_path: Path) -> None:
     source.get_samples(4)
     state.save(0, tmp_path)
     (told,) = take_warnings()
-    assert "WithFiles.save was called late" in told and "for rollout 1" in told
+    assert "WithFiles.save" in told and "for rollout 1" in told
 
 
 def test_a_source_is_not_asked_for_a_state_that_nobody_saves(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_source_that_cannot_be_restored_is_named(tmp_path: Path) -> None:
     take_warnings()
     state_of(Counted(None), tmp_path)
     (told,) = take_warnings()
-    assert "a resumed run will begin with its first prompts again" in told and "Counted has neither" in told
+    assert "first prompts" in told and "Counted" in told
 
 
 def answered(groups: list[Group]) -> list[Group]:

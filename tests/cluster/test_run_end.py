@@ -140,7 +140,7 @@ def test_a_stop_with_nothing_to_save(tmp_path: Path, case: str) -> None:
     parts: Any = parts_of(driver, tmp_path)
     parts.run = None if case == "not started" else parts.run
     snapshot_before_stop(parts)
-    assert driver.said == [] and "SIGINT: shutting down gracefully" in driver.printed.getvalue()
+    assert driver.said == [] and "SIGINT" in driver.printed.getvalue()
 
 
 def test_a_run_that_failed_prints_its_message_last_and_keeps_the_traceback_in_its_log(
@@ -156,7 +156,7 @@ def test_a_run_that_failed_prints_its_message_last_and_keeps_the_traceback_in_it
     assert f"{tmp_path}/logs/driver.log" in place and __file__ in frame
     assert message == ["RuntimeError: the disk is full:", "- /data", "make room"]
     log = (tmp_path / "logs" / "driver.log").read_text()
-    assert "Traceback (most recent call last)" in log and "make room" in log
+    assert "Traceback" in log and "make room" in log
     other = ValueError("of something else")
     sys.excepthook(type(other), other, None)
     assert capsys.readouterr().err == "ValueError: of something else\n"

@@ -15,7 +15,7 @@ from slime.checkpoint.snapshot import Snapshot
 from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import StartingPoint
-from slime.cluster.start import Parts, _check_save_folder, open_metrics
+from slime.cluster.start import Parts, check_save_folder, open_metrics
 from slime.engines.keys import RunKeys
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
@@ -34,11 +34,11 @@ def test_a_process_on_a_node_without_the_folder_is_named(tmp_path: Path, lost: s
     driver.actor_manager.results["try_folder"] = lambda folder, token: look(folder, token, "rollout manager")
     groups = [group("actor"), group("critic")]
     with pytest.raises(FolderError, match=f"{lost} on .*: the driver's file is not there") as caught:
-        _check_save_folder(tmp_path / "save", driver.manager, groups)
+        check_save_folder(tmp_path / "save", driver.manager, groups)
     assert sum(who in str(caught.value) for who in ("rollout manager", "actor rank", "critic rank")) == 1
     assert list((tmp_path / "save").iterdir()) == []
     lost = "nobody"
-    _check_save_folder(tmp_path / "save", driver.manager, groups)
+    check_save_folder(tmp_path / "save", driver.manager, groups)
 
 
 class Rows:

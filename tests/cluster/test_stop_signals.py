@@ -33,7 +33,7 @@ def test_a_stop_that_can_begin_at_once_is_said_by_the_shutdown(capfd: pytest.Cap
 
 def test_a_second_signal_ends_the_process_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    monkeypatch.setattr("slime.cluster.stop_signals._end_at_once", ended.append)
+    monkeypatch.setattr("slime.cluster.stop_signals.end_at_once", ended.append)
     with StopSignals():
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == []
@@ -44,7 +44,7 @@ def test_a_second_signal_ends_the_process_with_its_status(monkeypatch: pytest.Mo
 def test_a_signal_that_the_supervisor_forwards_as_well_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches every process of the group, and the supervisor, which is one of them, forwards it."""
     ended: list[int] = []
-    monkeypatch.setattr("slime.cluster.stop_signals._end_at_once", ended.append)
+    monkeypatch.setattr("slime.cluster.stop_signals.end_at_once", ended.append)
     monkeypatch.setattr(type(REPORTS), "attached", True)
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)

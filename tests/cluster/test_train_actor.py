@@ -32,11 +32,11 @@ def test_the_transport_follows_engines_that_come_back_elsewhere(
     actor.engine_keys = NO_KEYS
     actor.weight_sync = WeightSyncSettings.from_args(make_args(update_weight_transport=kind))
     actor.transport, actor.same_host = None, True
-    actor._choose_transport(True)
+    actor.choose_transport(True)
     first = actor.transport
-    actor._choose_transport(True)
+    actor.choose_transport(True)
     assert actor.transport is first and first.colocated_host
-    actor._choose_transport(False)
+    actor.choose_transport(False)
     assert first.closed == follows and (actor.transport is not first) == follows
     assert actor.transport.colocated_host is not follows
 
@@ -90,7 +90,7 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
         assert adapter is factors, "all ranks can leave out the base of an adapter"
 
     monkeypatch.setattr("slime.weights.transports.create_transport", Made)
-    monkeypatch.setattr("slime.weights.transports._on_cuda", lambda: False)
+    monkeypatch.setattr("slime.weights.transports.on_cuda", lambda: False)
     monkeypatch.setattr("slime.weights.sync.sync_weights", sync)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS

@@ -113,7 +113,7 @@ def test_a_group_that_sleeps_or_is_awake_already_is_left_alone() -> None:
     """Megatron's ranks, say, would gather weights that have no memory."""
     calls: list[tuple[Any, ...]] = []
     group: Any = TrainGroup.__new__(TrainGroup)
-    group.resident, group._all = (
+    group.resident, group.ask_all = (
         "everything",
         lambda what, method, *arguments: calls.append((method.__name__, *arguments)),
     )

@@ -17,12 +17,12 @@ BASE = "from slime.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo):\n"
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("from slime.algorithms import Algorithm\nclass Mine(Algorithm):\n    pass\n", "does not define advantages"),
-        ("class Mine:\n    pass\n", "class Mine does not derive from slime.algorithms.Algorithm"),
-        ("def Mine(rewards):\n    return rewards\n", "it is a function, not a class"),
+        ("from slime.algorithms import Algorithm\nclass Mine(Algorithm):\n    pass\n", "advantages"),
+        ("class Mine:\n    pass\n", "slime.algorithms.Algorithm"),
+        ("def Mine(rewards):\n    return rewards\n", "a function"),
         ("class Other:\n    pass\n", "has no 'Mine'"),
-        ("1 / 0\n", "importing it failed with ZeroDivisionError"),
-        (BASE + "    def group_baseline(self):\n        return []\n", "cannot be called as group_baseline"),
+        ("1 / 0\n", "ZeroDivisionError"),
+        (BASE + "    def group_baseline(self):\n        return []\n", "group_baseline"),
     ],
 )
 def test_a_class_that_cannot_serve_is_named(code: str, problem: str, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_class_that_cannot_serve_is_named(code: str, problem: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("body", "problem"),
-    [("return rewards[:1]", "one finite number per reward"), ("return [1 / r for r in rewards]", "ZeroDivisionError")],
+    [("return rewards[:1]", "per reward"), ("return [1 / r for r in rewards]", "ZeroDivisionError")],
 )
 def test_a_baseline_that_fails_on_a_small_group_is_named(body: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"{BASE}    def group_baseline(self, rewards):\n        {body}\n")

@@ -170,11 +170,9 @@ def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> 
 
 def test_routing_replay_needs_an_engine_that_records(workplace) -> None:
     moe = "--train-backend megatron --use-rollout-routing-replay"
-    assert any(
-        "does not report the chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded")
-    )
+    assert any("chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded"))
     on_cpu = workplace.problems(f"{moe} --rollout-backend sglang")
-    assert any("--use-rollout-routing-replay: SGLang reports the chosen experts only on a GPU" in p for p in on_cpu)
+    assert any("--use-rollout-routing-replay" in p for p in on_cpu)
     workplace.use(GPUS)
     assert not any("routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang"))
     asked = workplace.problems(f"{moe} --rollout-backend sglang --sglang-device cpu")

@@ -108,7 +108,7 @@ def test_a_public_recipe_is_accepted_unchanged(check: Any, tmp_path: Path, name:
     args, problems = check(RECIPES[name], foreign=foreign)
     assert problems == []
     assert args.ref_load == str(tmp_path / "MODEL_torch_dist") or "--ref-load" not in line_of(RECIPES[name])
-    assert not [notice for notice in args.notices if "initial weights and reference model are those of" in notice]
+    assert not [notice for notice in args.notices if "reference model" in notice]
     assert (args.train_backend, args.rollout_backend) == ("megatron", "sglang")
     assert args.rollout_batch_size * args.n_samples_per_prompt == args.global_batch_size * args.num_steps_per_rollout
     listed = [notice for notice in args.notices if "no effect" in notice]
@@ -133,7 +133,7 @@ def test_a_vision_part_is_refused_before_the_start(tmp_path: Path) -> None:
     config = {"model_type": "gemma3", "text_config": {"model_type": "mistral"}, "vision_config": {"depth": 2}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (problem,) = check_family(Args(train_backend="megatron", hf_checkpoint=str(tmp_path)))
-    assert "has a vision part: use --train-backend fsdp" in problem
+    assert "--train-backend fsdp" in problem
 
 
 NO_PUBLIC_SCRIPT = {"phi3", "olmo3", "granite", "seed_oss", "smollm3"}
@@ -182,4 +182,4 @@ def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(check: Any, tm
     _, problems = check_args(
         ["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss", "--kl-loss-coef", "0.1"]
     )
-    assert [problem for problem in problems if "a checkpoint of Megatron-LM" in problem]
+    assert [problem for problem in problems if "of Megatron-LM" in problem]

@@ -45,7 +45,7 @@ def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pyte
     monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
     (problem,) = precision.check_precision_packages(args, GPU)
-    assert "--lora-base-quantization: torchao is not installed" in problem
+    assert "--lora-base-quantization: torchao" in problem
     for form, compiled in (("nf4", False), (None, True)):
         args.lora_base_quantization, args.compile_layers = form, None
         trainer.derive_model(args, GPU)
@@ -57,7 +57,7 @@ def test_routed_experts_have_no_codes(tmp_path: Path) -> None:
     args = make_args(
         train_backend="fsdp", lora_rank=8, lora_base_quantization="int8", hf_checkpoint=str(tmp_path), ref_load=None
     )
-    assert any("routed experts, most of this model's weights" in problem for problem in check_lora(args))
+    assert any("routed experts" in problem for problem in check_lora(args))
 
 
 def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> None:
@@ -68,7 +68,7 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
     args = workplace.load(f"--load {file.parent}")
     assert (args.lora_rank, args.lora_alpha, args.use_rslora) == (8, 64.0, True)
     assert args.lora_target_modules == ["q_proj", "v_proj"]
-    with pytest.raises(ConfigError, match=r"--lora-rank 4, but the adapter in --load .* has r 8"):
+    with pytest.raises(ConfigError, match=r"--lora-rank 4.*--load.*r 8"):
         workplace.load(f"--load {file.parent} --lora-rank 4")
     file.write_text("{}")
     assert workplace.load(f"--load {file.parent}").lora_rank == 0
@@ -133,8 +133,8 @@ def test_models_without_adapters_on_megatron(config: dict[str, object], ranks: i
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--lora-rank 8", "LoRA usually needs about ten times the rate"),
-        ("--lora-rank 8 --lora-dropout 0.1", "adds noise to importance ratios"),
+        ("--lora-rank 8", "ten times"),
+        ("--lora-rank 8 --lora-dropout 0.1", "importance ratios"),
     ],
 )
 def test_notices(workplace: Workplace, line: str, said: str) -> None:
@@ -184,11 +184,11 @@ def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[
     [
         ({}, None),
         ({"update_weight_pause_mode": "abort"}, None),
-        ({"update_weight_pause_mode": "retract"}, "would wait forever: use abort"),
-        ({"update_weight_pause_mode": "in_place"}, "would wait forever: use abort"),
-        ({"update_weight_mode": "delta"}, "delta sends changes of weights"),
+        ({"update_weight_pause_mode": "retract"}, "use abort"),
+        ({"update_weight_pause_mode": "in_place"}, "use abort"),
+        ({"update_weight_mode": "delta"}, "delta sends"),
         ({"sglang": {"dp_size": 2}}, "--sglang-dp-size above 1"),
-        ({"lora_target_modules": ["q_proj", "gate"]}, "only, not on gate"),
+        ({"lora_target_modules": ["q_proj", "gate"]}, "on gate"),
     ],
 )
 def test_flags_with_which_sglang_loads_no_adapter(flags: dict[str, Any], said: str | None) -> None:
@@ -200,10 +200,10 @@ def test_flags_with_which_sglang_loads_no_adapter(flags: dict[str, Any], said: s
     ("config", "said"),
     [
         ({"model_type": "qwen3"}, None),
-        ({"num_experts": 8}, "adapters on routed experts"),
-        ({"n_routed_experts": 8}, "adapters on routed experts"),
+        ({"num_experts": 8}, "routed experts"),
+        ({"n_routed_experts": 8}, "routed experts"),
         ({"kv_lora_rank": 8}, "latent attention"),
-        ({"layer_types": ["linear_attention"]}, "gated delta nets"),
+        ({"layer_types": ["linear_attention"]}, "delta nets"),
         ({"model_type": "phi3"}, "phi3"),
     ],
 )
@@ -218,5 +218,5 @@ def test_the_file_from_which_sglang_computes_the_same_factor() -> None:
     made = sglang_adapter(config)
     assert made["lora_alpha"] == 32.0 and not made["use_rslora"]  # 32 / 16 is 8 / sqrt(16)
     assert sglang_adapter({**config, "use_rslora": False})["lora_alpha"] == 8.0
-    with pytest.raises(ValueError, match=r"layers.1.mlp has adapters on up_proj, but SGLang needs them on all of gate"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.*up_proj.*SGLang"):
         sglang_adapter({**config, "target_modules": [*layers, "model.layers.1.mlp.up_proj"]})

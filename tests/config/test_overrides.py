@@ -28,8 +28,8 @@ def test_custom_config_is_checked_with_everything_else(workplace) -> None:
     custom = workplace.write("custom.yaml", "use_tis: true\nuse_rollout_logprobs: true\nlr: fast\n")
     problems = workplace.problems(f"--custom-config-path {custom}")
     assert len(problems) == 2
-    assert any("lr: 'fast' is not a number" in problem for problem in problems)
-    assert any("--use-tis has nothing to correct" in problem for problem in problems)
+    assert any("lr: 'fast'" in problem for problem in problems)
+    assert any("--use-tis" in problem for problem in problems)
 
 
 def test_rejection_needs_the_function_that_rejects(workplace) -> None:
@@ -43,8 +43,8 @@ def test_override_rejects_names_that_are_no_flags(workplace) -> None:
     override = workplace.write("o.yaml", "rolout_batch_size: 4\nsglang_mem_fraction: 0.5\n")
     problems = workplace.problems(f"--override {override}")
     assert len(problems) == 2
-    assert "did you mean rollout_batch_size?" in problems[0]
-    assert "did you mean sglang_mem_fraction_static?" in problems[1]
+    assert "rollout_batch_size" in problems[0]
+    assert "sglang_mem_fraction_static" in problems[1]
 
 
 def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
@@ -52,11 +52,11 @@ def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
     broken = workplace.write("broken.yaml", "a: [1\n")
     assert "no such file" in workplace.problems("--override none.yaml")[0]
     assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
-    assert "not valid YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
+    assert "YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
     assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []
     twice = workplace.write("twice.yaml", "lr: 1e-6\nseed: 3\nlr: 2e-6\n")
     (problem,) = workplace.problems(f"--override {twice}")
-    assert "'lr' is given twice" in problem and "line 3" in problem, "PyYAML would take the last one"
+    assert "'lr'" in problem and "line 3" in problem, "PyYAML would take the last one"
     merged = workplace.write("merged.yaml", "x: &x {a: 1}\ny: {<<: *x, a: 2}\nz: {<<: *x}\n")
     args = workplace.load(f"--custom-config-path {merged}")
     assert (args.y, args.z) == ({"a": 2}, {"a": 1})
@@ -96,9 +96,7 @@ def test_a_file_takes_the_options_of_packages_as_the_command_line_does(workplace
         assert args.megatron == {"apply_rope_fusion": False, "add_bias_linear": True}
         wanted = {"ep_size": 2, "cuda_graph_bs_decode": [1, 2], "lora_strict_loading": False, "dp_size": 4}
         assert args.sglang == wanted
-    assert set_value(args, "sglang_expert_paralel_size", 2) == (
-        "sglang_expert_paralel_size: no such flag; did you mean sglang_expert_parallel_size?"
-    )
+    assert "mean sglang_expert_parallel_size?" in str(set_value(args, "sglang_expert_paralel_size", 2))
 
 
 def test_dump_holds_everything_and_no_secret(workplace) -> None:
@@ -135,10 +133,8 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 
 
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
-    assert set_value(Args(), "rollout_external", True) == (
-        "rollout_external was removed: name the servers with --rollout-external-engine-addrs"
-    )
-    assert str(set_value(Args(), "use_peft", True)).startswith("use_peft does not exist: use --lora-rank R")
+    assert "with --rollout-external-engine-addrs" in str(set_value(Args(), "rollout_external", True))
+    assert "use --lora-rank R" in str(set_value(Args(), "use_peft", True))
 
 
 def test_the_home_folder_is_found_in_every_form(workplace, monkeypatch) -> None:

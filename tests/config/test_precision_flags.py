@@ -47,20 +47,20 @@ def test_float16(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--rollout-quantization-scale tensor", "has no effect without --rollout-quantization"),
+        ("--rollout-quantization-scale tensor", "without --rollout-quantization"),
         (FP8 + "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /tmp/x", "excludes"),
-        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "cannot be used with --rollout-external-engine-addrs"),
-        ("--fp16 --train-dtype bfloat16", "--fp16 and --train-dtype bfloat16 exclude each other"),
+        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "with --rollout-external-engine-addrs"),
+        ("--fp16 --train-dtype bfloat16", "--fp16 and --train-dtype bfloat16"),
         ("--fp16 --bf16", "--fp16 and"),
-        ("--fp16 --train-backend megatron", "slime does not use the loss scaling of megatron-core"),
+        ("--fp16 --train-backend megatron", "megatron-core"),
         ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--initial-loss-scale 1 is below --min-loss-scale 2"),
-        ("--loss-scale 8", "--loss-scale has no effect without --fp16"),
+        ("--loss-scale 8", "without --fp16"),
         ("--bf16-master-weights", "--bf16-master-weights with --train-dtype float32"),
-        ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam keeps no moments"),
-        ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "has no effect on --lora-rank"),
-        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit: only --train-backend fsdp supports it"),
-        ("--fsdp-cpu-offload", "without a GPU everything is in CPU memory already"),
-        ("--float8-training rowwise --train-dtype bfloat16", "needs a GPU with 8-bit floats"),
+        ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam keeps"),
+        ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "on --lora-rank"),
+        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit: only"),
+        ("--fsdp-cpu-offload", "CPU memory"),
+        ("--float8-training rowwise --train-dtype bfloat16", "8-bit floats"),
     ],
 )
 def test_what_cannot_be_had_is_refused(workplace: Workplace, line: str, said: str) -> None:
@@ -72,8 +72,8 @@ def test_what_cannot_be_had_is_refused(workplace: Workplace, line: str, said: st
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (dict(rollout_quantization_scale="channel"), "SGLang cannot update weights with --rollout-quantization-scale"),
-        (dict(sglang={"quantization": "fp8"}), "slime sets --sglang-quantization itself"),
+        (dict(rollout_quantization_scale="channel"), "--rollout-quantization-scale"),
+        (dict(sglang={"quantization": "fp8"}), "--sglang-quantization itself"),
         (dict(rollout_dtype="float32"), "need --rollout-dtype bfloat16 or float16"),
     ],
 )
@@ -96,12 +96,12 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
     args = make_args(machine=GPU, hf_checkpoint=str(tmp_path), **flags)
     (problem,) = precision.check_rollout_quantization(args)
-    assert "which layers of DeepseekV3ForCausalLM SGLang quantizes is not known" in problem
+    assert "DeepseekV3ForCausalLM" in problem
     (problem,) = precision.check_quantization_device(args, on_cpu=True)
     assert "use --rollout-backend embedded" in problem and not precision.check_quantization_device(args, on_cpu=False)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (problem,) = precision.check_rollout_quantization(args)
-    assert "does not load the scales of blocks of LlamaForCausalLM" in problem
+    assert "LlamaForCausalLM" in problem
     embedded = args.with_values(rollout_backend="embedded")
     assert not precision.check_rollout_quantization(embedded)
 
@@ -113,23 +113,21 @@ def test_combinations_that_would_be_wrong_are_refused() -> None:
         return "\n".join(precision.check_training_precision(make_args(machine=GPU, train_backend="fsdp", **flags)))
 
     assert problems(bf16_master_weights=True, optimizer_8bit=True) == ""
-    assert "replicas would round differently" in problems(
-        bf16_master_weights=True, fsdp_shard_size=1, actor_num_gpus_per_node=2
-    )
+    assert "replicas" in problems(bf16_master_weights=True, fsdp_shard_size=1, actor_num_gpus_per_node=2)
     assert problems(bf16_master_weights=True, fsdp_shard_size=2, actor_num_gpus_per_node=2) == ""
-    assert "no effect without --fp16" in "\n".join(precision.check_training_precision(megatron))
+    assert "without --fp16" in "\n".join(precision.check_training_precision(megatron))
     assert "excludes --lora-rank" in problems(float8_training="rowwise", lora_rank=4)
-    assert "multiple of 16 tokens" in problems(float8_training="rowwise", data_pad_size_multiplier=8)
+    assert "16 tokens" in problems(float8_training="rowwise", data_pad_size_multiplier=8)
     assert "needs --train-dtype bfloat16" in problems(float8_training="rowwise", train_dtype="float32")
     assert "--fsdp-cpu-offload excludes --optimizer-8bit" in problems(fsdp_cpu_offload=True, optimizer_8bit=True)
-    assert "whole gradients would stay" in problems(fsdp_cpu_offload=True, fsdp_accumulate_unsharded_gradients=True)
+    assert "whole gradients" in problems(fsdp_cpu_offload=True, fsdp_accumulate_unsharded_gradients=True)
 
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(machine=GPU, train_backend="fsdp", optimizer_8bit=True)
     monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
     (problem,) = precision.check_precision_packages(args, GPU)
-    assert "--optimizer-8bit: torchao is not installed; run pip install 'slime[torchao]'" in problem
+    assert "--optimizer-8bit: torchao" in problem
     monkeypatch.setattr(precision, "installed", lambda name: True)
     assert not precision.check_precision_packages(args, CPU), "it runs on a CPU, only not compiled"
 

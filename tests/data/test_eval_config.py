@@ -58,12 +58,12 @@ def test_datasets_by_name(tmp_path: Path) -> None:
     ("text", "error", "message"),
     [
         ("eval: {defaults: {temprature: 1}, datasets: [{name: a, path: p}]}", ValueError, "eval.defaults: temprature"),
-        ("eval: {datasets: [{name: a, path: p, colour: 1}]}", TypeError, "'a' has unknown keys colour"),
-        ("eval: {datasets: [{name: a, path: p, top_p: 5}]}", ValueError, "top_p 5 must be above 0 and at most 1"),
-        ("eval: {defaults: {max_response_len: 0}, datasets: [{name: a, path: p}]}", ValueError, "must be at least 1"),
+        ("eval: {datasets: [{name: a, path: p, colour: 1}]}", TypeError, r"'a'.*colour"),
+        ("eval: {datasets: [{name: a, path: p, top_p: 5}]}", ValueError, "top_p 5"),
+        ("eval: {defaults: {max_response_len: 0}, datasets: [{name: a, path: p}]}", ValueError, "least 1"),
         ("eval: {datasets: [{name: a, path: p, metadata_overrides: [1]}]}", TypeError, "metadata_overrides needs dict"),
-        ("eval: {datasets: [{name: a}]}", ValueError, "needs name and path"),
-        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "used more than once: a"),
+        ("eval: {datasets: [{name: a}]}", ValueError, "name and path"),
+        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "once: a"),
         ("datasets: []", ValueError, "needs eval:"),
     ],
 )
@@ -73,5 +73,5 @@ def test_mistakes(tmp_path: Path, text: str, error: type[Exception], message: st
 
 
 def test_an_absent_file() -> None:
-    with pytest.raises(FileNotFoundError, match=r"--eval-config nowhere\.yaml does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"--eval-config nowhere\.yaml"):
         resolve_eval_datasets(make_args(eval_config="nowhere.yaml"))

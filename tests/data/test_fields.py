@@ -77,12 +77,12 @@ def test_a_name_that_nobody_knows_raises_and_the_nearest_is_named(use: str) -> N
         "update": lambda b: b.update({"rollout_logprobs": []}),
         "setdefault": lambda b: b.setdefault("rollout_logprobs", []),
     }
-    with pytest.raises(KeyError, match="'rollout_logprobs'; did you mean 'rollout_log_probs'"):
+    with pytest.raises(KeyError, match=r"'rollout_logprobs'.*'rollout_log_probs'"):
         uses[use](batch())
 
 
 def test_the_documented_names_of_hooks_are_not_the_packages() -> None:
-    with pytest.raises(KeyError, match="'log_probs'; the package calls it 'old_log_probs'"):
+    with pytest.raises(KeyError, match=r"'log_probs'.*'old_log_probs'"):
         batch().get("log_probs")
     assert batch().get("old_log_probs") is None
     with pytest.raises(KeyError, match="has no 'old_log_probs'"):
@@ -108,7 +108,7 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
     def wrong(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data["old_log_probs"] = []
 
-    with pytest.raises(ValueError, match="wrong set 'old_log_probs': its name in users' functions is 'log_probs'"):
+    with pytest.raises(ValueError, match=r"'old_log_probs'.*'log_probs'"):
         on_hook_names(wrong)(None, batch())
 
 
@@ -137,6 +137,6 @@ def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(capl
     with caplog.at_level(logging.WARNING):
         data = samples_to_train_data(args, [samples])
     assert data["old_log_probs"] == [[-1.0]] * 2 and "log_probs" not in data
-    assert "'rollout_logprobs' that slime does not know; did you mean 'rollout_log_probs'" in caplog.text
+    assert "'rollout_logprobs'" in caplog.text and "'rollout_log_probs'" in caplog.text
     found = wire.to_rank_batch(wire.pack(data, [1], {}))
     assert found["old_log_probs"][0].tolist() == [-1.0] and found["rollout_logprobs"] == [[-2.0]]

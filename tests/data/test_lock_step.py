@@ -74,8 +74,8 @@ def test_samples_that_share_more_than_the_cap_need_one_attempt() -> None:
     """Turns of a session that are longer than the cap: each sample is alone, and the search must know it."""
     items = items_of([36000, 1000] * 40, group_size=8, prompt=34000)
     items = replace(items, prompts=[key if i % 2 == 0 else None for i, key in enumerate(items.prompts)])
-    place = lock_step._Packer.place
-    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+    place = lock_step.Packer.place
+    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
         packed = pack_in_lock_step(items, 4, 32000)
     assert packed is not None and len(packed[0]) == 11 and attempts.call_count == 1
 
@@ -144,7 +144,7 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
 def test_what_holds_for_any_batch(
     together: int, lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
 ) -> None:
-    with mock.patch.multiple(lock_step, _TOGETHER=together, _LEAST_ROWS=min(lock_step._LEAST_ROWS, together)):
+    with mock.patch.multiple(lock_step, TOGETHER=together, LEAST_ROWS=min(lock_step.LEAST_ROWS, together)):
         check_what_holds(items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap)
 
 
@@ -164,11 +164,11 @@ def check_what_holds(items: Items, ranks: int, multiple: int, cap: int) -> None:
 @pytest.mark.parametrize("prompt", [0, 50])
 def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
     """No search has more micro-batches than two parts, so that a sample costs the same in a step of any size."""
-    monkeypatch.setattr(lock_step, "_TOGETHER", 64)
-    monkeypatch.setattr(lock_step, "_LEAST_ROWS", 8)
+    monkeypatch.setattr(lock_step, "TOGETHER", 64)
+    monkeypatch.setattr(lock_step, "LEAST_ROWS", 8)
     items = items_of([prompt + n for n in long_tailed(1600, 400, 1500, 0)], group_size=8, prompt=prompt)
-    place = lock_step._Packer.place
-    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+    place = lock_step.Packer.place
+    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
         packed = pack_in_lock_step(items, 4, 1600, multiple=2)
     assert packed is not None
     sizes = [len(call.args[0].load) for call in attempts.call_args_list]
@@ -179,7 +179,7 @@ def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt
     stored = sum(items.size(batch)[1] for mine in packed for batch in mine)
     assert lock_step_cost(items, packed) <= 1.02 * stored / 4
     # Groups are not divided between parts, so the parts store as little as a step that is packed at once.
-    monkeypatch.setattr(lock_step, "_TOGETHER", 10**9)
+    monkeypatch.setattr(lock_step, "TOGETHER", 10**9)
     whole = pack_in_lock_step(items, 4, 1600, multiple=2)
     assert whole is not None and whole != packed
     assert stored <= 1.01 * sum(items.size(batch)[1] for mine in whole for batch in mine)
@@ -188,8 +188,8 @@ def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt
 
 def test_large_steps_are_packed_in_parts_by_default() -> None:
     """The time of a search grows with the square of its micro-batches. Here, each sample fills one."""
-    place = lock_step._Packer.place
-    with mock.patch.object(lock_step._Packer, "place", autospec=True, side_effect=place) as attempts:
+    place = lock_step.Packer.place
+    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
         assert pack_in_lock_step(items_of([100] * 6000), 8, 100) is not None
     sizes = [len(call.args[0].load) for call in attempts.call_args_list]
     assert sum(sizes) == 6000 and max(sizes) <= 2 * 1024
@@ -197,8 +197,8 @@ def test_large_steps_are_packed_in_parts_by_default() -> None:
 
 def test_a_part_without_a_schedule_is_packed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three long samples at the end cannot be divided among two ranks, but together with short ones they can."""
-    monkeypatch.setattr(lock_step, "_TOGETHER", 2)
-    monkeypatch.setattr(lock_step, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(lock_step, "TOGETHER", 2)
+    monkeypatch.setattr(lock_step, "LEAST_ROWS", 1)
     lengths = [1] * 21 + [10] * 3
     packed = pack_in_lock_step(items_of(lengths), 2, 10)
     assert packed is not None and sorted(i for mine in packed for b in mine for i in b) == list(range(24))

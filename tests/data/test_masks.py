@@ -190,7 +190,7 @@ def test_media_tokens_of_a_processor(tokenizer: Any) -> None:
     expanded = ids[:at] + [pad] * 9 + ids[at + 1 :]
     again, aligned = generator.get_loss_mask_with_multimodal_alignment(messages, expanded)
     assert again == expanded and aligned == mask[:at] + [0] * 9 + mask[at + 1 :]
-    with pytest.raises(ValueError, match="not in the processor's input_ids"):
+    with pytest.raises(ValueError, match="input_ids"):
         generator.get_loss_mask_with_multimodal_alignment(messages, ids[:-4])
 
 
@@ -244,7 +244,7 @@ def test_r1_distilled_models_train_text(tokenizer: Any) -> None:
     ids, mask = generator.get_loss_mask([user("a"), assistant([{"type": "text", "text": "b"}])])  # type: ignore[arg-type]
     assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>"]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
-    with pytest.raises(ValueError, match="not on its tool calls"):
+    with pytest.raises(ValueError, match="tool calls"):
         generator.get_loss_mask([user("a"), call])
 
 
@@ -253,5 +253,5 @@ def test_mistakes(tokenizer: Any) -> None:
         MultiTurnLossMaskGenerator(tokenizer, "gpt")
     with pytest.raises(ValueError, match="fast tokenizer"):
         MultiTurnLossMaskGenerator(object())
-    with pytest.raises(ValueError, match="without an assistant message"):
+    with pytest.raises(ValueError, match="assistant message"):
         MultiTurnLossMaskGenerator(tokenizer).get_loss_mask([user("a")])

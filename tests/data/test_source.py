@@ -188,9 +188,9 @@ def test_base_takes_nothing_back_and_the_buffer_does() -> None:
 def test_groups_that_come_back_are_whole() -> None:
     source = buffered()
     source.add_samples([[Sample(), [Sample(), Sample()]]])  # fan-out siblings are one member
-    with pytest.raises(ValueError, match="a group of 1 was returned, but groups have 2 members"):
+    with pytest.raises(ValueError, match=r"1 was.*2 members"):
         source.add_samples([[Sample()]])
-    with pytest.raises(ValueError, match="a bare sample was returned"):
+    with pytest.raises(ValueError, match="bare sample"):
         source.add_samples([Sample()])  # type: ignore[list-item]
 
 
@@ -241,7 +241,7 @@ def test_filter_method() -> None:
     assert [g[0].metadata["score"] for g in source.buffer] == [1], "what was given does not come again"
     greedy = Greedy(make_args(), Prompts(5))
     scored(greedy, [1])
-    with pytest.raises(ValueError, match="returned 2 of 1 groups, or one group twice"):
+    with pytest.raises(ValueError, match="2 of 1 groups"):
         greedy.get_samples(1)
 
 
@@ -305,7 +305,7 @@ def test_groups_of_a_run_with_another_number_of_samples_begin_again(
     source.add_samples([[finished[0], [finished[1], Sample(index=1)]], fresh])
     resumed = buffered(n_samples_per_prompt=size)
     resumed.load_state_dict(source.state_dict())
-    assert "2 groups in the buffer" in caplog.text
+    assert "2 groups" in caplog.text
     groups = resumed.get_samples(3)
     assert [[sample.index for sample in group] for group in groups[:2]] == indices
     assert [sample.group_index for sample in flatten(groups)] == [number for number in range(3) for _ in range(size)]
@@ -328,8 +328,8 @@ def test_save_and_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         other.load(9)
         buffered(count=7, **args).load(3)
-    assert "global_dataset_state_dict_9.pt does not exist" in caplog.text
-    assert "had 5 prompts when the run was saved and has 7 now" in caplog.text
+    assert "global_dataset_state_dict_9.pt" in caplog.text
+    assert "had 5 prompts" in caplog.text and "has 7" in caplog.text
     fresh = buffered(**args)
     fresh.load(-1)
     fresh.load()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.data.tokenizers import DIRECT_CLASSES, _load_tokenizer, load_tokenizer, preload_tokenizer
+from slime.data.tokenizers import DIRECT_CLASSES, load_cached, load_tokenizer, preload_tokenizer
 
 PAIRS = [(model, name + end) for model, names in DIRECT_CLASSES.items() for name in names for end in ("", "Fast")]
 
@@ -92,7 +92,7 @@ def test_neither_torch_nor_modeling_code_is_imported_for_it(tmp_path: Path) -> N
 def test_a_tokenizer_that_was_loaded_before_is_the_one_of_the_run(smollm2: Path, tmp_path: Path, trust: bool) -> None:
     """With the arguments of ``GenerateState.tokenizer``; a folder without one is an error of whoever needs it."""
     preload_tokenizer(smollm2, trust)
-    loads = _load_tokenizer.cache_info().misses
+    loads = load_cached.cache_info().misses
     load_tokenizer(smollm2, **({"trust_remote_code": True} if trust else {}))
-    assert _load_tokenizer.cache_info().misses == loads
+    assert load_cached.cache_info().misses == loads
     preload_tokenizer(tmp_path, trust)

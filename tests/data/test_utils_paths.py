@@ -63,7 +63,7 @@ def test_small_helpers(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n{"a": 3}\n')
     assert list(read_file(f"{tmp_path}/rows.jsonl@[1:]")) == [{"a": 2}, {"a": 3}]
     (tmp_path / "rows.jsonl").write_text("[]\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: a row must be a JSON object"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1.*JSON"):
         list(read_file(str(tmp_path / "rows.jsonl")))
 
 
@@ -114,7 +114,7 @@ def test_what_a_logging_function_logs_joins_the_metrics() -> None:
         log(make_args(), {"rollout/step": 3, "mine": torch.tensor(2.0), "a": 4}, step_key="rollout/step")
     log(make_args(), {"late": 1})
     assert metrics == {"a": 4.0, "mine": 2.0}
-    with pytest.raises(ValueError, match="metric 'x' is not a number"):
+    with pytest.raises(ValueError, match="'x'"):
         log(make_args(), {"x": "y"})
 
 
@@ -122,7 +122,7 @@ def test_statistics() -> None:
     assert compute_statistics([1, 2, 6]) == {"mean": 3.0, "median": 2.0, "max": 6.0, "min": 1.0}
     assert compute_statistics([]) == {} and dict_add_prefix({"a": 1}, "p/") == {"p/a": 1}
     assert compute_pass_rate([1, 0, 0, 0], 2) == {"pass@1": 0.25, "pass@2": 0.5}
-    with pytest.raises(ValueError, match="3 rewards are not 1 groups of 2"):
+    with pytest.raises(ValueError, match=r"3 rewards.*1 groups of 2"):
         compute_pass_rate([1, 0, 0], 2)
     given = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 4}
     assert compute_rollout_step(make_args(**given, wandb_always_use_train_step=True), 3) == 6
@@ -152,12 +152,13 @@ def test_singleton() -> None:
 
 
 def test_tokenizer_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"checkpoint folder /no/such/folder does not exist"):
-        load_tokenizer("/no/such/folder")
-    with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="set --hf-checkpoint"):
-        load_tokenizer("")
+    for name, named in (
+        ("/no/such/folder", "/no/such/folder"),
+        (str(tmp_path), "no tokenizer"),
+        ("", "--hf-checkpoint"),
+    ):
+        with pytest.raises(FileNotFoundError, match=named):
+            load_tokenizer(name)
     assert load_processor(str(tmp_path)) is None
 
 

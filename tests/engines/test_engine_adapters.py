@@ -96,7 +96,7 @@ def test_layers_and_their_names(tiny_llama: Path) -> None:
     set_layers(loaded, LoraSettings(rank=2, alpha=1.0), NAMES[:1])
     assert set(weights.checksums()) == set(before) | set(factor_names(NAMES[0]))
     assert [name for name, module in model.named_modules() if isinstance(module, LoraLinear)] == NAMES[:1]
-    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+    with pytest.raises(WeightError, match=r"'model\.norm'"):
         set_layers(loaded, SETTINGS, ["model.norm"])
 
 
@@ -108,7 +108,7 @@ def test_settings_are_those_of_peft() -> None:
         with pytest.raises(BadRequest, match=next(iter(changes))):
             read_settings({**config, **changes})
     for changes in ({"alpha_pattern": {"q_proj": 64}}, {"init_lora_weights": "pissa"}):  # as in PEFT's files
-        with pytest.raises(BadRequest, match=f"{next(iter(changes))}.*which slime does not support"):
+        with pytest.raises(BadRequest, match=f"{next(iter(changes))}"):
             read_settings({**config, **changes})
 
 
@@ -174,7 +174,7 @@ def test_requests_of_several_adapters_share_a_batch(tiny_llama: Path, tmp_path: 
         assert result(alone) == result(together[1])
     named.unload("wide")
     named.unload("narrow")
-    assert not named._hooks
+    assert not named.hooks
     finish(loaded, [last := make(prompt, "last", max_new_tokens=6)])
     expected = reference_logprobs(references[None], last.tokens)[last.prompt_len - 1 :]
     torch.testing.assert_close(torch.tensor(last.output_logprobs), expected, rtol=0, atol=1e-4)
@@ -212,15 +212,15 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
     made = read_factors(folder, SETTINGS.rank)
     named.load("mine", SETTINGS, made)
     first = named.key("mine")
-    with pytest.raises(WeightError, match="'mine' is loaded already"):
+    with pytest.raises(WeightError, match=r"'mine'.*loaded"):
         named.load("mine", SETTINGS, made)
-    with pytest.raises(WeightError, match=r"no linear layer 'model\.norm'"):
+    with pytest.raises(WeightError, match=r"'model\.norm'"):
         named.load("other", SETTINGS, {"model.norm": made[NAMES[0]]})
-    with pytest.raises(WeightError, match="in the adapter 'other' have the shapes"):
+    with pytest.raises(WeightError, match=r"'other'.*shapes"):
         named.load("other", LoraSettings(4, 6.0), made)
-    with pytest.raises(BadRequest, match="'other' is not loaded; there are mine"):
+    with pytest.raises(BadRequest, match=r"'other'.*loaded.*mine"):
         named.key("other")
-    with pytest.raises(WeightError, match="'other' does not exist"):
+    with pytest.raises(WeightError, match=r"'other'.*exist"):
         named.unload("other")
     named.unload("mine")
     named.load("mine", SETTINGS, made)
@@ -230,7 +230,7 @@ def test_named_adapters_that_are_refused(tiny_llama: Path, tmp_path: Path) -> No
 def test_openai_requests_choose_an_adapter_too() -> None:
     """With SGLang's field; without it, the answer would be that of another adapter."""
     for body, adapter in (({"prompt": [1, 2], "lora_path": "mine"}, "mine"), ({"prompt": [1, 2]}, None)):
-        native = {**routes_openai._native(body, 100, 8), "input_ids": [1, 2]}
+        native = {**routes_openai.native_body(body, 100, 8), "input_ids": [1, 2]}
         (request,) = parse_generate(native, 100).requests
         assert request.adapter == adapter
 

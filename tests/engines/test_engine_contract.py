@@ -377,7 +377,7 @@ def test_an_update_that_a_dead_trainer_left_open_is_taken_over(
     with pytest.raises(http.HttpError, match="already"):
         post(handle.url, {}, "/begin_weight_update")
     run(handle.begin_update())
-    assert "left a weight update open" in caplog.text
+    assert "update open" in caplog.text
     run(handle.push(Bucket(0, list(tensors(contract_engine.model).items()), last=True), "2.0"))
     run(handle.end_update("2.0"))
     run(handle.flush_cache())
@@ -393,7 +393,7 @@ def test_stock_tensor_payload(handle: EngineHandle, contract_engine: ContractEng
     before = greedy_ids(handle.url)
     run(handle.begin_update())
     if contract_engine.kind == "embedded":
-        with pytest.raises(http.HttpError, match="accepts no pickles"):
+        with pytest.raises(http.HttpError, match="pickles"):
             post(handle.url, body, "/update_weights_from_tensor")
         run(handle.end_update("default"))
         assert greedy_ids(handle.url) == before

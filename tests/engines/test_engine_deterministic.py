@@ -141,7 +141,7 @@ def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None
 
 
 def test_row_by_row_is_the_last_resort(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic, "_agreeing", lambda *arguments: ())
+    monkeypatch.setattr(deterministic, "agreeing_counts", lambda *arguments: ())
     loaded = load(tiny_llama, deterministic=True)
     assert loaded.engine.runner.row_counts == (1,)
     sequences = [make([5, 6, 7], seed=11, max_new_tokens=5), make([5, 6, 8], seed=12, max_new_tokens=5)]

@@ -120,7 +120,7 @@ def test_commands_that_wait_when_the_engine_ends_are_answered(one: Served, monke
         request = pool.submit(one.ask, "/generate", body(1))
         assert ending.wait(60)
         pause = pool.submit(one.ask, "/pause_generation", {})
-        while engine._inbox.empty():
+        while engine.inbox.empty():
             time.sleep(0.01)
         may_end.set()
         assert request.result(60)[0] == pause.result(60)[0] == 500

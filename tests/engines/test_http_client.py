@@ -66,7 +66,7 @@ async def test_connection_loss_and_5xx_are_tried_again(flaky: Any) -> None:
 
 async def test_4xx_is_not(flaky: Any) -> None:
     flaky.script = [400]
-    with pytest.raises(http.HttpError, match="answered 400: told to say 400") as failure:
+    with pytest.raises(http.HttpError, match=r"answered 400.*say 400") as failure:
         await http_utils.post(flaky.url, 1)
     assert flaky.calls == 1 and failure.value.status == 400
 
@@ -120,13 +120,13 @@ async def test_a_control_call_survives_one_connection_that_is_closed_on_it(flaky
     with pytest.raises(EngineError):
         await handle._call("POST", "/x", 1)
     flaky.script = [500]
-    with pytest.raises(EngineError, match="told to say 500"):
+    with pytest.raises(EngineError, match="say 500"):
         await handle._call("POST", "/x", 1)
 
 
 async def test_there_is_a_limit(flaky: Any) -> None:
     flaky.script = [500] * 10
-    with pytest.raises(http.HttpError, match="told to say 500"):
+    with pytest.raises(http.HttpError, match="say 500"):
         await http_utils.post(flaky.url, 1, max_retries=3)
     assert flaky.calls == 4
 
@@ -147,7 +147,7 @@ async def test_deadline(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app = web.Application()
     app.router.add_get("/slow", slow)
     async with TestServer(app) as server:
-        with pytest.raises(http.HttpError, match="no answer within 0 s"):
+        with pytest.raises(http.HttpError, match="0 s"):
             await http.request("GET", str(server.make_url("/slow")), None, 0.1)
 
 
@@ -167,7 +167,7 @@ def test_run_returns_results_and_exceptions() -> None:
         return async_utils.run(fine())
 
     assert async_utils.run(fine()) == 7
-    with pytest.raises(RuntimeError, match="use await instead"):
+    with pytest.raises(RuntimeError, match="await"):
         async_utils.run(nested())
     with pytest.raises(ZeroDivisionError):
         async_utils.run(fails())
@@ -194,7 +194,7 @@ def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
 async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_request_seconds", 0.3)
     flaky.script = [500] * 10_000
-    with pytest.raises(http.HttpError, match=r"no response within 0.3 s \(--sglang-router-request-timeout-secs\)"):
+    with pytest.raises(http.HttpError, match=r"0.3 s \(--sglang-router-request-timeout-secs"):
         await http_utils.post(flaky.url, 1, max_retries=10_000)
     assert 1 < flaky.calls < 10_000
 

@@ -39,7 +39,7 @@ ROUTER_ROUTES += [("POST", "/flush_cache"), ("GET", "/get_loads"), ("DELETE", "/
 
 @pytest.fixture(autouse=True)
 def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_by_address", {})
+    monkeypatch.setattr(module, "keys_by_address", {})
 
 
 def test_each_run_has_a_key_of_its_own() -> None:
@@ -154,7 +154,7 @@ def test_servers_that_cannot_have_a_key_are_started_without_and_told() -> None:
     from slime.engines.sglang.options import takes_keys
 
     args = make_args(sglang={"tokenizer_worker_num": 2}, rollout_backend="sglang")
-    assert not check(args) and "--sglang-tokenizer-worker-num: the engines have no key" in " ".join(args.notices)
+    assert not check(args) and "--sglang-tokenizer-worker-num" in " ".join(args.notices)
     settings = EngineSettings.from_args(args, ServerKeys("k"))
     assert not takes_keys(settings, EngineSpec(0, "m"))
     assert takes_keys(EngineSettings("m"), EngineSpec(0, "m"))

@@ -84,12 +84,10 @@ def test_a_server_that_is_frozen_is_killed_also_while_it_starts(who: str, monkey
                 assert time.monotonic() < until
                 time.sleep(0.01)
             children[0].suspend()
-        with pytest.raises(ServerFailed, match=r"ended with status -9: a signal \(SIGSTOP\) had stopped it for 0 s"):
+        with pytest.raises(ServerFailed, match=r"status -9.*SIGSTOP.*0 s"):
             server.wait_ready(60.0)
         assert not server.alive() and slow.alive()
-        with pytest.raises(
-            ServerFailed, match="was not healthy"
-        ):  # one that only takes its time has its whole deadline
+        with pytest.raises(ServerFailed, match="healthy"):  # one that only takes its time has its whole deadline
             slow.wait_ready(1.0)
     finally:
         server.kill()
@@ -102,7 +100,7 @@ def test_a_port_is_given_once_while_its_asker_lives(monkeypatch: pytest.MonkeyPa
     other = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert int(other.stdout) in {first - 1, first + 1}  # nobody listens on the first yet
     monkeypatch.setattr("slime.engines.process._PORTS", range(first, first + 1))
-    with pytest.raises(RuntimeError, match=f"no port between {first} and {first} is free on 127.0.0.1"):
+    with pytest.raises(RuntimeError, match=f"{first}.*{first}.*on 127.0.0.1"):
         free_port()
 
 

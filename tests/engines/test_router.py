@@ -206,7 +206,7 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
         assert {worker["url"] for worker in foreign.workers()} == {first, second}
         assert {run(ask(get_model_url(args, "judge", ""))) for _ in range(3)} == {"c"}
         assert {run(ask(get_model_url(args, "actor", ""))) for _ in range(6)} <= {"a", "b"}
-        with pytest.raises(ValueError, match="model 'critic' is not served; the served models are actor, judge"):
+        with pytest.raises(ValueError, match=r"'critic'.*actor, judge"):
             get_model_url(args, "critic")
         routers.remove_worker(first)
         assert {run(ask(foreign.url)) for _ in range(3)} == {"b"}
@@ -292,7 +292,7 @@ def test_a_router_that_hangs_is_found_and_started_again(
         child.suspend()
         assert routers.dead() == routers.dead() == [], "a few missed calls are forgiven"
         ((model, words),) = routers.dead()
-        assert "did not answer 3 times" in words
+        assert "3 times" in words
         routers.restart(model, [Worker(listeners[0].url)])
         assert routers.url == url and run(ask(url)) == "a" and routers.dead() == []
         assert wait_gone([child], 5.0) == []
@@ -355,7 +355,7 @@ def test_many_engines_are_announced_before_the_first_is_waited_for(slow_router: 
 
 def test_a_router_that_takes_too_few_is_an_error_with_their_names(slow_router: SlowRouter) -> None:
     slow_router.looks = 3
-    with pytest.raises(ServerFailed, match=r"did not take http://10\.0\.0\.1:1, http://10\.0\.0\.2:1 within"):
+    with pytest.raises(ServerFailed, match=r"http://10\.0\.0\.1:1, http://10\.0\.0\.2:1"):
         Router(slow_router.url).add_workers([Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")], deadline=-1.0)
 
 

@@ -37,7 +37,7 @@ async def test_one_request_with_top_p_and_top_k_and_its_failure_said(server: Any
     await asyncio.to_thread(warm_up, url, 5.0)
     params = server.seen[0]["sampling_params"]
     assert params["top_p"] < 1 and params["top_k"] > 1 and params["temperature"] > 0
-    with pytest.raises(ServerFailed, match="cannot sample with top-p and top-k: 500 no nvcc"):
+    with pytest.raises(ServerFailed, match=r"top-p.*500 no nvcc"):
         await asyncio.to_thread(warm_up, url, 5.0)
-    with pytest.raises(ServerFailed, match=r"did not answer its first request .*Timeout"):
+    with pytest.raises(ServerFailed, match=r"first request .*Timeout"):
         await asyncio.to_thread(warm_up, url, 0.1)

@@ -142,7 +142,7 @@ def test_a_restored_source_goes_on_with_the_same_tasks(echo: str, bytes_dir: Pat
 def test_a_change_of_the_environment_is_told(echo: str, bytes_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = EnvironmentSource(source_args(echo, bytes_dir)).state_dict()
     EnvironmentSource(source_args(f"{echo}?count=10", bytes_dir)).load_state_dict(state)
-    assert "the run was saved with" in caplog.text
+    assert "saved with" in caplog.text
 
 
 def test_long_prompts_are_left_out_and_metadata_come_along(echo: str, bytes_dir: Path) -> None:
@@ -170,9 +170,9 @@ async def test_a_reward_of_numpy_can_be_written_as_json(echo: str, play: Any) ->
 @pytest.mark.parametrize(
     ("says", "number", "said"),
     [
-        (["nothing"], 1, "AttributeError: 'NoneType' object has no attribute 'reward'"),
-        (["nan"], 1, "the environment gave the reward nan"),
-        ([], 9, "an episode cannot begin: OSError: no room"),
+        (["nothing"], 1, "AttributeError: 'NoneType'"),
+        (["nan"], 1, "reward nan"),
+        ([], 9, "OSError: no room"),
     ],
 )
 async def test_failures_are_counted_and_no_reward(
@@ -243,5 +243,5 @@ async def test_an_aborted_episode_continues_only_as_the_one_that_the_model_saw(
 
 def test_a_class_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("class Other:\n    pass\n")
-    with pytest.raises(EnvironmentProblem, match=r"gives a Other, not a slime\.environments\.base\.Environment"):
+    with pytest.raises(EnvironmentProblem, match=r"Other.*slime\.environments\.base\.Environment"):
         environment(f"{tmp_path}/other.py:Other")

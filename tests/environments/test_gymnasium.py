@@ -125,8 +125,8 @@ def test_tasks_repeat_and_differ() -> None:
     [
         ("gymnasium:Nowhere-v0", "NameNotFound"),
         ("gymnasium:no_such_module:Guess-v0", "no_such_module"),
-        ("gymnasium:CartPole-v1", "is a ndarray, not a text"),
-        (f"{GUESS}?tasks=0", "tasks=0: must be at least 1"),
+        ("gymnasium:CartPole-v1", "a ndarray"),
+        (f"{GUESS}?tasks=0", r"tasks=0.*least 1"),
         (f"{GUESS}?gueses=3", "gueses"),
     ],
 )

@@ -21,7 +21,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.environments.base import EnvironmentProblem, StepLimits
-from slime.environments.openenv import OpenEnv, _Episode
+from slime.environments.openenv import OpenEnv, OpenEnvEpisode
 from slime.environments.registry import environment
 from slime.utils.misc import get_free_port
 
@@ -66,7 +66,7 @@ async def test_the_model_and_the_server_speak_in_turn(play: Any, server: str) ->
     assert sample.reward == pytest.approx(1.0 - 0.125) and sample.status is Sample.Status.COMPLETED
     assert script.asked[0].startswith("<user>Guess a number from 1 to 9. It is ")
     assert script.asked[1].endswith(f"{wrong}<eos><user>It is {hint}.<eos><assistant>")
-    assert "<user>error: number: Input should be a valid integer" in script.asked[2]
+    assert "<user>error: number: " in script.asked[2]
     assert script.trained(sample) == f"{wrong}<eos>x<eos> {number}\n<eos>", "what the environment says has no loss"
 
 
@@ -93,17 +93,17 @@ async def test_more_episodes_than_sessions_wait_for_one_another(server: str) -> 
 
 @pytest.mark.real
 def test_wrong_fields_are_told(server: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="has number, or json"):
+    with pytest.raises(EnvironmentProblem, match="number, or json"):
         environment(f"openenv:{server}?action=guess")
-    with pytest.raises(EnvironmentProblem, match=r"an observation of .* has text"):
+    with pytest.raises(EnvironmentProblem, match=r"observation of .* text"):
         environment(f"openenv:{server}?show=hint")
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("openenv:http://127.0.0.1:1", "no OpenEnv server answers at .*/schema"),
-        ("openenv:localhost", "the form is openenv:http://HOST:PORT"),
+        ("openenv:http://127.0.0.1:1", "/schema"),
+        ("openenv:localhost", "openenv:http://HOST:PORT"),
     ],
 )
 def test_mistakes_are_told(spec: str, said: str) -> None:
@@ -113,7 +113,7 @@ def test_mistakes_are_told(spec: str, said: str) -> None:
 
 async def test_an_action_that_is_nested_too_deeply_is_no_action() -> None:
     """The model can write it, and it must get an answer as for any other text that is no JSON."""
-    episode = _Episode(OpenEnv("http://127.0.0.1:1", "json", "", 1, 0, "", ""), StepLimits())
+    episode = OpenEnvEpisode(OpenEnv("http://127.0.0.1:1", "json", "", 1, 0, "", ""), StepLimits())
     try:
         step = await episode.step('{"a":' * 100_000)
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.cluster.checks import _check_environment
+from slime.cluster.checks import check_environment
 from slime.environments.base import EnvironmentProblem
 from slime.environments.reasoning_gym import make, score, try_sizes
 from slime.environments.registry import environment, own_seed
@@ -24,7 +24,7 @@ async def test_the_packages_scorer_decides_and_runs_in_a_verifier_process(play: 
     right = task_sample(own_seed(SUMS, 42), 5).label
     sample, script = await play(SUMS, [f"<answer>{right}</answer>"], number=5)
     assert sample.reward == 1.0 and sample.status.value == "completed" and sample.metadata["environment_return"] == 1.0
-    assert "State the final answer" in script.asked[0] and script.asked[0].endswith("<assistant>")
+    assert "final answer" in script.asked[0] and script.asked[0].endswith("<assistant>")
     assert (await play(SUMS, ["no idea"], number=5))[0].reward == 0.0
     assert (await play(SUMS, [str(right)], number=5))[0].reward == 1.0, "a response without tags is the answer"
     assert (await play(SUMS, [f"1 2 3</think>{right}"], number=5))[0].reward == 1.0, "reasoning is not the answer"
@@ -55,11 +55,11 @@ def test_scorers_of_other_kinds_of_answers_run() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("reasoning_gym:chain_su", "no data set 'chain_su'"),
-        ("reasoning_gym:chain_sum?terms=1", "its options are allow_negation, max_digits"),
-        ("reasoning_gym:chain_sum?min_terms=0", "min_terms must be positive"),
+        ("reasoning_gym:chain_su", "'chain_su'"),
+        ("reasoning_gym:chain_sum?terms=1", "allow_negation, max_digits"),
+        ("reasoning_gym:chain_sum?min_terms=0", "min_terms"),
         ("reasoning_gym:chain_sum?seed=a", "must be a whole number"),
-        ("reasoning_gym:chain_sum?system=loud", "no system prompt 'loud'"),
+        ("reasoning_gym:chain_sum?system=loud", "'loud'"),
     ],
 )
 def test_mistakes_are_told(spec: str, said: str) -> None:
@@ -71,25 +71,25 @@ def test_sizes_without_bounds_are_refused_before_a_task_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spec = "reasoning_gym:chain_sum?min_terms=1000000000&max_terms=1000000000"
-    (problem,) = _check_environment(make_args(environment=spec, environment_timeout=0.3))
-    assert "cannot generate a task within 0.3 s" in problem and "choose smaller sizes" in problem
+    (problem,) = check_environment(make_args(environment=spec, environment_timeout=0.3))
+    assert "within 0.3 s" in problem and "smaller sizes" in problem
     (tmp_path / "large.py").write_text("def generate(key, number):\n    return len(bytes(2 ** 40))\n")
-    monkeypatch.setattr("slime.environments.reasoning_gym._GENERATE", f"{tmp_path}/large.py:generate")
-    with pytest.raises(EnvironmentProblem, match=r"2 GiB of memory \(MemoryError\)"):
+    monkeypatch.setattr("slime.environments.reasoning_gym.GENERATE", f"{tmp_path}/large.py:generate")
+    with pytest.raises(EnvironmentProblem, match=r"2 GiB.*MemoryError"):
         try_sizes("chain_sum", {}, 60.0)
 
 
 def test_sizes_that_fit_and_other_mistakes_pass_on() -> None:
-    assert _check_environment(make_args(environment=SUMS)) == []
-    (problem,) = _check_environment(make_args(environment="reasoning_gym:chain_sum?terms=1"))
-    assert "its options are allow_negation" in problem
+    assert check_environment(make_args(environment=SUMS)) == []
+    (problem,) = check_environment(make_args(environment="reasoning_gym:chain_sum?terms=1"))
+    assert "allow_negation" in problem
 
 
 async def test_a_scorer_that_hangs_is_killed_and_counted(
     play: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "hanging.py").write_text("import time\ndef score(key, number, text):\n    time.sleep(600)\n")
-    monkeypatch.setattr("slime.environments.reasoning_gym._SCORE", f"{tmp_path}/hanging.py:score")
+    monkeypatch.setattr("slime.environments.reasoning_gym.SCORE", f"{tmp_path}/hanging.py:score")
     sample, _ = await play(SUMS, ["1"], environment_timeout=0.2)
     assert sample.reward is None and sample.reward_timed_out and sample.remove_sample
     assert sample.metadata["reward_failure"] == "timeout: no answer in 0.2 s"

@@ -47,9 +47,9 @@ class Script:
         self.tokenizer = GenerateState(self.args).tokenizer
         self.says: list[str] = []
         self.asked: list[str] = []
-        monkeypatch.setattr(generate, "ask_engine", self._answer)
+        monkeypatch.setattr(generate, "ask_engine", self.answer)
 
-    async def _answer(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(self.tokenizer.decode(body["input_ids"]))
         text, cut, _ = self.says.pop(0).partition("ABORT")
         for stop in body["sampling_params"]["stop"] or []:

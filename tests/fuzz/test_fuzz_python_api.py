@@ -62,7 +62,7 @@ def test_rows(tmp_path: Path, chunk: int) -> None:
     for case in numbers(chunk, CHUNKS):
         data = rows(Random(f"rows {case}"))
         try:
-            path = arguments._file_of(data, tmp_path / "data.jsonl")
+            path = arguments.file_of(data, tmp_path / "data.jsonl")
         except RowsError as error:
             assert error.problems and all(0 < len(one) < 5000 for one in error.problems), case
             str(error).encode()

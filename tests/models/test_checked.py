@@ -24,13 +24,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the checkpoints that are really compared."""
     paths: list[str] = []
-    compare = checked._compare
+    compare = checked.compare_checkpoint
 
     def count(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
         paths.append(path)
         return compare(path, trust_remote_code, by_transformers)
 
-    monkeypatch.setattr(checked, "_compare", count)
+    monkeypatch.setattr(checked, "compare_checkpoint", count)
     return paths
 
 

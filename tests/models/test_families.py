@@ -58,14 +58,14 @@ def test_a_hybrid_family_may_have_a_model_with_attention_only() -> None:
 def test_a_layer_of_no_known_kind_is_refused() -> None:
     beside = AutoModelForCausalLM.from_config(tiny_config("Falcon-H1"))
     beside.model.layers[0].mamba = nn.Linear(32, 32)
-    with pytest.raises(ModelError, match="layers of type hybrid, in modules that slime does not know"):
+    with pytest.raises(ModelError, match="hybrid"):
         layers_of(beside, "")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(ModelError, match=r"linear_attention.*may mix packed samples.*--attn-implementation sdpa"):
+    with pytest.raises(ModelError, match="linear_attention.*--attn-implementation"):
         prepare_packing(mamba)
     hybrid = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
     hybrid.model.layers[0].linear_attn = nn.Linear(32, 32)
-    with pytest.raises(ModelError, match="linear_attention, in modules that slime does not know"):
+    with pytest.raises(ModelError, match="linear_attention"):
         layers_of(hybrid, "")
 
 

@@ -59,7 +59,7 @@ def test_a_block_is_scaled_by_its_own_largest_value() -> None:
 
 def test_scales_of_another_shape_are_refused() -> None:
     values, _ = quantize(matrix(), "block")
-    with pytest.raises(ValueError, match=r"\(2, 2\) do not fit values of shape \(300, 200\)"):
+    with pytest.raises(ValueError, match=r"2, 2.*shape \(300, 200"):
         dequantize(values, torch.ones(2, 2))
 
 

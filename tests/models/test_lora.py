@@ -104,7 +104,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
 def test_other_adapters_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = peft_config(LoraSettings(2, 4.0), ["q"], "base")
     (tmp_path / CONFIG).write_text(json.dumps(config | changes))
-    with pytest.raises(ModelError, match="which slime does not support"):
+    with pytest.raises(ModelError, match="not support"):
         read_config(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
         read_factors(tmp_path, 2)
     for names in (["base_model.model.q.lora_A.weight"], ["base_model.model.lm_head.weight"], ["q.lora_A.weight"]):
         save_file({name: torch.zeros(2, 3) for name in names}, str(tmp_path / WEIGHTS))
-        with pytest.raises(ModelError, match="not pairs of factors"):
+        with pytest.raises(ModelError, match="pairs of"):
             read_factors(tmp_path, 2)
 
 
@@ -146,8 +146,8 @@ def test_a_long_error_of_a_library_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [
-        (torch.full((2, 3), float("nan")), torch.zeros(5, 2), "must be finite"),
-        (torch.zeros(2, 3, dtype=torch.int8), torch.zeros(5, 2), "must be finite"),
+        (torch.full((2, 3), float("nan")), torch.zeros(5, 2), "finite"),
+        (torch.zeros(2, 3, dtype=torch.int8), torch.zeros(5, 2), "finite"),
         (torch.zeros(4, 3), torch.zeros(5, 4), "have rank 2"),
         (torch.zeros(2, 3), torch.zeros(5, 3), "have rank 2"),
         (torch.zeros(2, 3), torch.zeros(0, 2), "have rank 2"),

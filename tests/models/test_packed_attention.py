@@ -166,10 +166,10 @@ def test_interface_function_shape_and_window() -> None:
     ("kwargs", "message"),
     [
         ({"position_bias": torch.zeros(4)}, "position biases"),
-        ({"mask": torch.zeros(1, 1, 2, 2)}, "makes its own attention mask"),
+        ({"mask": torch.zeros(1, 1, 2, 2)}, "attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),
-        ({"pack": False}, "does not pass the pack"),
+        ({"pack": False}, "the pack"),
     ],
 )
 def test_what_would_be_wrong_is_refused(kwargs: dict[str, object], message: str) -> None:

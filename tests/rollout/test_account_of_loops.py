@@ -64,7 +64,7 @@ class Attempt:
 
     async def die(self):
         if self.loop:
-            await self.loop._cancel_all()
+            await self.loop.cancel_all()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -65,7 +65,7 @@ def test_with_an_interval_a_version_serves_several_steps() -> None:
 
 def test_an_interval_that_makes_weights_older_than_allowed_is_refused() -> None:
     """Step 2 would wait for an update that waits for step 2."""
-    with pytest.raises(ValueError, match="weights get up to 2 steps old"):
+    with pytest.raises(ValueError, match="2 steps"):
         Admission(batch=1, buffer_size=4, update_interval=3, max_staleness=1)
 
 
@@ -115,7 +115,7 @@ def test_a_dropped_group_makes_room_for_another() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch is 0.*update_interval is 0"):
+    with pytest.raises(ValueError, match=r"is 0.*update_interval is 0"):
         Admission(batch=0, buffer_size=1, update_interval=0)
     admission = Admission(batch=2, buffer_size=1)
     with pytest.raises(ValueError, match="room for 4 "):
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="0 open"):
         admission.taken()
     admission.version_changed(3)
-    with pytest.raises(ValueError, match="version 2 was reported after the newer version 3"):
+    with pytest.raises(ValueError, match=r"version 2.*version 3"):
         admission.version_changed(2)
 
 

@@ -55,8 +55,8 @@ class LyingEngine(SmallEngine):
         super().__init__(jitter=0.0, length=lambda prompt, seed: 4)
         self.lie, self.lies = lie, lies
 
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = await super()._answer(request, {**body, "stream": False})
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await super().answer(request, {**body, "stream": False})
         assert isinstance(response, web.Response) and response.text is not None
         text = response.text
         if self.lies > 0:
@@ -117,7 +117,7 @@ async def test_older_weights_than_before_are_none_of_the_synchronous_loop(checkp
             assert sample.weight_versions == ["0.10"]
         assert len(engine.requests) == 3
         engine.lies = 1000
-        with pytest.raises(BadAnswer, match=r"with the weights 0\.9, older than 0\.10"):
+        with pytest.raises(BadAnswer, match=r"weights 0\.9.*than 0\.10"):
             await generate(args, Sample(index=0, group_index=0, prompt="a prompt"), params)
 
 
@@ -128,5 +128,5 @@ async def test_what_an_engine_says_of_itself_is_an_object() -> None:
     app = web.Application()
     app.router.add_get("/server_info", page)
     async with TestServer(app) as server:
-        with pytest.raises(EngineError, match=r"/server_info answered 200, but not with a JSON object"):
+        with pytest.raises(EngineError, match=r"/server_info answered 200.*JSON"):
             await EngineHandle(str(server.make_url("")).rstrip("/")).connect()

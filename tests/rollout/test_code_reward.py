@@ -143,7 +143,7 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_sandbox_that_starts_too_late_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.sandbox._START_SECONDS", 0.0)
+    monkeypatch.setattr("slime.rollout.sandbox.START_SECONDS", 0.0)
     sample = await score(FUNCTION, MBPP)
     assert sample.reward is None and sample.remove_sample
     assert sample.metadata["reward_failure"] == "error: a sandbox was not set up within 0 s"
@@ -170,11 +170,11 @@ def test_the_isolation_is_that_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        (None, "the label is missing"), ("", "it needs asserts"), ("print(1)", "contain no assert"),
+        (None, "the label"), ("", "asserts"), ("print(1)", "no assert"),
         ("assert (", "not Python"), ("{broken", "not: "), ({"test": "def check(candidate): pass"}, "no entry_point"),
         ({"inputs": ["1"], "outputs": []}, "same length"),
-        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "list of arguments"),
-        ([{"input": "1"}], "needs input and output"), (LCB_CALL, "func_name"), (7, "it needs asserts"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "of arguments"),
+        ([{"input": "1"}], "input and output"), (LCB_CALL, "func_name"), (7, "asserts"),
     ],
 )  # fmt: skip
 def test_a_label_without_tests_is_told_before_the_start(label: Any, said: str) -> None:

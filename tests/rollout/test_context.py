@@ -140,7 +140,7 @@ async def test_prompts_without_room_are_dropped_and_counted_and_answers_are_cut(
 async def test_a_prompt_that_an_engine_finds_too_long_is_dropped_too(checkpoint: Path) -> None:
     """As with media, which grow in the engine."""
     async with SmallEngine(jitter=0.0) as engine:
-        answer = engine._answer
+        answer = engine.answer
 
         async def refuse(request: Any, body: Any) -> Any:
             from aiohttp import web
@@ -150,7 +150,7 @@ async def test_a_prompt_that_an_engine_finds_too_long_is_dropped_too(checkpoint:
                 return web.json_response({"error": {"message": words}}, status=400)
             return await answer(request, body)
 
-        engine._answer = refuse  # type: ignore[method-assign]
+        engine.answer = refuse  # type: ignore[method-assign]
         args = engine.serve(arguments(checkpoint, n_samples_per_prompt=1))
         output = await rollout(args, Prompts())
     assert len(output.samples) == 4 and output.metrics["rollout/dynamic_filter/drop_prompt_too_long"] == 1
@@ -159,7 +159,7 @@ async def test_a_prompt_that_an_engine_finds_too_long_is_dropped_too(checkpoint:
 async def test_only_prompts_without_room_are_an_error_that_says_so(checkpoint: Path) -> None:
     async with SmallEngine() as engine:
         args = engine.serve(arguments(checkpoint, rollout_batch_size=2))
-        with pytest.raises(RuntimeError, match="leave no room for a response"):
+        with pytest.raises(RuntimeError, match="no room"):
             await rollout(args, Prompts(prompt=lambda i: LONG))
     assert engine.requests == []
 

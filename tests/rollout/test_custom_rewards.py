@@ -240,8 +240,8 @@ async def test_threads_of_functions_that_hang_are_bounded(monkeypatch):
         begun.append(number)
         release.wait(60)
 
-    monkeypatch.setattr(custom, "_MOST_LEFT", 3)
-    monkeypatch.setattr(custom, "_left", [])
+    monkeypatch.setattr(custom, "MOST_LEFT", 3)
+    monkeypatch.setattr(custom, "left_threads", [])
     try:
         for number in range(5):
             with pytest.raises(custom.RewardTimeout):

@@ -177,7 +177,7 @@ async def test_dict_rewards_without_a_key_and_deadlines_are_errors(tokenizer_dir
             await evaluate(engine.serve(args))
     args = arguments(tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], phase_timeout=3.0)
     async with SmallEngine(slow=lambda prompt: prompt == "easy 1") as engine:
-        with pytest.raises(TimeoutError, match="1 of 3 prompts are unfinished"):
+        with pytest.raises(TimeoutError, match="1 of 3 prompts"):
             await evaluate(engine.serve(args))
 
 
@@ -321,7 +321,7 @@ def test_older_return_forms_are_wrapped_and_others_refused():
     assert isinstance(wrapped, RolloutFnEvalOutput) and wrapped.data == {"x": {}}
     output = RolloutFnTrainOutput(groups, {"m": 1})
     assert call_rollout_fn(lambda a, r, d, evaluation: output, None, 0, None) is output
-    with pytest.raises(TypeError, match="returned dict, not RolloutFnTrainOutput or a list"):
+    with pytest.raises(TypeError, match=r"dict.*RolloutFnTrainOutput"):
         call_rollout_fn(lambda a, r, d, evaluation: {}, None, 0, None)
 
 

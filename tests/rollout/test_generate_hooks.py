@@ -187,10 +187,10 @@ async def test_loss_mask_grows_in_place_and_the_response_text_is_filled_in(token
 
 async def test_misaligned_fields_and_missing_results_are_errors(tokenizer_dir, hook):
     args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "misaligned"))
-    with pytest.raises(ValueError, match="29 entries in loss_mask, but response_length is 30"):
+    with pytest.raises(ValueError, match=r"29 entries.*loss_mask.*response_length is 30"):
         await roll(args)
     args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "nothing"))
-    with pytest.raises(TypeError, match="nothing returned NoneType, not a Sample"):
+    with pytest.raises(TypeError, match=r"nothing.*NoneType"):
         await roll(args)
 
 
@@ -401,7 +401,7 @@ async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(token
     assert sorted(args.calls) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert {sample.response for sample in flatten(groups)} == {"x"}
     args = arguments(tokenizer_dir, custom_generate_function_path=hook(LISTS, "short"))
-    with pytest.raises(TypeError, match="returned 1 results for 2 samples"):
+    with pytest.raises(TypeError, match=r"1 results.*2 samples"):
         await roll(args)
 
 
@@ -473,7 +473,7 @@ async def test_generate_and_rm_leaves_finished_samples_alone(tokenizer_dir):
 
 async def test_generate_has_nothing_to_do_for_finished_samples_or_no_room(tokenizer_dir):
     args = arguments(tokenizer_dir)
-    with pytest.raises(ValueError, match="nothing left to generate"):
+    with pytest.raises(ValueError, match="nothing left"):
         await generate(args, Sample(status=Sample.Status.COMPLETED), GenerateState(args).sampling_params)
     full = Sample(prompt="x" * 20)
     args = arguments(tokenizer_dir, rollout_max_context_len=20)
@@ -541,10 +541,10 @@ def test_model_urls():
     assert get_model_url(args, path="/health") == "http://h:5/health"
     args.sglang_model_routers = {"judge": ("j", 6)}
     assert get_model_url(args, "judge") == "http://j:6/generate"
-    with pytest.raises(ValueError, match="the served models are judge"):
+    with pytest.raises(ValueError, match=r"models.*judge"):
         get_model_url(args, "other")
     args.sglang_router_ip = None
-    with pytest.raises(ValueError, match="no engine has been started"):
+    with pytest.raises(ValueError, match="no engine"):
         get_model_url(args)
 
 
@@ -589,7 +589,7 @@ def test_an_image_for_a_text_model_is_told(tokenizer_dir, prompt):
 
     args = arguments(tokenizer_dir)
     state = GenerateState(args)
-    with pytest.raises(ValueError, match="sample 7 has media, but the model of --hf-checkpoint has no processor"):
+    with pytest.raises(ValueError, match=r"sample 7.*--hf-checkpoint"):
         prompt_ids(state, Sample(index=7, prompt=prompt, multimodal_inputs={"images": ["picture.png"]}))
 
 

@@ -221,23 +221,23 @@ def test_no_response_costs_more_than_linear_time(unit):
         (["count:numbers"], [{"N": 3.0, "keyword": None}], None),
         (["punctuation:no_comma", "startend:quotation"], None, None),
         (["punctuation:no_comma"], [None], None),
-        (["words:start_verb"], [{}], "'words:start_verb' has no built-in checker"),
-        ([7], [{}], "id 7 has no"),
-        ("punctuation:no_comma", None, "must be a non-empty list"),
-        ([], [], "must be a non-empty list"),
-        (["punctuation:no_comma"], [], "list of 1 dicts"),
-        (["punctuation:no_comma"], ["x"], "kwargs must be a dict, not 'x'"),
+        (["words:start_verb"], [{}], "'words:start_verb'"),
+        ([7], [{}], "id 7"),
+        ("punctuation:no_comma", None, "non-empty list"),
+        ([], [], "non-empty list"),
+        (["punctuation:no_comma"], [], "1 dicts"),
+        (["punctuation:no_comma"], ["x"], "a dict, not 'x'"),
         (["count:numbers"], [{}], "count:numbers: its kwargs are N; missing: N"),
         (["count:numbers"], [{"N": 1, "n": 1}], "unknown: n"),
-        (["count:numbers"], [{"N": 1.5}], "N must be a whole number, not 1.5"),
-        (["count:numbers"], [{"N": float("inf")}], "N must be a whole number"),
-        (["count:numbers"], [{"N": True}], "N must be a whole number"),
-        (["format:options"], [{"options": " "}], "options must be a non-empty text"),
-        (["keywords:existence"], [{"keywords": "sun"}], "keywords must be a list of texts, not 'sun'"),
+        (["count:numbers"], [{"N": 1.5}], "not 1.5"),
+        (["count:numbers"], [{"N": float("inf")}], "N must"),
+        (["count:numbers"], [{"N": True}], "N must"),
+        (["format:options"], [{"options": " "}], "options must"),
+        (["keywords:existence"], [{"keywords": "sun"}], "not 'sun'"),
         (
             ["length_constraints:number_words"],
             [{"num_words": 3, "relation": "at most"}],
-            "relation must be 'less than' or 'at least', not 'at most'",
+            "not 'at most'",
         ),
     ],
 )
@@ -249,7 +249,7 @@ def test_what_is_wrong_with_the_instructions_of_a_row(instructions, kwargs, prob
 def test_a_checker_whose_package_is_absent_says_which():
     if importlib.util.find_spec("langdetect"):
         pytest.skip("langdetect is installed")
-    assert "pip install langdetect" in instructions_problem(["change_case:english_capital"], [{}])
+    assert "langdetect" in instructions_problem(["change_case:english_capital"], [{}])
 
 
 # --- text -------------------------------------------------------------------------------------

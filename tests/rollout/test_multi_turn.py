@@ -324,4 +324,4 @@ def test_tool_calls_are_read_in_order_and_say_what_is_wrong():
     bad += '<tool_call>{"name": "f", "arguments": 1}</tool_call>'
     errors = [call.error for call in tool_calls(bad + "<tool_call>{")]
     assert "not JSON" in errors[0] and '"name"' in errors[1] and "not an object" in errors[2]
-    assert "not closed by </tool_call>" in errors[3]
+    assert "</tool_call>" in errors[3]

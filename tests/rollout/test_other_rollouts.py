@@ -84,13 +84,13 @@ def test_sft_renders_with_the_arguments_of_the_template(smollm2, monkeypatch):
 
 def test_sft_says_what_it_cannot_train_on(smollm2):
     args = arguments(smollm2, n_samples_per_prompt=1, loss_mask_type="qwen")
-    with pytest.raises(ValueError, match="needs a list of messages, but its prompt is a str"):
+    with pytest.raises(ValueError, match=r"messages.*str"):
         sft_rollout.generate_rollout(args, 0, source_of(args))
     only_user = Prompts(prompt=lambda i: [{"role": "user", "content": "x"}])
-    with pytest.raises(ValueError, match="sample 0: a conversation without an assistant message"):
+    with pytest.raises(ValueError, match=r"sample 0.*conversation"):
         sft_rollout.generate_rollout(args, 0, source_of(args, only_user))
     masked = Prompts(prompt=lambda i: [*conversation(i)[:1], {**conversation(i)[1], "step_loss_mask": 0}])
-    with pytest.raises(ValueError, match="sample 0: no assistant turn"):
+    with pytest.raises(ValueError, match=r"sample 0.*assistant turn"):
         sft_rollout.generate_rollout(args, 0, source_of(args, masked))
     with pytest.raises(ValueError, match="no evaluation"):
         sft_rollout.generate_rollout(args, 0, source_of(args), evaluation=True)
@@ -135,7 +135,7 @@ async def test_the_teacher_scores_the_students_tokens(tokenizer_dir):
     samples = flatten(output.samples)
     assert on_policy_distillation.post_process_rewards(args, samples) == ([0.0] * 8, [0.0] * 8)
     samples[3].teacher_log_probs = None
-    with pytest.raises(ValueError, match="sample 3 has no teacher_log_probs"):
+    with pytest.raises(ValueError, match=r"sample 3.*teacher_log_probs"):
         on_policy_distillation.post_process_rewards(args, samples)
 
 
@@ -149,9 +149,9 @@ async def test_a_teacher_in_the_trainer_is_not_asked_here(tokenizer_dir):
 async def test_a_teacher_that_scores_something_else_is_an_error(tokenizer_dir):
     sample = Sample(index=1, tokens=[5, 6, 7], response_length=2)
     async with Teacher(drop=1) as short, Teacher(shift=1) as other:
-        with pytest.raises(ValueError, match="scored 2 of the 3 tokens"):
+        with pytest.raises(ValueError, match=r"2 of.*3 tokens"):
             await on_policy_distillation.reward_func(arguments(tokenizer_dir, rm_url=short.url), sample)
-        with pytest.raises(ValueError, match="needs the student's tokenizer"):
+        with pytest.raises(ValueError, match="tokenizer"):
             await on_policy_distillation.reward_func(arguments(tokenizer_dir, rm_url=other.url), sample)
     with pytest.raises(ValueError, match="--rm-url"):
         await on_policy_distillation.reward_func(arguments(tokenizer_dir), sample)
@@ -223,9 +223,9 @@ async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         args = arguments(tokenizer_dir, sglang_router_port=runner.addresses[0][1])
-        with pytest.raises(RuntimeError, match="answered 400: too long"):
+        with pytest.raises(RuntimeError, match="answered 400"):
             await generate_streaming(args, Sample(prompt="p"), GenerateState(args).sampling_params)
-        with pytest.raises(RuntimeError, match="far too long"):
+        with pytest.raises(RuntimeError, match="too long"):
             await generate_streaming(args, Sample(prompt="p"), GenerateState(args).sampling_params)
         assert len(asked) == 2, "a refusal is not tried again"
     finally:
@@ -243,7 +243,7 @@ def test_forge_load_replays_dumps(tmp_path):
     save_rollout(args, 4, groups)
     output = forge_load.generate_rollout(args, 4, None)
     assert [[s.index for s in g] for g in output.samples] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ValueError, match=r"there is no file .* for rollout 5"):
+    with pytest.raises(ValueError, match="rollout 5"):
         forge_load.generate_rollout(args, 5, None)
     with pytest.raises(ValueError, match="--load-forge-rollout-data"):
         forge_load.generate_rollout(arguments("unused"), 0, None)

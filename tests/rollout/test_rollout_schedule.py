@@ -220,7 +220,7 @@ def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, small_disk
     assert len(Recording(path, settings_to_compare(arguments())).requests) == 1, (
         "what is there is a beginning without a gap"
     )
-    assert any("the schedule of the run could not be written" in line for line in take_warnings())
+    assert any("the schedule" in line for line in take_warnings())
     small_disk(room)
     file.append(LINES[32])
     assert path.read_bytes()[position:] == json.dumps(LINES[32], separators=(",", ":")).encode() + b"\n"
@@ -233,7 +233,7 @@ def lost(path: Path) -> str:
     """That the loss was told, once; the words."""
     (told,) = [line for line in take_warnings() if "are lost" in line]
     assert not path.exists() and lost_beside(path).is_file()
-    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl in the same folder"):
+    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl"):
         Recording(path, settings_to_compare(arguments()))
     return told
 
@@ -249,7 +249,7 @@ def test_lines_that_are_lost_are_told_and_the_schedule_is_marked(
     for line in LINES:
         file.append(line)
     assert file.position() is None
-    assert "cannot repeat this run exactly any more" in lost(path)
+    assert "cannot repeat" in lost(path)
     beginning = Recording(lost_beside(path), settings_to_compare(arguments()))
     assert sorted(beginning.requests) == [(i, 0) for i in range(len(beginning.requests))]
     file.append(LINES[0])  # of no use any more
@@ -265,7 +265,7 @@ def test_lines_that_wait_when_the_run_ends_are_lost(tmp_path: Path, small_disk: 
     file.append(LINES[0])
     file.close()
     file.close()
-    assert "when the run ended" in lost(path)
+    assert "run ended" in lost(path)
 
 
 def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> None:
@@ -276,13 +276,13 @@ def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> Non
     resumed = ScheduleFile(path, 5000)
     assert resumed.is_new and resumed.position() == 0
     (told,) = take_warnings()
-    assert "it had 5000 bytes when the snapshot was made" in told and lost_beside(path).is_file()
+    assert "5000 bytes" in told and lost_beside(path).is_file()
     other = ScheduleFile(tmp_path / "another run" / "schedule.jsonl", None)
     assert other.position() is None, "a folder that is not there raises nothing"
     assert any("are lost" in line for line in take_warnings())
     assert ScheduleFile(tmp_path / "elsewhere.jsonl", 5000).position() == 0
     (told,) = take_warnings()
-    assert "begins with this resume" in told and "which repeats whole runs" in told
+    assert "this resume" in told and "whole runs" in told
 
 
 def test_the_schedule_of_another_run_is_not_cut(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_the_schedule_of_another_run_is_not_cut(tmp_path: Path) -> None:
     whole, position = path.read_bytes(), file.position()
     assert position is not None and ScheduleFile(path, position - 2).is_new
     (told,) = take_warnings()
-    assert "it is the file of another run" in told and lost_beside(path).read_bytes() == whole
+    assert "another run" in told and lost_beside(path).read_bytes() == whole
 
 
 def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
@@ -306,8 +306,8 @@ def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
     recording = Recording(path, settings_to_compare(arguments()))
     assert recording.check_covers(3, 5, 2) is None and recording.check_covers(4, 5, 2) is None
     warning = recording.check_covers(3, 6, 2)
-    assert warning is not None and "ends in rollout 5" in warning
-    with pytest.raises(ScheduleError, match="begins with rollout 3, but this run begins with rollout 0"):
+    assert warning is not None and "rollout 5" in warning
+    with pytest.raises(ScheduleError, match=r"rollout 3.*rollout 0"):
         recording.check_covers(0, 5, 2)
 
 
@@ -388,5 +388,5 @@ def test_on_a_file_system_that_is_full(tmp_path: Path) -> None:
     said = json.loads(ended.stdout)
     assert said["lines"] == [None, *range(401)]
     assert said["texts"] == {"rollout_000006": 20, "rollout_000007": 20}
-    assert any("No space left on device" in line for line in said["warnings"])
+    assert any("No space" in line for line in said["warnings"])
     assert not any("are lost" in line for line in said["warnings"])

@@ -83,7 +83,7 @@ class Interrupted(SmallEngine):
         super().__init__()
         self.parts = parts
 
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         part = self.parts.pop(0)
         finish: dict[str, Any] = {"type": "abort"} if self.parts else {"type": "stop", "matched": None}
         for stop in body["sampling_params"]["stop"] or []:

@@ -17,7 +17,7 @@ from rollout_parts import arguments
 
 from slime.data.sample import Sample
 from slime.rollout.generate import generate
-from slime.rollout.sglang_streaming_rollout import Lines, StreamedAnswer, _status, generate_streaming
+from slime.rollout.sglang_streaming_rollout import Lines, StreamedAnswer, generate_streaming, status_of
 from slime.rollout.state import GenerateState
 
 TOKENS = 20_000
@@ -156,4 +156,4 @@ async def test_an_engine_that_does_not_reply_in_time_is_named(tokenizer_dir: Pat
     [({"code": 503}, 503), ({"code": "503"}, 503), ({}, 400), ({"code": "server_error"}, 500), ("lost", 500)],
 )
 def test_an_error_inside_a_stream_has_a_status_whatever_its_code_is(error: object, status: int) -> None:
-    assert _status(error) == status
+    assert status_of(error) == status

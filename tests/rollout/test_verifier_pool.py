@@ -170,7 +170,7 @@ def test_a_process_that_is_stopped_at_work_is_replaced_and_the_call_made_again(p
 def test_a_verifier_that_always_loses_its_process(pool, tmp_path):
     path = tmp_path / "verifier.py"
     path.write_text("import os\n\nos.kill(os.getpid(), 9)\n")
-    with pytest.raises(VerifierLoadError, match=r"its process ended .*signal 9"):
+    with pytest.raises(VerifierLoadError, match="signal 9"):
         pool.submit(f"{path}:judge", timeout=20).result(60)
     assert call(pool, "double", 4).value == 8
 
@@ -237,5 +237,5 @@ time.sleep(600)
 def test_one_pool_serves_all_runs_of_a_process_and_needs_a_worker():
     assert shared_pool(1) is shared_pool(1)
     assert shared_pool(1) is not shared_pool(2)
-    with pytest.raises(ValueError, match="at least one worker"):
+    with pytest.raises(ValueError, match="one worker"):
         VerifierPool(0)

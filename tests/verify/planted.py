@@ -24,26 +24,26 @@ def norm_without_weight(self: LlamaRMSNorm, x: Tensor) -> Tensor:
 
 def without_all_reduce(place: Place, job: VerifyJob) -> list[Scores]:
     """Two replicas whose gradients are not summed, as if the reduction after the last micro-batch was forgotten."""
-    original = FsdpBackend._communicate_for
+    original = FsdpBackend.communicate_for
 
     def forgetful(self: Any, last: bool) -> None:
         original(self, last)
         if hasattr(self.scorer, "set_requires_all_reduce"):
             self.scorer.set_requires_all_reduce(False)
 
-    FsdpBackend._communicate_for = forgetful  # type: ignore[method-assign]
+    FsdpBackend.communicate_for = forgetful  # type: ignore[method-assign]
     return verify_rank(place, job)
 
 
 def without_sum_over_context(place: Place, job: VerifyJob) -> list[Scores]:
     """Context-parallel ranks that keep the gradients of the keys and values that other ranks read."""
-    from slime.models.context_parallel import _GatherRows
+    from slime.models.context_parallel import GatherRows
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (group,) = ctx.settings
         return grads[0].chunk(group.size())[group.rank()].contiguous(), None
 
-    _GatherRows.backward = staticmethod(backward)  # type: ignore[method-assign]
+    GatherRows.backward = staticmethod(backward)  # type: ignore[method-assign]
     return verify_rank(place, job)
 
 

@@ -130,7 +130,7 @@ def test_the_bias_of_the_choice_of_experts_is_random(tmp_path: Path, family: str
 def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, tmp_path: Path, family: str) -> None:
     """The first cannot be cut down, and what the second is cut down to does not run in transformers."""
     getattr(transformers, family)().save_pretrained(tmp_path)
-    with pytest.raises(VerifyError, match="cannot make a small model of this family") as error:
+    with pytest.raises(VerifyError, match="small model") as error:
         verify(target(str(tmp_path)))
     assert "\n" not in str(error.value)
 
@@ -188,7 +188,7 @@ def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> 
     assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
     lines = "\n".join(table(target(llama), found))
-    assert "wrong outputs: model.layers.0.mlp" in lines and "its outputs are as if mlp.gate_proj" in lines
+    assert "wrong outputs: model.layers.0.mlp" in lines and "if mlp.gate_proj" in lines
     assert lines.endswith("NOT verified")
 
 
@@ -285,7 +285,7 @@ def test_an_engine_that_receives_something_else_is_named(
     assert last.what == "log-probs of the embedded engine"
     assert last.good == found.good == (plant is None), last
     if plant is wrong_token:
-        assert last.note == "the most in sample 5 on rank 0"
+        assert last.note.endswith("sample 5 on rank 0")
     if plant is not None:
         assert [*table(Target(llama), found)][-1] == "NOT verified"
 
@@ -300,7 +300,7 @@ def test_a_missing_sum_over_ranks_is_named(llama: str, monkeypatch: pytest.Monke
     found = verify(replicas)
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
-    assert "the sum of gradients over data-parallel ranks" in by_name["gradients"].note
+    assert "data-parallel" in by_name["gradients"].note
 
 
 CP2_DP2 = {"data": 2, "sizes": {"context_parallel_size": 2}}
@@ -323,7 +323,7 @@ def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypa
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
     note = by_name["gradients"].note
-    assert "context-parallel ranks is missing" in note
+    assert "context-parallel" in note
     begin = note.partition("in the backward pass, ")[2].removesuffix(" differ first").split(", ")
     kinds = {name.removeprefix("model.layers.1.") for name in begin}
     assert {"self_attn.k_proj.weight", "self_attn.v_proj.weight"} <= kinds, note
@@ -348,16 +348,16 @@ def test_the_begin_of_a_wrong_gradient_is_in_the_last_part() -> None:
     wrong = Scores(gradients={name: torch.ones(4) * (2 if name in names[:3] else 1) for name in names})
     check = check_gradients(right, [right, wrong])
     assert not check.good and check.first == "embed.weight"
-    assert check.note.endswith("in the backward pass, model.layers.1.self_attn.k_proj.weight differ first")
+    assert check.note.endswith("pass, model.layers.1.self_attn.k_proj.weight differ first")
     wrong.gradients = {name: torch.ones(4) * (2 if name == "lm_head.weight" else 1) for name in names}
-    assert check_gradients(right, [wrong]).note.endswith("in the backward pass, lm_head.weight differ first")
+    assert check_gradients(right, [wrong]).note.endswith("pass, lm_head.weight differ first")
 
 
 def test_layouts_that_cannot_be_are_refused(llama: str) -> None:
-    with pytest.raises(VerifyError, match="FSDP has no tensor_model_parallel_size"):
+    with pytest.raises(VerifyError, match=r"FSDP.*tensor_model_parallel_size"):
         verify(target(llama, sizes={"tensor_model_parallel_size": 2}))
     with pytest.raises(VerifyError, match="at most 4"):
         verify(target(llama, data=8))
-    with pytest.raises(VerifyError, match=r"no such folder on this machine, and its config\.json cannot be read"):
+    with pytest.raises(VerifyError, match=r"config\.json"):
         verify(target(str(Path(llama) / "missing")))
     assert AutoConfig.from_pretrained(llama).num_hidden_layers == 24

@@ -58,24 +58,38 @@ async def test_equal_weights_pass() -> None:
 
 
 async def test_other_bytes_name_tensor_and_engine() -> None:
-    with pytest.raises(WeightAuditError, match=r"1 of 2 tensors of engine y differ .*: b") as caught:
+    with pytest.raises(WeightAuditError, match=r"1 of 2 tensors.*engine y.*: b") as caught:
         await run([Engine("y", {"a": "1", "b": "3"})], {"a": "1", "b": "2"})
     assert (caught.value.engine, caught.value.tensors) == ("y", ["b"])
     again = pickle.loads(pickle.dumps(caught.value))  # it crosses process borders
     assert (str(again), again.engine, again.tensors) == (str(caught.value), "y", ["b"])
 
 
-async def test_an_engine_that_differs_from_the_others_is_named_without_digests() -> None:
-    engines = [Engine(url, {"fused.qkv": value}, named=False) for url, value in (("x", "1"), ("y", "9"), ("z", "1"))]
-    with pytest.raises(
-        WeightAuditError, match=r"the weights of engine y differ from those of the other engines: fused.qkv"
-    ):
-        await run(engines, {})
+OVER = r"engine y.*token 2 .*audit-threshold"
+PROBE = Probe([5, 6, 7], [-2.0, -1.0])
 
 
-async def test_a_missing_tensor_counts_as_a_difference_between_engines() -> None:
-    with pytest.raises(WeightAuditError, match="b"):
-        await run([Engine("x", {"a": "1", "b": "2"}), Engine("y", {"a": "1"})], {})
+@pytest.mark.parametrize(
+    ("engines", "digests", "probe", "named"),
+    [
+        (
+            [Engine(url, {"fused.qkv": n}, named=False) for url, n in (("x", "1"), ("y", "9"), ("z", "1"))],
+            {},
+            None,
+            r"engine y.*fused.qkv",
+        ),
+        ([Engine("x", {"a": "1", "b": "2"}), Engine("y", {"a": "1"})], {}, None, ": b"),
+        ([Engine("x", {"a": "1"})], {"model.a": "1"}, None, r"1 tensors.*'model.a'"),
+        ([Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, -1.2])], {}, PROBE, OVER),
+        ([Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, float("nan")])], {}, PROBE, OVER),
+        ([Engine("y", {"a": "1"}, [-1.0])], {}, PROBE, r"1 of.*2 log-probs"),
+    ],
+)
+async def test_what_differs_is_named(
+    engines: list[Engine], digests: dict[str, str], probe: Probe | None, named: str
+) -> None:
+    with pytest.raises(WeightAuditError, match=named):
+        await run(engines, digests, probe)
 
 
 async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared() -> None:
@@ -85,20 +99,8 @@ async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared
     infos["x"].extra.update(enable_dp_attention=True, dp_size=8)
     await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
     engines[1].sums = {"rank0.qkv": "8"}
-    with pytest.raises(WeightAuditError, match=r"engine z differ from those of the other engines: rank0\.qkv"):
+    with pytest.raises(WeightAuditError, match=r"engine z.*rank0\.qkv"):
         await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
-
-
-async def test_no_common_name_is_an_error() -> None:
-    with pytest.raises(WeightAuditError, match=r"engine .* has none of the 1 tensors .*'model.a'"):
-        await run([Engine("x", {"a": "1"})], {"model.a": "1"})
-
-
-@pytest.mark.parametrize("value", [-1.2, float("nan")])
-async def test_a_probe_gap_names_engine_token_and_values(value: float) -> None:
-    engines = [Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, value])]
-    with pytest.raises(WeightAuditError, match=r"engine y and the trainer .* log-prob of token 2 .*audit-threshold"):
-        await run(engines, {}, Probe([5, 6, 7], [-2.0, -1.0]))
 
 
 async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_but_compared() -> None:
@@ -122,13 +124,8 @@ async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_b
     pair = Half("p", "prefill", {"a": "1"}), Half("d", "decode", {"a": "1"})
     assert math.isnan(await probed(*pair))
     assert await probed(*pair, Half("w", "null", {"a": "1"}, [-1.0005])) == pytest.approx(0.0005)
-    with pytest.raises(WeightAuditError, match="differ from those of the other engines: a"):
+    with pytest.raises(WeightAuditError, match="engines: a"):
         await probed(*pair, Half("d2", "decode", {"a": "2"}))
-
-
-async def test_a_probe_that_is_not_scored_in_full_is_an_error() -> None:
-    with pytest.raises(WeightAuditError, match="returned 1 of the 2 log-probs"):
-        await run([Engine("x", {"a": "1"}, [-1.0])], {}, Probe([5, 6, 7], [-1.0, -1.0]))
 
 
 async def test_a_tensor_that_was_not_written_is_named_with_its_engine() -> None:
@@ -136,7 +133,7 @@ async def test_a_tensor_that_was_not_written_is_named_with_its_engine() -> None:
     before = {"x": await audit.overwrite(engine)}  # type: ignore[arg-type]
     await audit.check_restored([engine], before, 5.0)  # type: ignore[list-item]
     engine.sums["model.norm.weight"] = "noise"
-    with pytest.raises(WeightAuditError, match=r"engine x .*1 of 2 tensors differ: model.norm.weight") as caught:
+    with pytest.raises(WeightAuditError, match=r"1 of 2 tensors.*model.norm.weight") as caught:
         await audit.check_restored([engine], before, 5.0)  # type: ignore[list-item]
     assert (caught.value.engine, caught.value.tensors) == ("x", ["model.norm.weight"])
 
@@ -185,5 +182,5 @@ def test_digest_depends_on_bytes_not_on_layout() -> None:
 def test_a_sync_error_tells_who_is_in_which_state_and_crosses_process_borders() -> None:
     error = WeightSyncError("0.3", {"u1": EngineError("gone")}, ["u2"], ["u3"])
     for message in (str(error), str(pickle.loads(pickle.dumps(error)))):
-        assert "engine u1: EngineError: gone" in message
-        assert "u2 must be synced again" in message and "u3 updated" in message
+        assert "u1: EngineError" in message
+        assert "u2" in message and "u3 updated" in message

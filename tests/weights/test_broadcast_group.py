@@ -161,9 +161,9 @@ async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(mem
         member.capabilities = Capabilities(flat_broadcast=flat)
     await check_sync(distributed, members)
     await check_sync(distributed, members)  # the group is used again
-    assert distributed._groups_made == 1 and not torch.distributed.is_initialized()
+    assert distributed.groups_made == 1 and not torch.distributed.is_initialized()
     await check_sync(distributed, members[:1])  # another set of engines: another group
-    assert distributed._groups_made == 2
+    assert distributed.groups_made == 2
     await distributed.close()
 
 
@@ -220,7 +220,7 @@ async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(me
         assert list(result.failed) == [lost.url] and result.torn == [other.url]
     else:  # gloo had written a part of the other one's tensor
         assert list(result.failed) == [lost.url, other.url]
-        assert "stuck in the broadcast of bucket" in str(result.failed[other.url])
+        assert "broadcast of" in str(result.failed[other.url])
         other = Member(3)
         members.append(other)
         assert is_up(other)

@@ -180,7 +180,7 @@ def test_the_error_names_engine_rank_and_tensor() -> None:
     held = loaded(new, 2)
     name = f"{LAYER}input_layernorm.weight"
     held[1][name] = old[name]
-    with pytest.raises(WeightAuditError, match=f"engine http://e .*rank1.{name} did not change") as caught:
+    with pytest.raises(WeightAuditError, match=f"http://e.*rank1.{name}") as caught:
         check_changes("http://e", sums(held), sent, before)
     assert caught.value.tensors == [f"rank1.{name}"]
 
@@ -197,7 +197,7 @@ def test_a_fingerprint_tells_any_two_tensors_apart_in_the_part_that_differs(
 ) -> None:
     tensor = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(changes, "_BLOCK", block)
+        patch.setattr(changes, "BLOCK", block)
         (one,) = fingerprints([("a", tensor)], 2).values()
     pair = fingerprints([("a", tensor), ("b", tensor.clone())], 2)
     assert one == pair["a"] == pair["b"], "neither blocks nor batches matter"

@@ -123,12 +123,12 @@ def test_an_error_comes_when_every_tensor_was_read(tmp_path: Path) -> None:
             if name != skip:
                 yield name, torch.zeros(3, 3) if name == quantized and not skip else weights.get(name)
 
-    with pytest.raises(ModelError, match=r"has shape \[3, 3\], but"):
+    with pytest.raises(ModelError, match=r"\[3, 3\]"):
         list(ExportForm("source", source, True).tensors(stream()))
     assert len(read) == len(weights.shapes())
     with pytest.raises(ModelError, match="the model does not write"):
         list(ExportForm("source", source, True).tensors(stream(quantized)))
-    with pytest.raises(ModelError, match="needs the files of --hf-checkpoint"):
+    with pytest.raises(ModelError, match="--hf-checkpoint"):
         list(ExportForm("source", None, True).tensors(stream()))
     assert len(read) == 3 * len(weights.shapes())
     names = [name for name, _ in ExportForm("source", None, False).tensors(stream())]

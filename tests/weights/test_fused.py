@@ -13,7 +13,7 @@ from real_engines import sync_settings
 from slime.engines.sglang_api import EngineInfo
 from slime.weights import fused
 from slime.weights.fused import FusedDigests
-from slime.weights.sync import _transforms
+from slime.weights.sync import transforms_of
 from slime.weights.update import transformed
 
 
@@ -49,11 +49,11 @@ def test_frozen_parts_beside_a_trained_one_are_sent_for_the_digest_of_the_whole(
         f"{layer}.{name}.weight": torch.full((2, 2), float(i))
         for i, name in enumerate(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"))
     }
-    for name, tensor in transformed(held.items(), _transforms(settings, None, leave_out_frozen=True)):
+    for name, tensor in transformed(held.items(), transforms_of(settings, None, leave_out_frozen=True)):
         digests.add(name, tensor)
     q, k, v, _ = held.values()
     assert digests.digests == {f"{layer}.self_attn.qkv_proj.weight": sha(q, k, v)}
-    assert not digests._parts, "the other parts of an incomplete tensor would stay in memory"
+    assert not digests.incomplete, "the other parts of an incomplete tensor would stay in memory"
 
 
 def test_each_rank_holds_its_rows_or_columns_and_its_groups_of_heads() -> None:

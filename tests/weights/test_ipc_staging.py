@@ -161,7 +161,7 @@ async def test_a_process_that_dies_is_named_and_the_other_gets_everything(proces
     assert list(result.failed) == ["process-0"] and "gone" in str(result.failed["process-0"])
     assert len(processes[1].digests) == 24
     gc.collect()
-    assert len(transport._left) == 1, "the dead process never gave back what it was offered"
+    assert len(transport.leftovers) == 1, "the dead process never gave back what it was offered"
     await transport.close()
     assert segments() <= before
 
@@ -179,13 +179,13 @@ async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> Non
     engines: list[Any] = [Slow()]
     await transport.connect(engines)
     (bucket,) = update(1).buckets
-    assert transport._files is not None
-    loading = asyncio.create_task(transport._push(ipc.stage(bucket, [], transport._files), engines, update(1)))
+    assert transport.files is not None
+    loading = asyncio.create_task(transport.push_staged(ipc.stage(bucket, [], transport.files), engines, update(1)))
     await pushed.wait()
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert not transport._spare and len(transport._left) == 1
+    assert not transport.spare and len(transport.leftovers) == 1
     gc.collect()
     await transport.close()
 

@@ -131,5 +131,5 @@ def test_an_expert_of_a_stacked_tensor(layout: Layout, shape: tuple[int, ...], f
     ("layout", "rows"), [(ROWS, [4]), (Stacked(), [4, 4]), (Vocabulary(rows=4, padded=4), [4]), (COLUMNS, [1])]
 )
 def test_what_cannot_be_cut_into_equal_parts_is_refused(layout: Layout, rows: list[int]) -> None:
-    with pytest.raises(ValueError, match="4 cannot be divided into 3 tensor parallel parts"):
+    with pytest.raises(ValueError, match=r"4 cannot.*3 tensor"):
         layout.part([torch.zeros(count, 4) for count in rows], 0, 3)

@@ -142,7 +142,7 @@ def test_a_first_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/../etc/hostname", "/torch_1_2_3/../x", "/psm_1", "/torch_1_2_3"])
 def test_only_buffers_of_this_user_are_opened(name: str) -> None:
     _, ((manager, real, size),) = node_copy.shared_buckets([PublishedBucket(None, 64, [], {})])
-    with pytest.raises(ValueError, match="is not a buffer of this user"):
+    with pytest.raises(ValueError, match="buffer of"):
         node_copy.open_buckets([PublishedBucket(None, 64, [], {})], [node_copy.Handle(manager, name, size)])
-    with pytest.raises(ValueError, match="is not a buffer of this user"):
+    with pytest.raises(ValueError, match="buffer of"):
         node_copy.open_buckets([PublishedBucket(None, size + 1, [], {})], [node_copy.Handle(manager, real, size)])

@@ -99,8 +99,8 @@ def test_no_garbage_is_collected_while_engines_wait(monkeypatch: pytest.MonkeyPa
         enabled.append(gc.isenabled())
         raise RuntimeError("lost")
 
-    monkeypatch.setattr("slime.weights.sync._Sender.run", run)
-    monkeypatch.setattr("slime.weights.sync._Sender.__init__", lambda *_: None)
+    monkeypatch.setattr("slime.weights.sync.Sender.run", run)
+    monkeypatch.setattr("slime.weights.sync.Sender.__init__", lambda *_: None)
     with pytest.raises(RuntimeError):
         sync_weights(None, [], [], object(), "1.0", is_sender=True)  # type: ignore[arg-type]
     assert enabled == [False] and gc.isenabled()

@@ -173,7 +173,7 @@ def test_a_peer_that_fails_ends_the_update_with_its_reason(store: TCPStore) -> N
 
     results = update(store, [Engine("a", 2)], 2, {"a": range(0, 2)}, named)
     assert isinstance(results[1], ArithmeticError)
-    assert isinstance(results[0], PeerError) and "rank 1 could not stage" in str(results[0]), results
+    assert isinstance(results[0], PeerError) and "rank 1" in str(results[0]), results
     assert "out of everything" in str(results[0])
 
 
@@ -182,9 +182,7 @@ def test_a_peer_with_other_tensors_is_refused(store: TCPStore) -> None:
         return weights(rank) if rank == 0 else list(reversed(weights(rank)))
 
     results = update(store, [Engine("a", 2)], 2, {"a": range(0, 2)}, named)
-    assert isinstance(results[0], PeerError) and "bucket 0 has other tensors on training rank" in str(results[0]), (
-        results
-    )
+    assert isinstance(results[0], PeerError) and "bucket 0" in str(results[0]), results
 
 
 def test_a_sender_that_fails_before_it_begins_frees_its_peers(store: TCPStore) -> None:
@@ -209,5 +207,5 @@ def test_a_payload_has_one_entry_for_each_rank_of_the_engine() -> None:
     bucket: Any = SimpleNamespace(index=0, tensors=weights(0)[:1], last=True, flat=None)
     assert len(payload(bucket, 3)["serialized_named_tensors"]) == 3
     assert payload(bucket, 3, ["b", "c"])["serialized_named_tensors"][1:] == ["b", "c"]
-    with pytest.raises(ValueError, match="2 training ranks offer weights to an engine of 3"):
+    with pytest.raises(ValueError, match=r"2 training.*of 3"):
         payload(bucket, 3, ["b"])

@@ -47,9 +47,9 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
-    monkeypatch.setattr(pinning, "_runtime", lambda: made)
-    monkeypatch.setattr(pinning, "_synchronize", lambda: made.log.append("synchronize"))
-    monkeypatch.setattr(pinning, "_clear_error", lambda device: made.log.append("clear"))
+    monkeypatch.setattr(pinning, "cuda_runtime", lambda: made)
+    monkeypatch.setattr(pinning, "synchronize", lambda: made.log.append("synchronize"))
+    monkeypatch.setattr(pinning, "clear_error", lambda device: made.log.append("clear"))
     return made
 
 

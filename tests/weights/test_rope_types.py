@@ -43,7 +43,7 @@ def test_the_scale_of_yarn_is_that_of_transformers() -> None:
     assert settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7})["mscale"] == 1.0
     both = settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5})
     assert (both["mscale"], both["mscale_all_dim"]) == (0.7, 0.5)
-    with pytest.raises(ValueError, match=r"mscale_all_dim without mscale .*use --train-backend fsdp"):
+    with pytest.raises(ValueError, match=r"mscale_all_dim.*--train-backend"):
         settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale_all_dim": 0.5})
 
 
@@ -91,13 +91,13 @@ def test_the_key_of_older_files_counts() -> None:
 def test_what_the_map_of_gemma_3_lacks_is_refused(change: dict[str, Any]) -> None:
     config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
     assert get_family("gemma3_text").settings(config)["window_size"] == [4095, 0]
-    with pytest.raises(ValueError, match=f"{next(iter(change))}.* has no Megatron map: use --train-backend fsdp"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}.*--train-backend"):
         get_family("gemma3_text").settings(config | change)
 
 
 def test_layers_with_a_window_of_unknown_size_are_refused() -> None:
     config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
-    with pytest.raises(ValueError, match="no sliding_window: add it"):
+    with pytest.raises(ValueError, match="sliding_window"):
         get_family("gemma3_text").settings({**config, "sliding_window": None})
 
 
@@ -123,5 +123,5 @@ def test_positions_of_layers_with_a_window_are_checked_too() -> None:
 def test_biases_without_a_place_in_the_map_are_refused(family: str, key: str) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
     assert get_family(family).settings(config)["num_layers"] == 4
-    with pytest.raises(ValueError, match=f"{family} with {key} has no Megatron map: use --train-backend fsdp"):
+    with pytest.raises(ValueError, match=f"{family}.*{key}.*--train-backend"):
         get_family(family).settings({**config, key: True})

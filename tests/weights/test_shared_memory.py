@@ -101,7 +101,7 @@ def test_what_is_no_file_does_not_stop_the_sweep(folder: Path) -> None:
 @settings(max_examples=200, deadline=None)
 def test_no_entry_names_a_file_elsewhere(entry: str) -> None:
     """Whatever matches is a base name."""
-    if shared_memory._FILE_NAME.fullmatch(entry):
+    if shared_memory.FILE_NAME.fullmatch(entry):
         assert os.path.basename(entry) == entry and entry.isascii() and entry.startswith("torch_")
 
 
@@ -155,10 +155,10 @@ def test_another_users_file_under_a_name_of_ours_stays_and_is_no_error(folder: P
 
 def test_the_names_that_torch_and_slime_give_have_the_form(folder: Path) -> None:
     files = FileList()
-    assert shared_memory._LIST_NAME.fullmatch(files.path.name)
+    assert shared_memory.LIST_NAME.fullmatch(files.path.name)
     made = shared_memory.allocate(64, files)
     assert made.path is not None
-    name = shared_memory._FILE_NAME.fullmatch(os.path.basename(made.path))
+    name = shared_memory.FILE_NAME.fullmatch(os.path.basename(made.path))
     assert name is not None and int(name["pid"]) == os.getpid()
     files.close()
     assert not files.path.exists()

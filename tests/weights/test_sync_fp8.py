@@ -146,9 +146,9 @@ def test_values_without_scales_are_refused(process: EngineProcess) -> None:
     weights = Weights(new_model(0))
     name = "model.layers.0.mlp.up_proj.weight"
     values, scales = quantize(weights.views[name], "block")
-    with pytest.raises(WeightError, match="scales did not arrive before it"):
+    with pytest.raises(WeightError, match="scales"):
         weights.load([(name, values)])
-    with pytest.raises(WeightError, match=r"scales of shape \(3, 3\) do not fit"):
+    with pytest.raises(WeightError, match=r"shape \(3, 3"):
         weights.load([(f"{name}_scale_inv", torch.ones(3, 3)), (name, values)])
     with pytest.raises(WeightError, match=r"no tensor 'model\.layers\.9\.mlp\.up_proj\.weight'"):
         weights.load([("model.layers.9.mlp.up_proj.weight_scale_inv", scales)])

@@ -167,12 +167,12 @@ def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
         request = asyncio.ensure_future(engine.generate(body))
         while not (await engine.load())["running"]:
             await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="1 requests with the adapter 'older' have not ended"):
+        with pytest.raises(EngineError, match=r"1 requests.*'older'"):
             await engine.unload_adapter("older")
         await engine.abort()
         await request
 
     run(while_a_request_uses_it())
     run(engine.unload_adapter("older"))
-    with pytest.raises(EngineError, match="'older' is not loaded; there are other"):
+    with pytest.raises(EngineError, match=r"'older'.*loaded.*other"):
         run(audit.score(engine, tokens, "older"))

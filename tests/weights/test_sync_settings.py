@@ -12,7 +12,7 @@ import torch
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.sync import _Sender, _transforms
+from slime.weights.sync import Sender, transforms_of
 from slime.weights.update import transformed
 
 
@@ -57,17 +57,17 @@ def test_engines_that_were_started_in_another_folder_get_an_absolute_path(
 def test_frozen_tensors_are_left_out_only_where_engines_hold_versions_of_this_attempt(
     held: list[str], ours: bool
 ) -> None:
-    sender: Any = _Sender.__new__(_Sender)
+    sender: Any = Sender.__new__(Sender)
     sender.transport, sender.version, sender.check_equal = SimpleNamespace(name="nccl"), "1.5", False
     sender.settings = SimpleNamespace(adapter_name=None, engines_lose_weights=False)
     infos = {f"engine {i}": SimpleNamespace(weight_version=version) for i, version in enumerate(held)}
     plan: Any = SimpleNamespace(infos=infos)
     sender.memory = SimpleNamespace(updated=set(infos))
-    assert sender._engines_are_ours(plan) is ours
+    assert sender.engines_are_ours(plan) is ours
 
 
 @pytest.mark.parametrize(("left_out", "sent"), [(False, ["a.weight", "b.weight"]), (True, ["b.weight"])])
 def test_engines_that_may_lack_the_frozen_tensors_get_them(left_out: bool, sent: list[str]) -> None:
     settings = WeightSyncSettings.from_args(make_args(freeze_params_name_list=["^a"]))
     tensors = [("a.weight", torch.ones(2)), ("b.weight", torch.ones(2))]
-    assert [name for name, _ in transformed(tensors, _transforms(settings, None, left_out))] == sent
+    assert [name for name, _ in transformed(tensors, transforms_of(settings, None, left_out))] == sent

@@ -208,7 +208,7 @@ def test_a_sync_that_was_torn_is_marked_and_healed(
         yield from named_weights(new_model(12))[:9]
         raise ArithmeticError("a rank is gone")
 
-    with pytest.raises(ArithmeticError, match="a rank is gone"):
+    with pytest.raises(ArithmeticError, match="rank is gone"):
         sync_weights(WeightSyncSettings.from_args(args), weights(), [engine], transport, "23.0", True)
     assert run(engine.info()).weight_version == "23.0-torn"
     trained = new_model(13)
@@ -218,18 +218,18 @@ def test_a_sync_that_was_torn_is_marked_and_healed(
 def test_the_audit_finds_other_weights(dtype: str, engine: EngineHandle, model: Path, tmp_path: Path) -> None:
     args = sglang_args(model, dtype)
     transport, trained = transport_of("ipc", args, tmp_path), new_model(14)
-    with pytest.raises(WeightAuditError, match=f"engine {engine.url} and the trainer disagree on the probe"):
+    with pytest.raises(WeightAuditError, match=f"{engine.url}"):
         sync(args, trained, engine, transport, "24.0", probe=probe_of(new_model(15), dtype))
     digests = FusedDigests()
     for name, tensor in named_weights(trained):
         digests.add(name, tensor.to(getattr(torch, dtype)) + (name == "model.layers.0.self_attn.k_proj.weight"))
     held = run(engine.checksum())
     assert digests.digests.keys() == held.keys()
-    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors of .*: model.layers.0.self_attn.qkv_proj.weight"):
+    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors.*model.layers.0.self_attn.qkv_proj.weight"):
         audit.check_digests(engine.url, digests.digests, held)
     forgotten = "model.layers.1.mlp.up_proj.weight"
     sync(args, trained, engine, transport, "24.1")
-    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors differ: model.layers.1.mlp.gate_up_proj.weight"):
+    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors.*model.layers.1.mlp.gate_up_proj.weight"):
         kept = [(name, tensor) for name, tensor in named_weights(trained) if name != forgotten]
         sync_weights(WeightSyncSettings.from_args(args), kept, [engine], transport, "24.2", True, check_equal=True)
     sync(args, trained, engine, transport, "24.3", probe=probe_of(trained, dtype))

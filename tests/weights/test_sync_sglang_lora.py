@@ -225,7 +225,7 @@ def test_the_audit_finds_another_adapter(model: Path, engine: EngineHandle) -> N
 
 def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(model: Path, engine: EngineHandle) -> None:
     backend = trainer(model, 11, lora_rank=8)
-    with pytest.raises(WeightSyncError, match="rank 8 is incompatible"):
+    with pytest.raises(WeightSyncError, match="rank 8"):
         sync(backend, model, engine, "5.0", lora_rank=8)
     sync(trainer(model, 12), model, engine, "5.1")  # the next one heals the engine
 

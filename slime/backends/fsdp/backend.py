@@ -114,7 +114,7 @@ class FsdpBackend(SharedBackend):
         """
         return self.share_reduce.total([value])[0] * self.shard_size / self.world_size
 
-    def _load_copy(self, tag: str, path: str) -> None:
+    def load_copy(self, tag: str, path: str) -> None:
         """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a time."""
         alone = self.world_size == 1
         dtype = DTYPES[self.args.train_dtype]  # the dtype of forward passes, because the copy is used for them only
@@ -170,8 +170,8 @@ class FsdpBackend(SharedBackend):
         parts, micro_batches = [], self.aligned(trained)
         with self._in_pass_dtype():
             for number, indices in enumerate(micro_batches, start=1):
-                self._communicate_for(last=number == len(micro_batches))
-                parts.append(self._backward(batch, indices, step))
+                self.communicate_for(last=number == len(micro_batches))
+                parts.append(self.backward_pass(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
         scale = self.optimizer.loss_scale
@@ -189,7 +189,7 @@ class FsdpBackend(SharedBackend):
         scale = self.optimizer.loss_scale
         return scale is not None and scale.can_be_lowered and not math.isfinite(grad_norm)
 
-    def _communicate_for(self, last: bool) -> None:
+    def communicate_for(self, last: bool) -> None:
         """Set the communication of FSDP for the next backward pass.
 
         Gradients are summed over replicas only after the ``last`` micro-batch of a step. Until then, each rank
@@ -203,11 +203,11 @@ class FsdpBackend(SharedBackend):
         self.scorer.set_requires_all_reduce(last)
         self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
 
-    def _backward(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
+    def backward_pass(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
         """Run forward and backward of one micro-batch. Without samples it is a dummy, because of the collectives."""
         inputs = self._inputs(batch, indices)
         loss, metrics = self.share_of_loss(
-            batch, indices, step, self._scores(inputs), inputs.targets, inputs.response_index
+            batch, indices, step, self.scores_of(inputs), inputs.targets, inputs.response_index
         )
         scale = self.optimizer.loss_scale
         (loss if scale is None else loss * scale.value).backward()
@@ -215,7 +215,7 @@ class FsdpBackend(SharedBackend):
             self.cast.end_backward()
         return metrics
 
-    def _scores(self, inputs: ModelInputs) -> Scores:
+    def scores_of(self, inputs: ModelInputs) -> Scores:
         """Return all outputs of the model that the loss needs."""
         needs = self.needs
         if isinstance(self.scorer, ValueScorer):
@@ -231,7 +231,7 @@ class FsdpBackend(SharedBackend):
         with self._in_pass_dtype():
             for _ in range(2):  # in the second pass, the gradients of the first are in memory
                 inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
-                (self._scores(inputs).trained.sum() * 0.0).backward()
+                (self.scores_of(inputs).trained.sum() * 0.0).backward()
                 if self.cast is not None:
                     self.cast.end_backward()
         self.optimizer.zero_grad()

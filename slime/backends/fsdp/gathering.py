@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The older name is deprecated in torch 2.13."""
 BATCH_BYTES = 1 << 28  # of whole tensors; gathering needs about twice as much memory for a short time
 
@@ -93,7 +93,7 @@ def _all_gather(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
         shard = tensor.to_local().reshape(-1)
         part[: shard.numel()].copy_(shard)
     everyones = torch.empty(ranks * sum(counts), dtype=mine.dtype, device=mine.device)
-    _all_gather_flat(everyones, mine, group=group)
+    all_gather_flat(everyones, mine, group=group)
     del mine
     by_rank = everyones.view(ranks, -1).split(counts, dim=1)
     for parts, shape, tensor in zip(by_rank, shapes, tensors, strict=True):

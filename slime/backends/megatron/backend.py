@@ -91,7 +91,7 @@ class MegatronBackend(SharedBackend):
         self._make_copies(self.weights.tensors(), initial, may_swap_pointers=False)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter)
 
-    def _load_copy(self, tag: str, path: str) -> None:
+    def load_copy(self, tag: str, path: str) -> None:
         """Load a copy, which is another model of the same shape, through the parameters of the model."""
         with self._whole_bank.filling(tag):
             self.model.read_weights(path)

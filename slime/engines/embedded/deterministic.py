@@ -67,7 +67,7 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
         for runner.attend_alone in (False, True):
             aligned = [count for count in FIXED_ROWS if _no_tails(runner, count)]
             while aligned and aligned[-1] > 1:
-                accepted = _agreeing(runner, aligned, vocab_size, torch.Generator().manual_seed(seed))
+                accepted = agreeing_counts(runner, aligned, vocab_size, torch.Generator().manual_seed(seed))
                 if accepted:
                     runner.row_counts = accepted
                     return
@@ -91,7 +91,7 @@ def _no_tails(runner: Runner, count: int) -> bool:
     return True
 
 
-def _agreeing(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
+def agreeing_counts(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
     """Return the counts that give the same bits as the largest one.
 
     The result is empty if with the largest count the bits depend on the position of a row in the block.

@@ -69,7 +69,7 @@ class Engine:
         self._seeds = threading.Lock()
         self._next_seed = time.time_ns() & (2**62 - 1)
         self._listeners: dict[Sequence, Listener] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
@@ -86,7 +86,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread after the current step."""
-        self._inbox.put(None)
+        self.inbox.put(None)
         self._thread.join(timeout=30)
 
     async def call(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
@@ -108,7 +108,7 @@ class Engine:
             else:
                 self._post(_succeed, future, result)
 
-        self._inbox.put(run)
+        self.inbox.put(run)
         # The thread sets ``failure`` before it empties the inbox for the last time. If it is set here, the put may have
         # come too late for that. So the command also runs here, where it fails; the future keeps the first result.
         if self.failure is not None:
@@ -237,7 +237,7 @@ class Engine:
         """Run the commands in the inbox; with ``block``, wait for the first. Return False if the thread must end."""
         while True:
             try:
-                command = self._inbox.get(block, IDLE_SECONDS if block else None)
+                command = self.inbox.get(block, IDLE_SECONDS if block else None)
             except queue.Empty:
                 return True
             if command is None:
@@ -252,7 +252,7 @@ class Engine:
         if plan is None:
             return False
         try:
-            sampled = self._compute(plan)
+            sampled = self.compute(plan)
             finished = self.scheduler.commit(plan, sampled)
         except Exception as error:
             self._isolate(plan, error)
@@ -323,7 +323,8 @@ class Engine:
             if not self._suspects and not self._blamed:
                 self._unexplained += 1
 
-    def _compute(self, plan: Plan) -> list[SampledToken]:
+    def compute(self, plan: Plan) -> list[SampledToken]:
+        """Return the sampled tokens of a plan, in the order of its works, each with its followers right after it."""
         rows: dict[int, torch.Tensor] = {}  # the logits to sample from, by index of the work
         for logits in self.runner.run(plan):
             self._score(plan, logits)

@@ -87,7 +87,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
-    reference = _plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
+    reference = plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
     _set_attention(model)
     stateful = use_slots(model)
     try:
@@ -137,7 +137,7 @@ _PROBE_LENGTH = 12
 
 
 @torch.inference_mode()
-def _plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
+def plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     """Return the logits that transformers computes for a short sequence, ``[length, vocab]``."""
     return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
 

@@ -53,7 +53,7 @@ class NamedAdapters:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.loaded: dict[str, NamedAdapter] = {}
-        self._hooks: dict[str, RemovableHandle] = {}
+        self.hooks: dict[str, RemovableHandle] = {}
         self._last_key = OWN
         self._active: list[tuple[NamedAdapter, Tensor]] = []  # with the rows ``[n, 1]`` of the next forward
         self._masked = False  # whether the run's own adapter is off for some rows
@@ -83,8 +83,8 @@ class NamedAdapters:
             fitted[path] = Factors(a.to(module.weight, copy=True), b.to(module.weight, copy=True))
         self._last_key += 1
         self.loaded[name] = NamedAdapter(self._last_key, fitted, settings.scale)
-        for path in fitted.keys() - self._hooks.keys():
-            self._hooks[path] = linears[path].register_forward_hook(functools.partial(self._add, path))
+        for path in fitted.keys() - self.hooks.keys():
+            self.hooks[path] = linears[path].register_forward_hook(functools.partial(self._add, path))
 
     def unload(self, name: str) -> None:
         """Remove an adapter.
@@ -96,8 +96,8 @@ class NamedAdapters:
             raise WeightError(f"an adapter {name!r} does not exist; there are {', '.join(self.loaded) or 'none'}")
         del self.loaded[name]
         used = {path for adapter in self.loaded.values() for path in adapter.factors}
-        for path in self._hooks.keys() - used:
-            self._hooks.pop(path).remove()
+        for path in self.hooks.keys() - used:
+            self.hooks.pop(path).remove()
 
     def key(self, name: str | None) -> int:
         """Return the key for a request.

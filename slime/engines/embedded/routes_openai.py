@@ -51,7 +51,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
     # Before rendering, so that a wrong parameter is refused early.
-    native = _native(body, loaded.vocab_size, loaded.context_len)
+    native = native_body(body, loaded.vocab_size, loaded.context_len)
     prompt = await in_thread(_render, loaded.tokenizer, messages, tools, variables)
     check_length(loaded, prompt)
     ids = await encode(loaded, prompt, add_special_tokens=False)
@@ -117,14 +117,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise BadRequest("prompt must be a text or a list of token ids")
     first = prompt[0] if isinstance(prompt, list) else prompt
     key = "text" if isinstance(first, str) else "input_ids"
-    native = {**_native(body, loaded.vocab_size, 128), key: prompt}
+    native = {**native_body(body, loaded.vocab_size, 128), key: prompt}
     return await _complete(request, loaded, body, native, "text_completion")
 
 
 _COUNT = fields.whole(0, 2**31 - 1)
 
 
-def _native(body: Mapping[str, object], vocab_size: int, most_tokens: int) -> dict[str, object]:
+def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -> dict[str, object]:
     """Convert a body to a body of ``/generate`` without the prompt.
 
     Args:

@@ -67,7 +67,7 @@ def _with_slots(plain: Forward, index: int) -> Forward:
         for run in step.runs:
             count = run.end - run.start
             batch = hidden_states[0, run.start : run.end].unflatten(0, (1, count) if run.one_slot else (count, 1))
-            states = _RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
+            states = RunStates(step, index, int(self.layer_idx), run)  # type: ignore[arg-type]
             with step.part(self, run.start, run.end, not run.one_slot):
                 parts.append(plain(hidden_states=batch, **{name: states}).flatten(0, 1))
             states.keep()
@@ -76,7 +76,7 @@ def _with_slots(plain: Forward, index: int) -> Forward:
     return forward
 
 
-class _RunStates:
+class RunStates:
     """What a module uses of transformers' ``Cache``, for one run of rows.
 
     The states of the slots are changed in place. A run from position 0 begins without states.
@@ -89,9 +89,9 @@ class _RunStates:
         stored = None if run.first else step.cache.states.get(index)
         for kind, tensor in (stored or {}).items():
             view = tensor[run.slots]
-            self._set(kind, view if step.keep_states else view.clone())
+            self.set_state(kind, view if step.keep_states else view.clone())
 
-    def _set(self, kind: str, state: torch.Tensor) -> None:
+    def set_state(self, kind: str, state: torch.Tensor) -> None:
         values = {"has_previous_state": True, f"{kind}_states": state, f"is_{kind}_states_initialized": True}
         if kind == "conv":
             values["conv_kernel_size"] = state.shape[-1]

@@ -80,7 +80,9 @@ class _Refused(Exception):
     """The error message of argparse."""
 
 
-class _Parser(argparse.ArgumentParser):
+class ServerParser(argparse.ArgumentParser):
+    """The parser of SGLang's options, which raises an error where argparse would end the process."""
+
     def error(self, message: str) -> NoReturn:
         raise _Refused(message)
 
@@ -121,7 +123,7 @@ def main() -> None:
 
         from sglang_router.router_args import RouterArgs
 
-        parser = _Parser(allow_abbrev=False)
+        parser = ServerParser(allow_abbrev=False)
         RouterArgs.add_cli_args(parser, use_router_prefix=False)
         problems += [
             p for words in asked["router"] for p in problems_of(parser, words, "router", version("sglang-router"))
@@ -138,7 +140,7 @@ def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
 
     from sglang.srt.server_args import ServerArgs
 
-    parser = _Parser(allow_abbrev=False)
+    parser = ServerParser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     return [problem for words in lines for problem in problems_of(parser, words, "sglang", version("sglang"))]
 

@@ -107,7 +107,7 @@ class _Host:
             return await future
         finally:
             if future.cancelled():  # the call timed out; a thread cannot be ended, so remember it
-                _left.append(thread)
+                left_threads.append(thread)
 
     async def _watch(self) -> None:
         while True:
@@ -140,8 +140,8 @@ class _Host:
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_left: list[threading.Thread] = []  # threads of synchronous functions that timed out and still run
-_MOST_LEFT = 64
+left_threads: list[threading.Thread] = []  # threads of synchronous functions that timed out and still run
+MOST_LEFT = 64
 _lock = threading.Lock()
 _host: _Host | None = None
 
@@ -167,10 +167,10 @@ async def call_bounded(
         RewardTimeout: The function took longer, or blocked the event loop of the rewards for longer.
     """
     count = threads or default_workers()
-    _left[:] = [thread for thread in _left if thread.is_alive()]
-    if not is_async(fn) and len(_left) >= _MOST_LEFT:
+    left_threads[:] = [thread for thread in left_threads if thread.is_alive()]
+    if not is_async(fn) and len(left_threads) >= MOST_LEFT:
         raise RewardTimeout(
-            f"{_MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
+            f"{MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
             "more are started. Give them time limits, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
         )
     for _ in range(_MOST_STARTS):

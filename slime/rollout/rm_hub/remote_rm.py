@@ -19,7 +19,7 @@ TRIES = 10
 FIRST_PAUSE = 0.5  # seconds, doubled after each failure
 LONGEST_PAUSE = 15.0
 UNKNOWN_SERVER_SECONDS = 300.0  # if a server has never replied, its address is probably wrong, so do not wait as long
-_FIRST_REPORT = 10.0  # seconds after which an outage is reported; doubled after each report
+FIRST_REPORT = 10.0  # seconds after which an outage is reported; doubled after each report
 
 
 async def remote_rm_reward(args: Args, sample: Sample) -> Any:
@@ -91,13 +91,13 @@ class _Server:
         self.url = url
         self.last_answer = float("-inf")
         self._away_since: float | None = None
-        self._next_report = _FIRST_REPORT
+        self._next_report = FIRST_REPORT
 
     def answered(self) -> None:
         self.last_answer = time.monotonic()
-        if self._next_report > _FIRST_REPORT and self._away_since is not None:
+        if self._next_report > FIRST_REPORT and self._away_since is not None:
             logger.warning("reward server %s replies again after %.0f s", self.url, self.last_answer - self._away_since)
-        self._away_since, self._next_report = None, _FIRST_REPORT
+        self._away_since, self._next_report = None, FIRST_REPORT
 
     def failed(self, error: Exception, waited: float, patience: float) -> None:
         """Log an outage from time to time. Raises ``RuntimeError`` if a request has waited longer than ``patience``."""

@@ -77,7 +77,7 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
 async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(judge)
     body = {
-        "input_ids": [encode(tokenizer, _judge_text(judge.template, sample)) for sample in samples],
+        "input_ids": [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples],
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [list(ids)] * len(samples),
@@ -92,7 +92,7 @@ async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(judge)
-    texts = [encode(tokenizer, _judge_text(judge.template, sample)) for sample in samples]
+    texts = [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples]
     body = {
         "query": [],
         "items": texts,
@@ -135,7 +135,8 @@ def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
     return tokenizer, (yes, no)
 
 
-def _judge_text(template: str, sample: Sample) -> str:
+def judge_text(template: str, sample: Sample) -> str:
+    """Return the template with the prompt, the label and the response of the sample in place of their names."""
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
     # Not str.format, since templates may contain braces, and in one pass, since prompts and responses may, too.
     return re.sub("{(prompt|label|response)}", lambda found: fields[found[1]], template)

@@ -306,7 +306,7 @@ class VerifierPool:
             self._live.discard(worker)
 
 
-_shared: dict[tuple[object, ...], VerifierPool] = {}
+shared_pools: dict[tuple[object, ...], VerifierPool] = {}
 _shared_lock = threading.Lock()
 
 
@@ -327,7 +327,7 @@ def shared_pool(
     # The process id is part of the key because a forked process has no copy of the threads of a pool.
     key = (os.getpid(), workers, memory_bytes, *sorted(variables))
     with _shared_lock:
-        if key not in _shared:
-            _shared[key] = VerifierPool(workers, memory_bytes, variables)
-            atexit.register(_shared[key].close)
-        return _shared[key]
+        if key not in shared_pools:
+            shared_pools[key] = VerifierPool(workers, memory_bytes, variables)
+            atexit.register(shared_pools[key].close)
+        return shared_pools[key]

@@ -42,7 +42,7 @@ def ranks_of_engines(
     if not settings.colocate or world_size == 1:
         return rank_0
     alone = [url for url in urls if url not in slots or slots[url].stop > world_size]
-    if not _on_cuda():
+    if not on_cuda():
         return rank_0 if alone or not same_host else {url: slots[url] for url in urls}
     if alone:
         raise ValueError(
@@ -75,8 +75,8 @@ def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
     """Return whether engines open the trainer's memory. Otherwise they take part in broadcasts."""
     if settings.same_process:
         return True
-    if _on_cuda():
-        return bool(settings.colocate or (same_host and _gpus_of_this_host() == 1))
+    if on_cuda():
+        return bool(settings.colocate or (same_host and gpus_of_this_host() == 1))
     return same_host
 
 
@@ -131,15 +131,16 @@ def _weight_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tra
         return IpcTransport(settings.step_seconds, settings.same_process)
     from slime.weights.transports.distributed import DistributedTransport
 
-    return DistributedTransport("nccl" if _on_cuda() else "gloo", settings.step_seconds)
+    return DistributedTransport("nccl" if on_cuda() else "gloo", settings.step_seconds)
 
 
-def _gpus_of_this_host() -> int:
+def gpus_of_this_host() -> int:
     """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this process."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
-def _on_cuda() -> bool:
+def on_cuda() -> bool:
+    """Return whether this process has a CUDA device."""
     import torch
 
     return torch.cuda.is_available()

@@ -51,7 +51,7 @@ class DistributedTransport:
         self.probe = min(PROBE_SECONDS, grace)
         self._group: BroadcastGroup | None = None
         self._members: dict[str, EngineHandle] = {}
-        self._groups_made = 0
+        self.groups_made = 0
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         if self._group is not None and list(self._members) == [engine.url for engine in engines]:
@@ -112,8 +112,8 @@ class DistributedTransport:
         infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
         if failed:
             return failed
-        self._groups_made += 1
-        name = f"slime-weights-{self._groups_made}-{secrets.token_hex(4)}"
+        self.groups_made += 1
+        name = f"slime-weights-{self.groups_made}-{secrets.token_hex(4)}"
         offsets, world_size = {}, 1
         for engine in engines:
             offsets[engine.url] = world_size

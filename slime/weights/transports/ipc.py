@@ -57,9 +57,9 @@ class IpcTransport:
 
     def __init__(self, deadline: float, same_process: bool = False) -> None:
         self.deadline, self.same_process = deadline, same_process
-        self._files: FileList | None = None
-        self._spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
-        self._left: list[Leftover] = []
+        self.files: FileList | None = None
+        self.spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
+        self.leftovers: list[Leftover] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         self._prepare()
@@ -72,7 +72,7 @@ class IpcTransport:
             return
         # With the other strategy, pickling a tensor passes a file descriptor, and SGLang's server fails on it.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        self._files = self._files or FileList()
+        self.files = self.files or FileList()
         self._sweep()
 
     async def send(
@@ -86,13 +86,13 @@ class IpcTransport:
             # engines load bucket n. The window opens only after the first bucket is staged, so that engines are not
             # paused while the trainer gathers it.
             async for bucket in stream(update.buckets):
-                staged = await asyncio.to_thread(stage, bucket, self._spare, self._files)
+                staged = await asyncio.to_thread(stage, bucket, self.spare, self.files)
                 if loading is None and open_window is not None:
                     alive = list(await open_window())
                 if loading is not None:
                     alive = _without(alive, await loading, result)
                 result.count(staged.bucket)
-                loading = asyncio.create_task(self._push(staged, alive, update))
+                loading = asyncio.create_task(self.push_staged(staged, alive, update))
                 if not alive:
                     break
         finally:
@@ -104,21 +104,21 @@ class IpcTransport:
 
     async def close(self) -> None:
         """Release the shared memory, and remove the files that engines left there when they died."""
-        self._spare.clear()
+        self.spare.clear()
         self._sweep()
-        if self._files is not None and not self._left:
-            self._files.close()
-            self._files = None
+        if self.files is not None and not self.leftovers:
+            self.files.close()
+            self.files = None
 
     def _sweep(self) -> None:
         import torch
 
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # frees memory whose handles the engines have closed meanwhile
-        self._left = [leftover for leftover in self._left if not leftover.remove()]
+        self.leftovers = [leftover for leftover in self.leftovers if not leftover.remove()]
         sweep_shared_memory()
 
-    async def _push(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
+    async def push_staged(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
         loaded_by_all = False
         peers, bucket, others = update.peers, staged.bucket, dict[str, list[str]]()
         try:
@@ -141,22 +141,22 @@ class IpcTransport:
         open, so it cannot be used again."""
         buffer = staged.drop()
         if failed:
-            self._left.append(Leftover(buffer))
+            self.leftovers.append(Leftover(buffer))
         else:  # the engines have closed their handles: they release the tensors before they answer
-            self._spare.append(buffer)
+            self.spare.append(buffer)
 
     def contribute(self, link: PeerLink, buckets: Iterable[Bucket]) -> None:
         """Offer this rank's copy of the buckets to engines of another sender, and wait until they are loaded."""
         self._prepare()
-        files = self._files
+        files = self.files
         try:
-            contribute(link, buckets, lambda bucket: stage(bucket, self._spare, files), entry, self._take_back)
+            contribute(link, buckets, lambda bucket: stage(bucket, self.spare, files), entry, self._take_back)
         finally:
             self._keep_shared()
 
     def _keep_shared(self) -> None:
         """Free spare CUDA buffers."""
-        self._spare = [buffer for buffer in self._spare if not buffer.flat.is_cuda]
+        self.spare = [buffer for buffer in self.spare if not buffer.flat.is_cuda]
 
 
 def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult) -> list[EngineHandle]:

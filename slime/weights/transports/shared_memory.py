@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = "/dev/shm"
 _LISTS = "slime-weights-"
-_LIST_NAME = re.compile(rf"{_LISTS}(?P<pid>[0-9]+)-[0-9a-f]{{8}}", re.ASCII)
-_FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
+LIST_NAME = re.compile(rf"{_LISTS}(?P<pid>[0-9]+)-[0-9a-f]{{8}}", re.ASCII)
+FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
 
 
 @dataclass
@@ -115,7 +115,7 @@ def sweep_shared_memory() -> list[str]:
     """
     removed = []
     for name in os.listdir(SHARED_MEMORY):
-        listed = _LIST_NAME.fullmatch(name)
+        listed = LIST_NAME.fullmatch(name)
         if listed is None:
             continue
         try:
@@ -136,14 +136,14 @@ def _remove_listed(fd: int, pid: str) -> list[str]:
     """Remove the files of process ``pid`` that an open list names, and return the names of the removed files."""
     with open(fd, encoding="ascii", errors="replace", closefd=False) as file:
         entries = file.read().split()
-    ours = [entry for entry in entries if (form := _FILE_NAME.fullmatch(entry)) and form["pid"] == pid]
+    ours = [entry for entry in entries if (form := FILE_NAME.fullmatch(entry)) and form["pid"] == pid]
     return [entry for entry in ours if _remove_own(entry)]
 
 
 def is_buffer_of_ours(name: str) -> bool:
     """Return whether a base name is that of a shared memory file of torch that belongs to this user."""
     try:
-        return bool(_FILE_NAME.fullmatch(name)) and _is_own_file(os.lstat(os.path.join(SHARED_MEMORY, name)))
+        return bool(FILE_NAME.fullmatch(name)) and _is_own_file(os.lstat(os.path.join(SHARED_MEMORY, name)))
     except OSError:
         return False
 
