@@ -125,6 +125,7 @@ def test_row_counts_with_tails_are_left_out(tiny_llama: Path) -> None:
     assert 64 in loaded.engine.runner.row_counts
 
 
+@pytest.mark.real
 def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None:
     """As in a notebook that has computed something, so that MKL no longer reads ``MKL_CBWR``."""
     code = (
