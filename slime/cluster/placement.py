@@ -128,6 +128,7 @@ def thread_environment(threads: int | None) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
         "TOKENIZERS_PARALLELISM": "false",
+        "MKL_CBWR": os.environ.get("MKL_CBWR", "AUTO"),  # the same bits for every alignment of buffers, as inline
     }
 
 

@@ -133,6 +133,7 @@ class Runner:
 
     def spawn(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
         environment = {**os.environ, MARK: self.marker, "PYTHONPATH": str(CHECKOUT), **(env or {})}
+        environment.pop("MKL_CBWR", None)  # a user has not set it either
         environment.pop("RAY_ADDRESS", None) if not env or "RAY_ADDRESS" not in env else None
         process = subprocess.Popen(
             command,

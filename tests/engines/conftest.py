@@ -7,15 +7,12 @@ handle's ``Capabilities``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_parts import KEYS, ContractEngine, engine_settings, save_tiny_llama
-
-os.environ.setdefault("MKL_CBWR", "AUTO")  # as the server sets it in deterministic mode; MKL reads it once
 
 from slime.config.machine import installed
 from slime.engines.handle import EngineHandle
