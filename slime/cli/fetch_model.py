@@ -17,10 +17,10 @@ import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
-from importlib.metadata import Distribution
 from pathlib import Path
 
 from slime.cli.errors import CommandError
+from slime.config.machine import version_of
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
 CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
@@ -120,18 +120,14 @@ def check_folder(folder: Path, what: str, advice: str = "") -> Path:
 
 def _check_packages(source: Source) -> None:
     """Raise an error if the download or the conversion cannot work, before the time of the download is spent."""
-    if not installed("pip"):  # as in the environments that uv makes
+    # As in the environments that uv makes. To look for pip as for a module would break a later import of setuptools.
+    if version_of("pip") is None:
         raise CommandError(
             "the download needs pip, which this environment lacks: run uv pip install pip, or uvx --with pip"
         )
-    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and not installed(name)]
+    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and version_of(name) is None]
     if missing:
         raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime[gguf]'")
-
-
-def installed(package: str) -> bool:
-    """Tell whether a package is there. To look for pip as for a module would break a later import of setuptools."""
-    return any(Distribution.discover(name=package))
 
 
 def _download(source: Source, folder: Path) -> Path:

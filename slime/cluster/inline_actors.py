@@ -146,7 +146,7 @@ class InlineActors(Actors):
 
     def connect(self) -> None:
         self._process = _ProcessState()
-        set_compute_variables(deterministic=True)
+        set_compute_variables()
         self._connected = True
 
     def disconnect(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ClusterError, door
+from slime.models.cpu_memory import COMPUTE_VARIABLES
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -121,15 +122,8 @@ class Placement:
 def thread_environment(threads: int | None) -> dict[str, str]:
     """Environment variables for a process that shares the CPU cores with other processes."""
     count = str(threads or 1)
-    return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        # Threads that spin while they wait would take the cores from processes that compute.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
-        "TOKENIZERS_PARALLELISM": "false",
-        "MKL_CBWR": os.environ.get("MKL_CBWR", "AUTO"),  # the same bits for every alignment of buffers, as inline
-    }
+    own = {name: os.environ.get(name, value) for name, value in COMPUTE_VARIABLES.items()}
+    return {**own, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
 
 
 def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,15 @@ HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # torch reads this variable at its f
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """The variables for the number of kernels that oneDNN keeps, and ideep, which is the layer between torch and oneDNN."""
 KERNELS_KEPT = "64"
+COMPUTE_VARIABLES = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # Threads that spin while they wait would take the cores from those that compute.
+    "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
+    "TOKENIZERS_PARALLELISM": "false",
+    # MKL gives the same bits for every alignment of buffers, at no measurable cost. Without it, the embedded engine in
+    # deterministic mode computes attention row by row.
+    "MKL_CBWR": "AUTO",
+}
+"""The variables of every process that computes, in a run with Ray and in one that is inline: equal, for equal bits."""
 
 
 @contextlib.contextmanager
@@ -72,24 +81,15 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, LARGEST_INT))
 
 
-def set_compute_variables(deterministic: bool) -> None:
+def set_compute_variables() -> None:
     """Set the environment variables that torch's libraries read once, unless the user has set them.
 
     OpenMP reads its own when torch is imported, MKL at its first matrix product.
-
-    Args:
-        deterministic: Let MKL give the same bits for every alignment of buffers, at no measurable cost. Without it, the
-            embedded engine in deterministic mode computes attention row by row.
     """
-    # Threads that spin block each other on busy cores. But a short spin saves a third of the time, because many
-    # operations take only microseconds.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in COMPUTE_VARIABLES.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault(*HUGE_PAGES)  # huge pages for the large tensors of torch
     bound_kernel_caches()
-    if deterministic:
-        os.environ.setdefault("MKL_CBWR", "AUTO")
 
 
 def bound_kernel_caches() -> None:

