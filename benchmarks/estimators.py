@@ -123,7 +123,7 @@ def train_flags(args: argparse.Namespace, job: Job, rows: Path) -> list[str]:
 
 def run_all(args: argparse.Namespace, jobs: list[Job]) -> dict[str, str]:
     """Run what is not finished, ``--parallel`` at a time. Returns a line for each job that failed."""
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     rows = {seed: make_products(args.output_dir / f"data-seed{seed}", seed=seed)[0] for seed in args.seeds}
     slots: SimpleQueue[int] = SimpleQueue()

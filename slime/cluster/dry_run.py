@@ -61,7 +61,7 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
 
 def _fit(args: Args, asynchronous: bool, say: Say) -> None:
     """Print the memory of each phase on the GPUs of this machine, and why the run does not fit, if it does not."""
-    from slime.plan.warn import installed_kind, memory_by_phase, misfits
+    from slime.plugins.tools.plan.warn import installed_kind, memory_by_phase, misfits
 
     kind = installed_kind()
     if kind is None:

@@ -1,7 +1,7 @@
 """Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic endpoint.
 
 This module contains the names of the parsers, so that an unknown name is reported before any process starts. The
-parsers themselves are in ``slime.agent``.
+parsers themselves are in ``slime.plugins.agents``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-AGENT_GENERATE = "slime.agent.rollout.generate"
+AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 
 
 TOOL_PARSERS = (

@@ -275,7 +275,7 @@ class RewardConfig:
         "full",
         choices=("full", "process"),
         help="Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see "
-        "slime/rollout/sandbox.py",
+        "slime/plugins/agents/sandbox.py",
     )
     reward_timeout: float = flag(
         30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"

@@ -11,10 +11,10 @@ from slime.config.flag import flag
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-ENVIRONMENT_SOURCE = "slime.environments.source.EnvironmentSource"
-ENVIRONMENT_GENERATE = "slime.environments.rollout.generate"
-MCP_GENERATE = "slime.environments.mcp.generate"
-PROGRAMS = {"verifiers": "slime.environments.verifiers.run"}
+ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
+ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
+MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
+PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
 """Agent program of each environment that speaks with the model by itself, by the name of the environment."""
 
 

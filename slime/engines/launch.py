@@ -13,9 +13,9 @@ from slime.engines.keys import send_key
 from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
 if TYPE_CHECKING:
-    from slime.engines.embedded.inline import EngineThread
     from slime.engines.plan import EngineSpec
     from slime.engines.settings import EngineSettings
+    from slime.plugins.embedded.inline import EngineThread
 
 
 Node = tuple[int, int, str | None]
@@ -44,7 +44,7 @@ def start_engine(
     if settings.fp8 is not None and spec.updates:
         settings, spec = _quantized(settings, spec)
     if settings.backend != "sglang" and settings.inline is not None:
-        from slime.engines.embedded.inline import EngineThread
+        from slime.plugins.embedded.inline import EngineThread
 
         return EngineThread(settings, spec.index, log_path, listens=settings.inline == "port")
     if settings.backend != "sglang":

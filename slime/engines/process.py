@@ -203,7 +203,7 @@ def start_embedded_engine(
     The engine ends when the calling process ends, even if the caller is killed.
     """
     port = port or free_port(host)
-    command = [*module_command("slime.engines.embedded.server"), "--parent-pid", str(os.getpid())]
+    command = [*module_command("slime.plugins.embedded.server"), "--parent-pid", str(os.getpid())]
     command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
     options = {
         "--dtype": settings.dtype,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from slime.engines.flat import ALIGNMENT, Entry
-from slime.weights.delta import Encoding
+from slime.plugins.delta.delta import Encoding
 
 MANIFEST = "slime_weights.json"
 LOCK = ".slime.lock"

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from slime.cli.errors import CommandError
-from slime.cli.init import STARTERS, TASKS, init
 from slime.cli.main import main
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
+from slime.plugins.tools.commands.init import STARTERS, TASKS, init
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ELSEWHERE = dict.fromkeys(("single-turn", "agent"), pytest.mark.long)

@@ -102,7 +102,7 @@ def test_the_http_surface_that_is_documented_is_served() -> None:
     text = (CHECKOUT / "docs/en/backends.md").read_text(encoding="utf-8")
     table = text.split("### The HTTP that engines speak")[1].split("## ")[0]
     documented = set(re.findall(r"(?<=[`\s])/[a-z_0-9/]+", table))
-    server = "".join(file.read_text(encoding="utf-8") for file in CHECKOUT.glob("slime/engines/embedded/*.py"))
+    server = "".join(file.read_text(encoding="utf-8") for file in CHECKOUT.glob("slime/plugins/embedded/*.py"))
     assert len(documented) > 20
     assert not {path for path in documented if f'"{path}"' not in server}
 

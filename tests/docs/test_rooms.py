@@ -85,14 +85,20 @@ STRINGS: dict[tuple[str, str], str] = {
         "slime.config.rollout",
         "slime.rollout.fully_async_rollout",
     ): "a value of --rollout-function-path with other checks",
-    ("slime.config.agent", "slime.agent.rollout"): "--custom-generate-function-path, where an agent is given",
-    ("slime.config.environment", "slime.environments.source"): "--data-source-path, where --environment is given",
+    ("slime.config.agent", "slime.plugins.agents.rollout"): "--custom-generate-function-path, where an agent is given",
     (
         "slime.config.environment",
-        "slime.environments.rollout",
+        "slime.plugins.agents.environments.source",
+    ): "--data-source-path, where --environment is given",
+    (
+        "slime.config.environment",
+        "slime.plugins.agents.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
-    ("slime.config.environment", "slime.environments.mcp"): "the same, where --mcp-server is given",
-    ("slime.config.environment", "slime.environments.verifiers"): "--agent-function-path, for tasks of verifiers",
+    ("slime.config.environment", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
+    (
+        "slime.config.environment",
+        "slime.plugins.agents.environments.verifiers",
+    ): "--agent-function-path, for tasks of verifiers",
     (
         "slime.config.observability",
         "slime.rollout.forge_load",
@@ -100,7 +106,7 @@ STRINGS: dict[tuple[str, str], str] = {
     ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
     (
         "slime.engines.sglang_api",
-        "slime.weights.delta_loader",
+        "slime.plugins.delta.loader",
     ): "SGLang imports it in its server process",
 }
 """Dotted paths of modules above that must be strings, each with the reason."""

@@ -28,7 +28,7 @@ def engines():
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("SLIME_TEST_RUN") == RUN and "slime.engines.embedded.server" in process.cmdline():
+            if process.environ().get("SLIME_TEST_RUN") == RUN and "slime.plugins.embedded.server" in process.cmdline():
                 found.append(process.pid)
         except psutil.Error:
             continue

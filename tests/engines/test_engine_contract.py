@@ -416,7 +416,7 @@ def test_update_from_disk(handle: EngineHandle, contract_engine: ContractEngine,
 def test_update_over_gloo(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
     from datetime import timedelta
 
-    from slime.engines.embedded.routes_weights import join_group
+    from slime.plugins.embedded.routes_weights import join_group
 
     state, port, name = tensors(contract_engine.other_model), free_port(), "contract-group"
     before = greedy_ids(handle.url)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
 
-from slime.engines.embedded import deterministic
-from slime.engines.embedded.loading import Loaded
+from slime.plugins.embedded import deterministic
+from slime.plugins.embedded.loading import Loaded
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {},  # hidden 44, intermediate 76: elementwise loops have tails
@@ -130,7 +130,7 @@ def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None
     """As in a notebook that has computed something, so that MKL no longer reads ``MKL_CBWR``."""
     code = (
         "import os, sys, torch; torch.randn(300, 300) @ torch.randn(300, 300)\n"
-        "from slime.engines.embedded.loading import EngineOptions, load_engine\n"
+        "from slime.plugins.embedded.loading import EngineOptions, load_engine\n"
         "loaded = load_engine(EngineOptions(sys.argv[1], deterministic=True, max_total_tokens=512))\n"
         "print(max(loaded.engine.runner.row_counts))"
     )

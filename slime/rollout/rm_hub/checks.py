@@ -6,9 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from slime.data.eval_config import resolve_eval_datasets
-from slime.rollout.rm_hub import code, model_rm
+from slime.plugins.agents.sandbox import Isolation, SandboxUnavailable
+from slime.plugins.rewards import code
+from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.dispatch import load_reward
-from slime.rollout.sandbox import Isolation, SandboxUnavailable
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -19,10 +19,11 @@ from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
 from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
+from slime.plugins.rewards import code, ifbench
 from slime.rollout.end_token import local_tokenizer, spoken
 from slime.rollout.hooks import parameters
 from slime.rollout.prompts import render
-from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
+from slime.rollout.rm_hub import dapo, f1, gpqa, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
 from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
 from slime.rollout.rm_hub.text import last_boxed

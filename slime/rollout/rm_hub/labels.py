@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from slime.rollout.rm_hub import code, gpqa, ifbench
+from slime.plugins.rewards import code, ifbench
+from slime.rollout.rm_hub import gpqa
 from slime.rollout.rm_hub.last_number import number_label
 from slime.rollout.rm_hub.math import gold_answer
 from slime.rollout.rm_hub.text import normalize_math

@@ -160,7 +160,7 @@ def _through_folder(settings: WeightSyncSettings) -> Transport:
     claim(folder)
     keep, written = settings.keep_files, settings.on_written
     if settings.delta:
-        from slime.weights.transports.delta import DeltaTransport
+        from slime.plugins.delta.transport import DeltaTransport
 
         encoding, checksum = settings.delta_encoding, settings.delta_checksum
         return DeltaTransport(folder, model, deadline, encoding, checksum, keep, written)

@@ -26,10 +26,10 @@ from megatron_ranks import (
 )
 from pairwise import pairwise
 
-from slime.verify.rank import leave_model
+from slime.plugins.tools.verify.rank import leave_model
 
 LARGE, STEP = 1e6, 16.0
-"""As in ``slime/verify/rank.py``: one step of Adam changes each factor by ``-STEP`` times its gradient."""
+"""As in ``slime/plugins/tools/verify/rank.py``: a step of Adam changes a factor by ``-STEP`` times its gradient."""
 LORA: dict[str, Any] = dict(
     lora_rank=3,
     lora_alpha=6.0,

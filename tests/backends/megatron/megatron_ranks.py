@@ -11,8 +11,8 @@ from typing import Any
 
 from pairwise import pairwise
 
-from slime.verify.batch import batch_of_rank
-from slime.verify.rank import leave_model
+from slime.plugins.tools.verify.batch import batch_of_rank
+from slime.plugins.tools.verify.rank import leave_model
 
 
 @dataclass(frozen=True)
