@@ -132,8 +132,8 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
 
     @contextmanager
     def serve(args: Any) -> Iterator[Any]:
-        from slime.engines.process import start_embedded_engine
         from slime.engines.settings import EngineSettings
+        from slime.plugins.embedded.launch import start_embedded_engine
 
         process = start_embedded_engine(
             EngineSettings.from_args(args), 0, log_path=tmp_path_factory.mktemp("log") / "engine.log"

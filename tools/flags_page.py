@@ -9,12 +9,13 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from slime.algorithms.registry import ALGORITHMS, documented_table
 from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag, Status, range_text
 from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES
 from slime.config.parser import metavar
+from slime.registry import find
+from slime.registry import parts as registered
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "reference" / "flags.md"
@@ -205,6 +206,16 @@ def _is_args(node: ast.expr) -> bool:
     return name in ("args", "_args")
 
 
+def documented_table() -> str:
+    """The table of estimators, with one row for each class."""
+    lines = ["| name | advantage of token t | policy loss | other flags | source |", "|---|---|---|---|---|"]
+    # With vars(), because an inherited row describes another estimator.
+    lines += [
+        f"| `{name}` | " + " | ".join(vars(find("algorithm", name))["row"]) + " |" for name in registered("algorithm")
+    ]
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
+
+
 def algorithms_page(text: str) -> str:
     """The page with the table of the built-in estimators as their classes have it; rows of other names stay below."""
     head = documented_table().splitlines()[0]
@@ -222,7 +233,7 @@ def main() -> None:
     output.write_text(page())
     print(f"{output}: {len(FLAGS)} flags")
     ALGORITHMS_PAGE.write_text(algorithms_page(ALGORITHMS_PAGE.read_text()))
-    print(f"{ALGORITHMS_PAGE}: {len(ALGORITHMS)} estimators")
+    print(f"{ALGORITHMS_PAGE}: {len(registered('algorithm'))} estimators")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.algorithms.dr_grpo import pg_loss_reducer
-from slime.algorithms.registry import ALGORITHMS
 from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path
 from slime.config.hooks import HookError, load_function
+from slime.registry import find, load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -26,7 +26,7 @@ class AlgorithmConfig:
 
     advantage_estimator: str = flag(
         "grpo",
-        choices=tuple(ALGORITHMS),
+        kind_of_part="algorithm",
         or_hook=True,
         help="Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic",
     )
@@ -104,14 +104,13 @@ def algorithm_class(name: str) -> type[Algorithm]:
         HookError: ``name`` is neither a built-in name nor the path of a class that derives from :class:`Algorithm`.
             Importing the user's file may raise any other exception.
     """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    if not is_hook_path(name):
+    known = parts("algorithm")
+    if name not in known and not is_hook_path(name):
         raise HookError(
-            f"--advantage-estimator {name!r} is neither one of {', '.join(ALGORITHMS)} nor the path of your own class"
+            f"--advantage-estimator {name!r} is neither one of {', '.join(known)} nor the path of your own class"
         )
     try:
-        found: type[Algorithm] = load_function(name)
+        found: type[Algorithm] = find("algorithm", name) if name in known else load_function(name)
     except HookError as error:
         raise HookError(f"--advantage-estimator: {error}") from None
     if problem := class_problem(found):
@@ -136,7 +135,17 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         max_response_len=args.rollout_max_response_len,
         # Attributes that are not flags: the user's own settings, which a user's estimator can read.
         custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
+        own=_own_flags(args),
     )
+
+
+def _own_flags(args: Args) -> Any:
+    """Return the values of the flags that the estimator brings (:class:`slime.registry.Part`); None if it has none."""
+    part = parts("algorithm").get(args.advantage_estimator)
+    if part is None or part.flags is None:
+        return None
+    section = load(part.flags)
+    return section(**{name: getattr(args, name) for name in flags_of(section)})
 
 
 def loading_problem(name: str) -> str | None:
@@ -167,7 +176,7 @@ def estimator_label(name: str) -> str:
 
 def known_where(fact: str, value: bool = True) -> str:
     """List the built-in estimators whose attribute ``fact`` has a value, such as ``known_where("needs_critic")``."""
-    return " or ".join(name for name, one in ALGORITHMS.items() if getattr(one, fact) is value)
+    return " or ".join(name for name in parts("algorithm") if getattr(find("algorithm", name), fact) is value)
 
 
 def check_estimator(args: Args) -> list[str]:

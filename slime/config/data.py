@@ -16,6 +16,7 @@ from slime.config.rollout import (
     is_fully_async,
     rotary_problem,
 )
+from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -231,9 +232,6 @@ def check_eval_files(args: Args) -> list[str]:
     return problems
 
 
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "code", "last_number", "random", "remote_rm")
-
-
 SFT_LIKE = ("sft_loss", "custom_loss")
 
 
@@ -243,9 +241,9 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        help="Built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, code, last_number, random or remote_rm, each "
-        "also with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
-        "other flag provides rewards",
+        help="Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the "
+        "prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no other flag "
+        "provides rewards",
     )
     math_answer: str = flag(
         DERIVED,
@@ -314,8 +312,8 @@ def needs_reward(args: Args) -> bool:
 def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
     """Explain why a reward type of a flag, an evaluation set or a row cannot be used; None if it can."""
     base = rm_type.removeprefix("boxed_")
-    if base not in RM_TYPES:
-        return f"not one of {', '.join(RM_TYPES)} (each may have the prefix boxed_)"
+    if base not in parts("reward"):
+        return f"not one of {', '.join(parts('reward'))} (each may have the prefix boxed_)"
     return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.dr_grpo import DrGrpo
 from slime.algorithms.grpo import Grpo
-from slime.algorithms.registry import ALGORITHMS
 from slime.config.algorithm import algorithm_class, known_where, loading_problem
 from slime.config.flag import flags_of
 from slime.config.rollout import OWN_FUNCTIONS, is_fully_async
@@ -63,7 +62,8 @@ class Row(NamedTuple):
 
 def _is_of_the_user(run: Loop) -> object:
     """Whether the user's own code computes advantages; what it reads is not known."""
-    return run.args.advantage_estimator not in ALGORITHMS or run.args.custom_advantage_function_path
+    known = algorithm_class(run.args.advantage_estimator).__module__.startswith("slime.algorithms.")
+    return not known or run.args.custom_advantage_function_path
 
 
 def _has_kl(run: Loop) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slime.config.flag import flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.machine import installed
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION
+from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -199,16 +200,6 @@ def check_debug_files(args: Args) -> list[str]:
     return problems
 
 
-TRACKER_PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "'slime[wandb]'",
-    "mlflow": "'slime[mlflow]'",
-    "trackio": "'slime[trackio]'",
-    "swanlab": "'slime[swanlab]'",
-}
-"""What to install for each tracker that has a name, which is also the name of its module."""
-
-
 def chosen_trackers(args: Args) -> list[str]:
     """Return the trackers of a run: those of ``--tracker``, or those that the older switches choose."""
     if args.tracker is not None:
@@ -216,21 +207,21 @@ def chosen_trackers(args: Args) -> list[str]:
     return ["tensorboard"] * args.use_tensorboard + ["wandb"] * args.use_wandb
 
 
-def tracker_package(name: str) -> str:
-    """Return what ``pip install`` needs for a tracker."""
-    return TRACKER_PACKAGES.get(name, name)
+def tracker_packages() -> dict[str, tuple[str, str] | None]:
+    """Return for each tracker that has a name its module and what ``pip install`` needs; None if it needs nothing."""
+    own = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "'slime[wandb]'")}
+    return {**own, **{name: part.package for name, part in parts("tracker").items()}}
 
 
 def _check_trackers(args: Args) -> list[str]:
-    problems = []
+    problems, known = [], tracker_packages()
     for name in chosen_trackers(args):
-        if name in TRACKER_PACKAGES:
-            if args.tracker is not None and not installed(name):
-                problems.append(f"--tracker {name}: it is not installed; run pip install {tracker_package(name)}")
+        if name in known:
+            package = known[name]
+            if args.tracker is not None and package is not None and not installed(package[0]):
+                problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
         elif not is_hook_path(name):
-            problems.append(
-                f"--tracker {name}: known are {', '.join(TRACKER_PACKAGES)}, and classes of your own (file.py:Name)"
-            )
+            problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
     given = [f"--{name.replace('_', '-')}" for name in ("use_tensorboard", "use_wandb") if name in args.explicit]
     if args.tracker is not None and given:
         problems.append(f"--tracker and {', '.join(given)} exclude each other: name all trackers in --tracker")

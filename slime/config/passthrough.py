@@ -170,7 +170,7 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
     kind = entry["kind"]
     value_type = bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
     choices = tuple(entry.get("choices", ()))
-    return Flag(name, option, kind, value_type, entry.get("default"), "", group, choices=choices)
+    return Flag(name, option, kind, value_type, entry.get("default"), "", group, fixed_choices=choices)
 
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:

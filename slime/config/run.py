@@ -32,7 +32,7 @@ class RunConfig:
         DERIVED,
         help="Inference backend: sglang, or embedded (slime's own server). Default: sglang on a CUDA machine where "
         "SGLang is installed, otherwise embedded",
-        choices=("embedded", "sglang"),
+        kind_of_part="engine",
     )
     deterministic: bool = flag(
         DERIVED,

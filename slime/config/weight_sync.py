@@ -32,7 +32,7 @@ class WeightSyncConfig:
     )
     update_weight_transport: str = flag(
         "nccl",
-        choices=("nccl", "disk"),
+        kind_of_part="transport",
         help="Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise "
         "NCCL or gloo). disk: through files in --update-weight-disk-dir",
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.flat import NamedTensor
     from slime.engines.handle import EngineHandle
-    from slime.plugins.delta.delta import Encoding
+    from slime.weights.published import Encoding
 
 _RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up

@@ -17,7 +17,6 @@ from torch import Tensor
 from slime.algorithms import baselines, dapo, distillation, mis, rloo, sft, value_loss, whitening
 from slime.algorithms.kl import KL_TYPES
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LOSSES, LossSettings, TokenBatch, compute_loss
 from slime.backends.megatron_utils import loss as corrections
@@ -25,6 +24,7 @@ from slime.config.args import Args
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Sample
 from slime.utils import ppo_utils
+from tests.every_algorithm import ALGORITHMS
 
 DATA = yaml.safe_load((Path(__file__).parent / "reference_numbers.yaml").read_text())
 WITHOUT_FORMULA = {"get_log_probs_and_entropy", "get_responses", "policy_loss_function"}

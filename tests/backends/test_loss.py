@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
 from slime.backends import advantages, loss
 from slime.backends.advantages import AdvantageSettings
 from slime.backends.loss import LossSettings, divide_by_weights, is_max_metric, rescale_diagnostics
 from slime.backends.token_batch import TokenBatch
 from slime.config.args import FLAGS, Args
+from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args as resolved_args
 
 quick = settings(deadline=None, max_examples=40)

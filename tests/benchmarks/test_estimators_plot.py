@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slime.algorithms.registry import ALGORITHMS
 from slime.config.parser import parse_args as parse_train_args
+from tests.every_algorithm import ALGORITHMS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "estimators.py"
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.registry import ALGORITHMS
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Sample
+from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args
 
 

@@ -73,8 +73,8 @@ async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
 
 @pytest.fixture(scope="module")
 def judge(smollm2, tmp_path_factory):
-    from slime.engines.process import start_embedded_engine
     from slime.engines.settings import EngineSettings
+    from slime.plugins.embedded.launch import start_embedded_engine
 
     args = arguments(
         smollm2, rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", embedded_max_running_requests=8,

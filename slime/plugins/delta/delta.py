@@ -15,15 +15,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slime.engines.flat import Bucket, Entry, NamedTensor, flatten, layout
+from slime.weights.published import Encoding
 
 if TYPE_CHECKING:
     import torch
-
-Encoding = Literal["xor", "overwrite"]
-"""Whether a changed byte is sent as (old xor new), or as its new value."""
 
 _DENSE = 0.25  # all bytes are sent if at least this part of them changed
 CHUNK = 1 << 26  # bytes that are compared at a time, which bounds the memory for positions

@@ -21,9 +21,9 @@ from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.weights.published import Manifest, PublishedBucket, Status, publishing, reports_folder, request
-from slime.weights.settings import Written
-from slime.weights.transports.base import OpenWindow, SendResult, stream
-from slime.weights.transports.disk import copy_model_files, write_index, write_shard
+from slime.weights.settings import WeightSyncSettings, Written
+from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
+from slime.weights.transports.disk import claimed_folder, copy_model_files, write_index, write_shard
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _PACKERS = min(8, os.cpu_count() or 1)
@@ -223,3 +223,14 @@ def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
         raise EngineError(
             f"{url}: only {len(reports)} of {ranks} ranks reported; --update-weight-disk-dir must be visible to all"
         )
+
+
+def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
+    folder, model = claimed_folder(settings)
+    encoding, checksum = settings.delta_encoding, settings.delta_checksum
+    return DeltaTransport(
+        folder, model, settings.step_seconds, encoding, checksum, settings.keep_files, settings.on_written
+    )
+
+
+DELTA = TransportKind(_create, through_folder=True)

@@ -4,3 +4,10 @@
 (``engine.py``). ``scheduler.py`` selects the tokens of the next forward, ``runner.py`` computes them, and
 ``sampling.py`` samples from the logits. The rest of slime imports nothing from here; clients use HTTP.
 """
+
+from slime.registry import register
+
+
+def parts() -> None:
+    """Register the engine."""
+    register("engine", "embedded", "slime.plugins.embedded.launch:start")

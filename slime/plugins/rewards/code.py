@@ -23,6 +23,7 @@ from slime.data.sample import Sample
 from slime.plugins.agents.sandbox import Isolation, Limits, Result, Sandbox, SandboxUnavailable
 from slime.plugins.rewards.code_tests import BadTests, CodeTests, Trial, read_tests, trials
 from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.reward import Reward
 from slime.rollout.verifier.pool import default_workers
 
 if TYPE_CHECKING:
@@ -145,3 +146,16 @@ def unreadable(label: object, metadata: Mapping[str, object]) -> str | None:
     except BadTests as error:
         return str(error)
     return None
+
+
+def _check(args: Args) -> list[str]:
+    """Try out the sandbox on this machine."""
+    isolation: Isolation = "full" if args.code_isolation == "full" else "process"
+    try:
+        sandbox(args.code_timeout, args.code_memory_mb, 1, isolation)
+    except SandboxUnavailable as error:
+        return [f"--rm-type code: {error} (--code-isolation process)"]
+    return []
+
+
+CODE = Reward(code_reward, label_problem=unreadable, own_answer=None, check=_check)

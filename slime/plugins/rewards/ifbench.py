@@ -15,6 +15,7 @@ from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.plugins.rewards.ifbench_checks import follows, instructions_problem
 from slime.rollout.rm_hub.outcome import verify
+from slime.rollout.rm_hub.reward import Reward
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -79,3 +80,6 @@ def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict
     example = library.InputExample(key=0, instruction_id_list=instructions, prompt=prompt, kwargs=given)
     outcome = library.test_instruction_following_strict(example, {prompt: response})
     return sum(outcome.follow_instruction_list) / max(len(instructions), 1)
+
+
+IFBENCH = Reward(ifbench_reward, label_problem=lambda _, metadata: unreadable(metadata), own_answer=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import yaml
 
 from slime.config.hooks import HookError, load_function
 from slime.plugins.agents.environments.base import Environment, EnvironmentProblem
+from slime.registry import find, parts
 from slime.types import JsonValue
 
 
@@ -21,17 +21,6 @@ class Make(Protocol):
     """Creates an environment from what follows its name, and its options."""
 
     def __call__(self, what: str, /, **options: JsonValue) -> Environment: ...
-
-
-ADAPTERS = {
-    "gymnasium": "slime.plugins.agents.environments.gymnasium:make",
-    "openenv": "slime.plugins.agents.environments.openenv:make",
-    "reasoning_gym": "slime.plugins.agents.environments.reasoning_gym:make",
-    "verifiers": "slime.plugins.agents.environments.verifiers:make",
-}
-"""Function that creates an environment of each package, by the name of the package."""
-EXTRAS = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
-"""The extra of slime that installs each package."""
 
 
 _TEXTS = ("system", "tag")
@@ -44,7 +33,7 @@ class Spec:
     """A parsed value of ``--environment``: ``NAME:WHAT?key=value&key=value``.
 
     Attributes:
-        name: A key of :data:`ADAPTERS`, or the path of the user's own class; then ``what`` is empty.
+        name: The name of a registered environment, or the path of the user's own class; then ``what`` is empty.
         options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list. The texts of the
             adapters (``system``, ``tag``) are taken as they are, unless they stand in quotes.
     """
@@ -62,7 +51,7 @@ class Spec:
         """
         head, _, query = text.partition("?")
         name, _, what = head.partition(":")
-        if name not in ADAPTERS and "." in head:
+        if name not in parts("environment") and "." in head:
             name, what = head, ""
         options: dict[str, JsonValue] = {}
         for part in filter(None, query.split("&")):
@@ -72,7 +61,7 @@ class Spec:
             if key in options:
                 raise EnvironmentProblem(f"the option {key} is given twice")
             value = unquote(value)
-            if name in ADAPTERS and key in _TEXTS and not _QUOTED.fullmatch(value):
+            if name in parts("environment") and key in _TEXTS and not _QUOTED.fullmatch(value):
                 options[key] = value
                 continue
             try:
@@ -103,7 +92,7 @@ def own_seed(text: str, seed: int) -> str:
     """Return the value of ``--environment`` in its full form, with the seed of the run if it has no ``seed`` of its
     own. The user's own environments get no option that they do not ask for."""
     spec = Spec.parse(text)
-    return str(spec.with_default("seed", seed) if spec.name in ADAPTERS else spec)
+    return str(spec.with_default("seed", seed) if spec.name in parts("environment") else spec)
 
 
 @functools.cache
@@ -116,8 +105,9 @@ def environment(text: str) -> Environment:
     spec = Spec.parse(text)
     try:
         made: object
-        if spec.name in ADAPTERS:
-            made = _adapter(spec.name)(spec.what, **spec.options)
+        if spec.name in parts("environment"):
+            make: Make = find("environment", spec.name)
+            made = make(spec.what, **spec.options)
         else:
             made = _own(spec.name)(**spec.options)
         count = len(made) if isinstance(made, Environment) else 1
@@ -129,22 +119,16 @@ def environment(text: str) -> Environment:
         raise EnvironmentProblem(f"it cannot be created: {type(error).__name__}: {error}"[:2000]) from error
     if not isinstance(made, Environment):
         raise EnvironmentProblem(
-            f"{spec.name} gives a {type(made).__name__}, not a slime.plugins.agents.environments.base.Environment"
+            f"{spec.name} gives a {type(made).__name__}, not a slime.environments.base.Environment"
         )
     if count < 1:
         raise EnvironmentProblem("it has no tasks")
     return made
 
 
-def _adapter(name: str) -> Make:
-    module, _, function = ADAPTERS[name].partition(":")
-    make: Make = getattr(importlib.import_module(module), function)
-    return make
-
-
 def _own(name: str) -> Callable[..., object]:
     if "." not in name:
-        known = ", ".join(ADAPTERS)
+        known = ", ".join(parts("environment"))
         raise EnvironmentProblem(f"there is no environment {name!r}: known are {known}, and file.py:Class of your own")
     try:
         found: Callable[..., object] = load_function(name)
@@ -157,9 +141,7 @@ def _own(name: str) -> Callable[..., object]:
 
 def missing_package(package: str, error: ImportError) -> EnvironmentProblem:
     """The error for a package that is not installed, or that lacks a part."""
-    name = package.replace("-", "_")
-    extra = EXTRAS.get(name, name)
     return EnvironmentProblem(
-        f"the package {package} cannot be imported ({error}): install it with pip install 'slime[{extra}]', or "
+        f"the package {package} cannot be imported ({error}): install it with pip install 'slime[{package}]', or "
         f"pip install {package}"
     )

@@ -43,7 +43,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument("--layouts", type=whole(0, 1000), default=5, help="layouts to show, 0 for none (default: 5)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON instead")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, takes_flags=True)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -168,8 +168,8 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
-        from slime.engines.process import start_embedded_engine
         from slime.engines.settings import EngineSettings
+        from slime.plugins.embedded.launch import start_embedded_engine
 
         logging.disable_progress_bar()
         folder = Path(self._folder.name) / "model"

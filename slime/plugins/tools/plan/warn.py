@@ -51,3 +51,23 @@ def misfits(args: Args, kind: GpuKind, asynchronous: bool = False) -> list[str]:
         return []
     run = read_run(args, kind, asynchronous)
     return list(make_plan(run).problems) if run is not None else []
+
+
+def warnings(args: Args, asynchronous: bool = False) -> list[str]:
+    """Say why a run may not fit on the GPUs of this machine.
+
+    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
+    """
+    kind = installed_kind()
+    problems = misfits(args, kind, asynchronous) if kind is not None else []
+    return [f"the run may not fit on its GPUs: {problem}" for problem in problems]
+
+
+def report(args: Args, asynchronous: bool = False) -> list[str]:
+    """The memory of each phase on the GPUs of this machine, and why the run does not fit, if it does not."""
+    kind = installed_kind()
+    if kind is None:
+        return ["whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"]
+    lines = [f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)"]
+    lines += [f"  {line}" for line in memory_by_phase(args, kind, asynchronous)]
+    return lines + [f"  warning: {line}" for line in misfits(args, kind, asynchronous)]

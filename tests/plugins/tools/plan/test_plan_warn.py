@@ -34,7 +34,7 @@ def test_the_drivers_name_says_the_kind(tmp_path: Path, name: str, kind: str | N
 def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slime.cluster.checks import warn_of_memory
+    from slime.cluster.checks import print_warnings
     from slime.config.machine import Machine
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
@@ -46,7 +46,7 @@ def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
         args, problems = read_command_line([*words, "--actor-num-gpus-per-node", "1", "--num-rollout", "1"])
         assert not problems + resolve_defaults(args, machine=Machine(1, 16, False))
         monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
-        warn_of_memory(args)
+        print_warnings(args)
         return capsys.readouterr().err
 
     assert started(DENSE, "h200") == ""

@@ -1,0 +1,182 @@
+"""The one table of names: which class or function a name stands for, slime's own and those of other packages.
+
+A part is registered with the place of its code, so nothing is imported before a run uses it::
+
+    from slime.registry import register
+
+    def parts() -> None:
+        register("reward", "haiku", "my_package.haiku:HAIKU")
+
+A package names such a function as an entry point of the group ``slime.plugins``. It is called once in each process, when
+a name is first asked for. The plug-ins in :mod:`slime.plugins` have a function ``parts`` too, and the core's own parts
+are at the end of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+GROUP = "slime.plugins"
+"""The group of entry points of other packages."""
+
+KINDS = {
+    "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
+    "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
+    "environment": "a function make(what, **options) that returns an Environment, for --environment",
+    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node), for --rollout-backend",
+    "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
+    "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
+    "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
+    "check": "a function check(args) that returns problems, one line each, before a run starts",
+    "warning": "a function warn(args, asynchronous) that returns warnings for the start of a run, one line each",
+    "report": "a function report(args, asynchronous) that returns lines for --dry-run",
+}
+
+
+class RegistryError(ValueError):
+    """Raised for a name that is not registered, or that two packages register."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One registered part.
+
+    Attributes:
+        target: The object itself, or its place (``package.module:name``).
+        flags: A dataclass whose fields are flags (:func:`slime.config.flag.flag`), or its place; None for none.
+        package: The module that the part needs, which may be missing, and what ``pip install`` gets it.
+        when: For a check: it is called only if one of these arguments is set.
+    """
+
+    kind: str
+    name: str
+    target: object
+    flags: object = None
+    package: tuple[str, str] | None = None
+    when: tuple[str, ...] = ()
+
+
+_parts: dict[tuple[str, str], Part] = {}
+_failed: list[str] = []
+
+
+def register(
+    kind: str,
+    name: str,
+    target: object,
+    *,
+    flags: object = None,
+    package: tuple[str, str] | None = None,
+    when: tuple[str, ...] = (),
+) -> None:
+    """Register a part; see :class:`Part` for the arguments.
+
+    Raises:
+        RegistryError: There is no such kind, or the name is taken by another part.
+    """
+    if kind not in KINDS:
+        raise RegistryError(f"{kind!r} is not a kind of part; the kinds are {', '.join(KINDS)}")
+    part = Part(kind, name, target, flags, package, when)
+    if (other := _parts.setdefault((kind, name), part)) != part:
+        raise RegistryError(f"the {kind} {name!r} is registered twice: {other.target} and {target}")
+
+
+def parts(kind: str) -> dict[str, Part]:
+    """Return the parts of a kind by their names, slime's own first. None of their code is imported."""
+    _discover()
+    return {part.name: part for part in _parts.values() if part.kind == kind}
+
+
+def find(kind: str, name: str) -> Any:
+    """Import the part of this name and return it.
+
+    Raises:
+        RegistryError: There is none.
+    """
+    known = parts(kind)
+    if name not in known:
+        failed = "".join(f"; {problem}" for problem in _failed)
+        raise RegistryError(f"there is no {kind} {name!r}; known are {', '.join(known)}{failed}")
+    return load(known[name].target)
+
+
+def sections() -> tuple[type, ...]:
+    """Return the dataclasses whose fields are the flags of parts, without duplicates."""
+    _discover()
+    return tuple(dict.fromkeys(load(part.flags) for part in _parts.values() if part.flags is not None))
+
+
+def failures() -> list[str]:
+    """Return one line for each other package whose parts could not be registered."""
+    _discover()
+    return list(_failed)
+
+
+def load(target: object) -> Any:
+    """Return the object of a place (``package.module:name``), or the object itself."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _discover() -> None:
+    import slime.plugins
+
+    for kind, name, target in _CORE:
+        register(kind, name, target, package=_PACKAGES.get(name))
+    for found in pkgutil.iter_modules(slime.plugins.__path__, f"{slime.plugins.__name__}."):
+        importlib.import_module(found.name).parts()
+    _failed.extend(_register_others())
+
+
+def _register_others() -> Iterator[str]:
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()()
+        except Exception as error:  # the code of another package can raise anything, and must not end every command
+            package = point.dist.name if point.dist is not None else point.value
+            yield (
+                f"the package {package} cannot register its parts ({point.value}: {type(error).__name__}: {error}); "
+                "mend or uninstall it"
+            )
+
+
+_CORE = (
+    ("algorithm", "grpo", "slime.algorithms.grpo:Grpo"),
+    ("algorithm", "gspo", "slime.algorithms.gspo:Gspo"),
+    ("algorithm", "cispo", "slime.algorithms.cispo:Cispo"),
+    ("algorithm", "rloo", "slime.algorithms.rloo:Rloo"),
+    ("algorithm", "dr_grpo", "slime.algorithms.dr_grpo:DrGrpo"),
+    ("algorithm", "reinforce_plus_plus", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlus"),
+    ("algorithm", "reinforce_plus_plus_baseline", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"),
+    ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
+    ("reward", "deepscaler", "slime.rollout.rm_hub.math:DEEPSCALER"),
+    ("reward", "dapo", "slime.rollout.rm_hub.dapo:DAPO"),
+    ("reward", "math", "slime.rollout.rm_hub.math:MATH"),
+    ("reward", "f1", "slime.rollout.rm_hub.f1:F1"),
+    ("reward", "gpqa", "slime.rollout.rm_hub.gpqa:GPQA"),
+    ("reward", "last_number", "slime.rollout.rm_hub.last_number:LAST_NUMBER"),
+    ("reward", "random", "slime.rollout.rm_hub.random_rm:RANDOM"),
+    ("reward", "remote_rm", "slime.rollout.rm_hub.remote_rm:REMOTE_RM"),
+    ("tracker", "mlflow", "slime.observability.trackers:Mlflow"),
+    ("tracker", "trackio", "slime.observability.trackers:Trackio"),
+    ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
+    ("engine", "sglang", "slime.engines.sglang.launch:start"),
+    ("transport", "nccl", "slime.weights.transports.direct:DIRECT"),
+    ("transport", "disk", "slime.weights.transports.disk:DISK"),
+)
+
+_PACKAGES = {
+    "mlflow": ("mlflow", "'slime[mlflow]'"),
+    "trackio": ("trackio", "'slime[trackio]'"),
+    "swanlab": ("swanlab", "'slime[swanlab]'"),
+    "sglang": ("sglang", "'slime[sglang]'"),
+}
