@@ -7,9 +7,9 @@ A part is registered with the place of its code, so nothing is imported before a
     def parts() -> None:
         register("reward", "haiku", "my_package.haiku:HAIKU")
 
-A package names such a function as an entry point of the group ``slime.plugins``. It is called once in each process, when
-a name is first asked for. The plug-ins in :mod:`slime.plugins` have a function ``parts`` too, and the core's own parts
-are at the end of this file.
+A package names such a function as an entry point of the group ``slime.plugins``. It is called once in each process,
+when a name is first asked for. The plug-ins in :mod:`slime.plugins` have a function ``parts`` too, and the core's own
+parts are at the end of this file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = {
     "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
     "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
-    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node), for --rollout-backend",
+    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a RunningEngine",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",

@@ -30,7 +30,7 @@ class Inline:
 
     @classmethod
     def from_args(cls, args: Args) -> Inline:
-        own_engine = args.rollout_backend != "sglang" and not args.rollout_external_engine_addrs
+        own_engine = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
         paths = [getattr(args, name) for name in _USERS_HOOKS]
         listens = any(path and not str(path).startswith("slime.") for path in paths)
         several = "one process holds one training rank and one engine"

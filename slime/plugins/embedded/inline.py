@@ -37,7 +37,7 @@ class EngineThread:
         fate: Always empty: nobody kills a thread.
     """
 
-    bootstrap_port = None
+    bootstrap_port: int | None = None
     fate = ""
 
     def __init__(self, settings: EngineSettings, index: int, log_path: str | Path | None, listens: bool) -> None:

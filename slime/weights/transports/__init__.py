@@ -81,7 +81,7 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
     """Choose a transport from the flags and the placement, also for an adapter that engines load by name.
 
     The factors of such an adapter go to engines on the host of rank 0 through shared memory, to others in the body of
-    the request, and with ``--update-weight-transport disk`` through files. See :mod:`.direct` for weights that go from memory to memory.
+    the request, and with ``--update-weight-transport disk`` through files.
 
     Args:
         colocated_host: Whether all engines run on the host of rank 0.
