@@ -161,12 +161,12 @@ def test_columns_are_paths_texts_or_objects(columns: dict[str, Any], expected: d
 
 
 def test_the_table_is_well_formed() -> None:
-    from slime.config.data import RM_TYPES
+    from slime.registry import parts
 
     for name, entry in known_sets().items():
         assert data_name(name) is not None, name
         assert entry.keys() <= {"config", "split", "prompt", "label", "metadata", "rm_type"} and "prompt" in entry
-        assert entry.get("rm_type", "math") in RM_TYPES
+        assert entry.get("rm_type", "math") in parts("reward")
 
 
 def test_the_columns_of_the_table_are_those_of_the_real_sets(datasets_dir: Path) -> None:

@@ -26,7 +26,7 @@ from slime.plugins.tools.ui.runs import NoRuns, Runs
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 CHUNKS = 10
-MADE = Path(__file__).parents[1] / "ui" / "tiny"
+MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 SETTLED = Settled(True, False, 4, 1, None, None, 0, None, "/nowhere")
 COMMANDS = (
     ("doctor",),

@@ -21,7 +21,7 @@ from slime.plugins.tools.ui.runs import Runs
 from slime.plugins.tools.ui.server import Door, bind, serve
 
 CHUNKS = 10
-FOLDER = Path(__file__).parents[1] / "ui" / "tiny"
+FOLDER = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 PARTS = (
     *(
         "api",

@@ -20,7 +20,7 @@ from slime.observability.run_dir import UnreadableRun, read_settings
 from slime.plugins.tools.ui.runs import NoRuns, Runs
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
-MADE = Path(__file__).parents[1] / "ui" / "tiny"
+MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 DEEP = "[" * 100_000
 PAGES = ("overview", "doctor", "steps", "step/0", "prompts", "evaluations", "ledger", "engines", "sample/rollout/0/0")
 COMMANDS = (["doctor"], ["doctor", "--json"], ["summary"], ["summary", "--json"], ["ledger"], ["ledger", "--json"])

@@ -23,7 +23,7 @@ _ARRAY = re.compile(
 _VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=([^\s(].*)?$", re.MULTILINE)
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(.+?)[ \t]*$", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|\$(\w+)")
-_MODELS = Path(__file__).resolve().parents[2] / "scripts" / "models"
+_MODELS = Path(__file__).resolve().parents[3] / "scripts" / "models"
 _DEEPEST = 4  # files that source each other
 
 

@@ -19,7 +19,7 @@ from slime.plugins.agents.server import AgentServer
 from slime.rollout.state import GenerateState
 
 PYTHON = os.environ.get("SLIME_AGENTS_PYTHON", "")
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not PYTHON, reason="SLIME_AGENTS_PYTHON names no environment: bash scripts/test_agents.sh"),

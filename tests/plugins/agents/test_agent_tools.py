@@ -25,7 +25,7 @@ from slime.rollout.state import GenerateState
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 QUESTION = [{"role": "user", "content": "1 and 2?"}]
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 
 
 @pytest.fixture(scope="module")

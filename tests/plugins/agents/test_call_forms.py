@@ -152,7 +152,7 @@ def test_the_parser_by_template_and_model_type() -> None:
         auto("tools", "kimi_k2") == "kimi_k2" and auto("tools", "llama") == "llama3" and auto("tools", "x") == "hermes"
     )
     assert choose_parser("mistral", "tools <tool_call>", None) == "mistral"
-    templates = Path(__file__).parents[1] / "data" / "templates"
+    templates = Path(__file__).parents[2] / "data" / "templates"
     assert auto((templates / "qwen3.jinja").read_text()) == "hermes"
     assert auto((templates / "qwen3_5.jinja").read_text()) == "qwen3_coder"
 

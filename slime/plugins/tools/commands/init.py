@@ -13,7 +13,7 @@ from slime.cli.errors import CommandError, writing
 from slime.config.seeds import derive_seed
 from slime.plugins.tools.commands.make_data import make_products
 
-STARTERS = Path(__file__).parent / "starters"
+STARTERS = Path(__file__).parents[1] / "starters"
 SEED = 1
 HELD_OUT = 16
 SUMS = 96

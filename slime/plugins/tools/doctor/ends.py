@@ -15,7 +15,7 @@ from slime.plugins.tools.doctor.facts import Facts, shortened
 from slime.plugins.tools.doctor.findings import Finding
 from slime.plugins.tools.doctor.memory import memory_table
 
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[3])
 LONG_SECONDS = 120.0
 LONG_FACTOR = 5.0
 """A phase hangs if it lasts longer than this, and longer than this many times its median."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "examples"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[3] / "examples"), str(Path(__file__).parent)]
 
 from scripted_engine import Script, byte_tokenizer  # noqa: E402
 

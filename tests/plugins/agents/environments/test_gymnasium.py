@@ -144,7 +144,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 async def test_the_example_of_the_guide_is_an_environment(
     play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guide = Path(__file__).parents[2] / "docs" / "en" / "environments.md"
+    guide = Path(__file__).parents[4] / "docs" / "en" / "environments.md"
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
     for block in blocks:
         name = block.split('"""')[1].partition(":")[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-sys.path.append(str(Path(__file__).parents[1] / "agent"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 

@@ -12,7 +12,7 @@ from slime.plugins.tools.doctor.facts import Facts, Process, Row
 from slime.plugins.tools.doctor.findings import Finding
 from slime.plugins.tools.doctor.report import diagnose
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[4]
 HEALTHY = sorted(
     [
         *(Path(__file__).parent / "healthy").glob("*.jsonl"),

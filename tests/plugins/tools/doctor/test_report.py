@@ -108,7 +108,7 @@ def test_out_of_memory_shows_the_memory_by_phase() -> None:
 def test_outliers_of_the_log_prob_gap_are_named_by_sample_and_token(tmp_path: Path) -> None:
     import torch
 
-    recorded = CHECKOUT / "tests" / "ui" / "tiny" / "details" / "train_data" / "2.pt"
+    recorded = CHECKOUT / "tests" / "plugins" / "tools" / "ui" / "tiny" / "details" / "train_data" / "2.pt"
     dump = torch.load(recorded, weights_only=False)
     for sample in dump["samples"][:6]:  # a forced end token, of which the engine says that it was sure
         sample["rollout_log_probs"][-1], sample["log_probs"][-1], sample["tokens"][-1] = 0.0, -20.0, 2
@@ -476,7 +476,7 @@ def test_advice_names_flags_that_exist() -> None:
         "--nonblocking",
         "--outside",
     }
-    for file in (CHECKOUT / "slime" / "doctor").glob("*.py"):
+    for file in (CHECKOUT / "slime" / "plugins" / "tools" / "doctor").glob("*.py"):
         named = set(re.findall(r"--[a-z][\w-]+", file.read_text()))
         assert not [name for name in named - known if not name.startswith("--sglang-")], file.name
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "models"))
 from every_family import FAMILIES, save_tiny, tiny_config
 from plan_shapes import DENSE, EXPERTS
 
@@ -47,7 +47,7 @@ def test_every_family_has_a_plan(family: str, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("family", ["Gemma 4", "LFM2", "Llama 4", "Qwen3-Next"])
 def test_the_files_of_a_checkpoint_say_how_many_parameters_there_are(family: str, tmp_path: Path) -> None:
-    from slime.models.parameters import count_parameters
+    from slime.cluster.parameters import count_parameters
 
     model = PlannedModel.from_checkpoint(str(save_tiny(family, tmp_path)))
     assert model is not None

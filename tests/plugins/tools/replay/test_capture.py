@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "backends"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "backends"))
 
 from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
 

@@ -11,14 +11,19 @@ from transformers import LlamaConfig
 from slime.plugins.tools.verify.run import Target, verify
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[3]
+HERE = Path(__file__).parent
 BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
 TP = {"tensor_model_parallel_size": 2}
 
 
 @pytest.fixture(autouse=True)
 def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [TESTS / "backends" / "megatron" / "cpu_site", TESTS / "verify", os.environ.get("PYTHONPATH", "")]
+    places = [
+        TESTS / "backends" / "megatron" / "cpu_site",
+        HERE,
+        os.environ.get("PYTHONPATH", ""),
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
 
 
