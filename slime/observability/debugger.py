@@ -45,7 +45,9 @@ class Debugger:
     def breakpoints(self) -> Iterator[None]:
         """Let ``breakpoint()`` start a debugger that this object knows of, unless the user has chosen another."""
         before = sys.breakpointhook
-        if before is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
+        # Ray sets the variable in a process that it has been started in, and leaves it there for all that follows.
+        chosen = os.environ.get("PYTHONBREAKPOINT", "")
+        if before is sys.__breakpointhook__ and (not chosen or chosen.startswith("ray.")):
             sys.breakpointhook = self._break
         try:
             yield

@@ -200,7 +200,8 @@ def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp
     )
     command = [sys.executable, str(program), "--inline", "--run-name", "run", *map(str, (*flags, *own))]
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm"}
+    ray_was_here = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}  # as Ray leaves it for child processes
+    environment = {**os.environ, **ray_was_here, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm"}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
