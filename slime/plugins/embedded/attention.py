@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.models.image_blocks import same_image
-from slime.models.layer_kinds.sliding_window import window_of
+from slime.models.layer_kinds.kinds import window_of
 from slime.models.masked_attention import ScoreChanges, masked_attention
 from slime.plugins.embedded.kv_cache import KVCache
 

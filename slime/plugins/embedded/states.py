@@ -18,7 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from slime.models.layer_kinds import gated_delta_net
+from slime.models.layer_kinds.kinds import GATED_DELTA_NET
 from slime.models.layer_kinds.registry import layers_of
 from slime.models.loading import ModelError
 from slime.plugins.embedded import attention
@@ -44,7 +44,7 @@ def use_slots(model: PreTrainedModel) -> bool:
     layers = layers_of(model, INSTEAD)
     use_slot_attention(model, layers)
     mixers = list(layers.mixers())
-    if others := sorted({kind.name for kind, _, _ in mixers if kind is not gated_delta_net.KIND} if ONE_STATE else ()):
+    if others := sorted({kind.name for kind, _, _ in mixers if kind is not GATED_DELTA_NET} if ONE_STATE else ()):
         raise ModelError(
             f"layers of the kind {', '.join(others)} do not continue the state of a prompt in transformers "
             f"{transformers.__version__}: install transformers 5.17 or newer, or {INSTEAD}"

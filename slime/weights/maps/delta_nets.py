@@ -1,10 +1,11 @@
-"""Qwen3-Next (80B-A3B): gated delta nets and gated attention, norms of 1 + weight, a shared expert with a gate."""
+"""The families of models with gated delta nets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from slime.weights.maps import qwen3, qwen3_moe
+from slime.weights.maps.dense import qwen3_settings
+from slime.weights.maps.experts import qwen3_moe_settings
 from slime.weights.maps.family import (
     Entry,
     Family,
@@ -18,10 +19,12 @@ from slime.weights.maps.family import (
 )
 from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, ByHead, Layout
 
+# Qwen3-Next (80B-A3B): gated delta nets and gated attention, norms of 1 + weight, a shared expert with a gate.
+
 DELTA_NET_SHAPE = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
-def settings(config: HfConfig) -> Settings:
+def qwen3_next_settings(config: HfConfig) -> Settings:
     if config.get("attention_bias"):
         raise ValueError("gated attention with attention_bias has no Megatron map: use --train-backend fsdp")
     width = config.get("intermediate_size") or config["moe_intermediate_size"]
@@ -35,15 +38,15 @@ def settings(config: HfConfig) -> Settings:
         **{f"linear_{name}": config[f"linear_{name}"] for name in DELTA_NET_SHAPE},
     }
     if not config.get("num_experts"):
-        return qwen3.settings(shape) | found
+        return qwen3_settings(shape) | found
     shared = {
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
     }
-    return qwen3_moe.settings(shape) | found | shared
+    return qwen3_moe_settings(shape) | found | shared
 
 
-def delta_net_layouts(settings: Settings) -> dict[str, Layout]:
+def qwen3_next_layouts(settings: Settings) -> dict[str, Layout]:
     """Return the layouts of the parameters of a gated delta net, by their names in the checkpoint.
 
     The projection of query, key, value and gate, and that of b and a, have the heads one after the other.
@@ -63,8 +66,8 @@ def query_key_value_rows(settings: Settings) -> ByHead:
     return ByHead(heads=heads, sizes=(key, key, value * (settings["linear_num_value_heads"] // heads)))
 
 
-def layer(
-    settings: Settings, index: int, layouts: Callable[[Settings], dict[str, Layout]] = delta_net_layouts
+def qwen3_next_layer(
+    settings: Settings, index: int, layouts: Callable[[Settings], dict[str, Layout]] = qwen3_next_layouts
 ) -> list[Entry]:
     """Return the entries of a layer. ``layouts`` returns those of the parameters of its gated delta net."""
     hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
@@ -91,4 +94,21 @@ def _experts(settings: Settings, index: int) -> list[Entry]:
     ]
 
 
-FAMILY = Family("qwen3_next", ("qwen3_next",), settings, layer)
+QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), qwen3_next_settings, qwen3_next_layer)
+
+
+# Qwen3.5 (text), dense and with experts: Qwen3-Next's layers, with the delta net's projections in four matrices.
+
+
+def qwen3_5_layouts(settings: Settings) -> dict[str, Layout]:
+    """Return the layouts of the parameters of a gated delta net, by their names in the checkpoint."""
+    gates: dict[str, Layout] = {f"in_proj_{name}.weight": ROWS for name in ("z", "b", "a")}
+    projection = {"in_proj_qkv.weight": query_key_value_rows(settings)}
+    return {**inner_layouts(settings), **gates, **projection}
+
+
+def qwen3_5_layer(settings: Settings, index: int) -> list[Entry]:
+    return qwen3_next_layer(settings, index, qwen3_5_layouts)
+
+
+QWEN3_5 = Family("qwen3_5", ("qwen3_5_text", "qwen3_5_moe_text"), qwen3_next_settings, qwen3_5_layer)
