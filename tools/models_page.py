@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "models.md"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models"), str(ROOT / "tests" / "engines")]
+sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/models", "tests/engines")]
 
 from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
@@ -83,10 +83,11 @@ def _megatron(model_type: str) -> str:
 
 
 def table() -> str:
-    """Return the table of families, in Markdown, with an empty line after it."""
-    rows = [list(HEADINGS), ["---"] * len(HEADINGS), *map(cells, FAMILIES)]
-    lines = ["|---" * len(row) + "|" if row[0] == "---" else "| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n\n"
+    """Return the table of families, in Markdown, with an empty line after it, without columns that are always yes."""
+    families = list(map(cells, FAMILIES))
+    shown = [i for i in range(len(HEADINGS)) if any(row[i] != "yes" for row in families)]
+    rows = ["| " + " | ".join(row[i] for i in shown) + " |" for row in (HEADINGS, *families)]
+    return "\n".join([rows[0], "|---" * len(shown) + "|", *rows[1:]]) + "\n\n"
 
 
 def check_family(family: str, folder: Path) -> None:
