@@ -11,7 +11,7 @@ from slime.algorithms.registry import ALGORITHMS, documented_table
 from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag, Status, range_text
-from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES
+from slime.config.flag_support import GONE, OTHER_FRAMEWORKS
 from slime.config.parser import metavar
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,8 +57,7 @@ def page() -> str:
     parts += ["### Flags of other frameworks\n", "All flags that begin with these words.\n"]
     parts += [_by_reason(OTHER_FRAMEWORKS.items())]
     parts += ["## Pass-through\n", _passed(), "## Environment variables\n"]
-    parts += ["\n".join(f"- `{name}`: {meaning}" for name, meaning in _VARIABLES.items())]
-    parts += ["\nVariables of older releases that nothing reads:\n", _by_reason(UNREAD_VARIABLES.items())]
+    parts += ["".join(f"- `{name}`: {meaning}\n" for name, meaning in _VARIABLES.items())]
     return "\n".join(parts)
 
 
