@@ -33,6 +33,7 @@ SPEAK_OF = {
     "examples/": "tests/examples",
     "benchmarks/": "tests/benchmarks",
     "train": "tests/e2e",
+    "tests/e2e/README.md": "tests/e2e/test_specification.py",
 }
 """The folders of tests for changes of other paths, by the beginnings of these."""
 

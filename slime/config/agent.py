@@ -73,8 +73,8 @@ class AgentConfig:
     _title = "agents"
 
     agent_function_path: str | None = hook_flag(
-        "Agent program as a function run(task), sync or async: it calls the model at task.openai_base_url or "
-        "task.anthropic_base_url and returns a reward or None. It sets --custom-generate-function-path"
+        "Agent program as a function run(task), sync or async, that calls the model at "
+        "task.openai_base_url or task.anthropic_base_url and returns a reward or None"
     )
     agent_command: str | None = flag(
         None,
@@ -84,9 +84,8 @@ class AgentConfig:
     agent_env: list[str] | None = flag(
         None,
         kind="list",
-        help="Names of environment variables that the program of --agent-command gets in addition to those that any "
-        "program needs (PATH, HOME, LANG, PYTHONPATH and others). API keys and tokens are not passed unless they are "
-        "named here",
+        help="Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, "
+        "PYTHONPATH and the like. API keys and tokens are passed only if they are named here",
     )
     agent_timeout: float = flag(
         1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
@@ -104,9 +103,9 @@ class AgentConfig:
     )
     agent_constrained_decoding: bool = flag(
         False,
-        help="Let SGLang constrain the tokens of an answer to the tool_choice and response_format of the agent's "
-        "request; these tokens are trained only with --allow-truncated-sampling. Without this flag the answer is "
-        "checked, and one that does not comply is returned to the agent as an error",
+        help="Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens "
+        "are trained only with --allow-truncated-sampling. By default an answer that does not comply is "
+        "an error for the agent",
     )
     agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
 

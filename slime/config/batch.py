@@ -45,15 +45,15 @@ class BatchConfig:
     max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="Maximum number of tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
-        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at least "
-        "4096",
+        help="Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
+        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at "
+        "least 4096",
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="Maximum number of tokens of a micro-batch on one GPU in passes without a backward pass (log-probs, "
-        "entropy, values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
+        help="Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); "
+        "2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
     )
     balance_data: bool = flag(
         DERIVED,

@@ -38,15 +38,15 @@ class ClusterConfig:
         DERIVED,
         low=1,
         high=MOST,
-        help="Number of training GPUs per node; without GPUs, the number of training processes. Default: all GPUs of "
-        "the node (fewer if engines need their own), or 1 on a machine without GPUs",
+        help="Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer "
+        "if engines need their own), or 1 without GPUs",
     )
     rollout_num_gpus: int = flag(
         DERIVED,
         low=0,
         high=MOST,
-        help="Total number of GPUs for inference; without GPUs, the number of engine processes. Default: the number "
-        "of training GPUs with --colocate, otherwise the GPUs of one engine",
+        help="GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with "
+        "--colocate, otherwise the GPUs of one engine",
     )
     rollout_num_gpus_per_engine: int = flag(
         1, low=1, high=MOST, help="GPUs per engine, which is its tensor parallel size"
@@ -67,20 +67,19 @@ class ClusterConfig:
     inline: bool = flag(
         False,
         kind="toggle",
-        help="Run everything in one process on one device, without Ray: a debugger stops at every line, and the start "
-        "is quicker. The numbers are the same. One training rank and one engine; a user's function that does not end "
-        "cannot be ended either",
+        help="Run everything in one process on one device, without Ray, for debugging; the numbers are the "
+        "same. One training rank and one engine",
     )
     use_fault_tolerance: bool = flag(
         False,
-        help="Continue the run without engines that die, hang or cannot be reached, and restart them with the current "
-        "weights. Without this flag the run ends with a report",
+        help="Continue without engines that die, hang or cannot be reached, and restart them. Without this "
+        "flag the run ends with a report",
     )
     max_restarts: int = flag(
         DERIVED,
         low=0,
-        help="Number of automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or "
-        "the driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
+        help="Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the "
+        "driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
     )
     rollout_health_check_interval: float = flag(
         30.0, above=0, help="Seconds between two health checks of an engine, each of which generates tokens"

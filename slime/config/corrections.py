@@ -21,8 +21,8 @@ class KlConfig:
     kl_loss_type: str = flag(
         DERIVED,
         choices=("k1", "k2", "k3", "low_var_kl"),
-        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the "
-        "loss the expected gradient of k1 is 0, so it does not regularise",
+        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). "
+        "In the loss k1 does not regularise",
     )
     kl_coef: float = flag(0.0, help="Coefficient of the KL divergence in the reward; excludes --kl-loss-coef")
     use_unbiased_kl: bool = flag(
@@ -41,8 +41,8 @@ class OffPolicyConfig:
     use_tis: bool = flag(
         DERIVED,
         help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
-        "Default: on with --rollout-quantization, and if tokens can be older than the weights that they train: in "
-        "train_async.py, and with --over-sampling-batch-size or --partial-rollout",
+        "Default: on with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size "
+        "or --partial-rollout",
     )
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")

@@ -72,14 +72,12 @@ class DataConfig:
     num_data_workers: int = flag(
         0,
         low=0,
-        help="Number of processes that parse, render and tokenize --prompt-data, without an effect on the order; 0 "
-        "does this in the rollout manager",
+        help="Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager",
     )
     streaming_data: bool = flag(
         False,
-        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file; the "
-        "order stays the same. Only the first 10,000 rows are checked before the start, later ones when they are "
-        "read",
+        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. "
+        "Only the first 10,000 rows are checked before the start",
     )
     loss_mask_type: str = flag(
         "qwen",
@@ -248,9 +246,8 @@ class RewardConfig:
     math_answer: str = flag(
         DERIVED,
         choices=("boxed", "any"),
-        help="Where --rm-type math finds the answer of a response: boxed takes the last \\boxed{} and gives reward 0 "
-        "without one; any also takes what follows the last ####, else the last expression. Default: boxed, or any if "
-        "--rm-type is not given",
+        help="Where --rm-type math finds the answer: in the last \\boxed{} (boxed), or also after the last "
+        "####, else in the last expression (any). Default: boxed, or any if --rm-type is not given",
     )
     custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
     rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
@@ -281,8 +278,8 @@ class RewardConfig:
     verifier_env: list[str] | None = flag(
         None,
         kind="list",
-        help="Names of environment variables that verifier processes get in addition to those that any program needs "
-        "(PATH, HOME, LANG, PYTHONPATH and others), such as HF_TOKEN for a reward model that is downloaded",
+        help="Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH "
+        "and the like, such as HF_TOKEN",
     )
     reward_workers: int | None = flag(
         None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"

@@ -63,8 +63,8 @@ class EngineConfig:
     sglang_server_concurrency: int = flag(512, low=1, help="Maximum number of concurrent requests per engine")
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
-        help="Addresses host:port of inference servers that are already running; slime sends them weights and "
-        "requests and never stops them. Default: slime starts the engines",
+        help="Addresses host:port of inference servers that already run, which slime never stops. Default: "
+        "slime starts the engines",
     )
     sglang_config: str | None = path_flag(
         "YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "

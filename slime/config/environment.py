@@ -26,19 +26,17 @@ class EnvironmentConfig:
         None,
         metavar="NAME:WHAT?KEY=VALUE",
         help="Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID, "
-        "verifiers:TASKSET, or file.py:Class of your own, with options after a question mark, such as "
-        "reasoning_gym:chain_sum?max_terms=3",
+        "verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark",
     )
     environment_timeout: float = flag(
         60.0,
         above=0,
-        help="Deadline in seconds for the beginning and for each step of an episode of --environment; a sample that "
-        "waits longer is left out. Also for each call of a tool of --mcp-server",
+        help="Deadline in seconds for the beginning and each step of an episode of --environment, and for each "
+        "call of a tool of --mcp-server",
     )
     mcp_server: list[str] | None = flag(
         None,
-        help="MCP servers whose tools the model may call, each as a command in quotes, which is started for each "
-        "sample, as sandbox:FILE.py, which is started in the sandbox, or as an http URL",
+        help="MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http URL",
     )
 
 

@@ -54,7 +54,7 @@ class UnsupportedConfig:
     release_train: bool = refused(
         False,
         "End the training processes during a rollout",
-        "use --offload-train, which frees their GPU memory without loading the model again",
+        "use --offload-train, which frees the GPU memory without loading the model again",
     )
     rollout_task_type: str = refused("math", "Task of an external rollout buffer", _NO_BUFFER)
     rollout_buffer_url: str | None = refused(None, "URL of an external rollout buffer", _NO_BUFFER)
@@ -94,13 +94,13 @@ class UnsupportedConfig:
         None, "Backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
     )
     megatron_to_hf_mode: str = ignored(
-        "raw", "Way in which Megatron's weights get their Hugging Face names", "there is only one, which is exact"
+        "raw", "Way in which Megatron's weights get their Hugging Face names", "there is only one way, which is exact"
     )
     qkv_format: str = ignored("thd", "Layout of the trainer's sequences", "sequences are always packed")
     enable_weights_backuper: bool = ignored(
         True,
         "Do not keep copies of the weights in CPU memory",
-        "copies are kept only if another flag needs them",
+        "copies of the weights are kept only if another flag needs them",
         option="--disable-weights-backuper",
         kind="negative",
     )
@@ -121,9 +121,11 @@ class UnsupportedConfig:
     use_distributed_post: bool = ignored(
         False, "Send HTTP requests from one Ray actor per node", "use --rollout-workers"
     )
-    http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "slime connects to them directly")
+    http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "slime connects to engines directly")
     recompute_loss_function: bool = ignored(
-        False, "Recompute logits in the backward pass", "this is always done; logits of a whole batch are never kept"
+        False,
+        "Recompute logits in the backward pass",
+        "logits are always recomputed; those of a whole batch are never kept",
     )
     fsdp_state_dict_cpu_offload: bool = ignored(
         True, "Gather FSDP state dicts in CPU memory", "checkpoints are always written from CPU memory", kind="toggle"

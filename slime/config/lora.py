@@ -68,9 +68,9 @@ class LoraConfig:
     )
     lora_target_modules: list[str] = flag(
         DERIVED,
-        help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
-        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts. "
-        "Default: those of the adapter in --load, otherwise all-linear",
+        help="Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or "
+        "by regular expressions for whole names; experts for all routed experts. Default: those of the "
+        "adapter in --load, otherwise all-linear",
     )
     lora_exclude_modules: list[str] | None = flag(
         None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
@@ -78,29 +78,27 @@ class LoraConfig:
     lora_init: str = flag(
         "kaiming",
         choices=("kaiming", "gaussian"),
-        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation "
-        "1/rank. The factor B is zero",
+        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard "
+        "deviation 1/rank",
     )
     lora_base_quantization: str | None = flag(
         None,
         choices=("int8", "nf4"),
-        help="FSDP on one rank: keep the weights of the decoder layers' linear layers, which stay as they are, in "
-        "8 bits with one scale per row, or in 4 bits (NormalFloat) with one scale per 64 weights, through torchao "
-        "(QLoRA). Engines get the rounded weights. Default: the base is in --train-dtype",
+        help="FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits "
+        "(NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype",
     )
     lora_sync: str = flag(
         DERIVED,
         choices=("adapter", "merged"),
-        help="What a weight sync sends after the first one: the factors of the adapter, which engines keep apart from "
-        "their weights, or the weights of its layers with the adapter merged into them. Default: adapter for embedded "
-        "engines of the run unless --update-weight-transport is disk, otherwise merged. SGLang loads the factors as an "
-        "adapter with the name slime",
+        help="What a weight sync sends after the first one: the adapter, or weights with the adapter merged "
+        "into them. Default: adapter for embedded engines of the run unless --update-weight-transport is "
+        "disk, otherwise merged",
     )
     lora_export: str = flag(
         "peft",
         choices=("peft", "merged"),
-        help="What --save-hf writes of a run with an adapter: the adapter in the format of PEFT, or the model with the "
-        "adapter merged into its weights",
+        help="What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged "
+        "into its weights",
     )
 
 

@@ -61,8 +61,7 @@ class ObservabilityConfig:
     log_samples: str = flag(
         "all",
         metavar="all|none|N",
-        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run, "
-        "at even distances; all or none are also accepted",
+        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run",
     )
     log_keep_last: int | None = flag(
         None, low=1, help="Number of rollouts and evaluations whose texts and traces are kept. Default: all"

@@ -26,8 +26,8 @@ class RolloutPrecisionConfig:
     rollout_quantization: str | None = flag(
         None,
         choices=("fp8",),
-        help="Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are 8-bit floats "
-        "(E4M3) that the trainer quantizes in each weight sync, about half the bytes of bfloat16. Turns on --use-tis",
+        help="Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are "
+        "8-bit floats (E4M3). Turns on --use-tis",
     )
     rollout_quantization_scale: str = flag(
         "block",
@@ -114,19 +114,17 @@ class TrainingPrecisionConfig:
     float8_training: str | None = flag(
         None,
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-        help="FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats, through torchao, with "
-        "one scale per tensor or per row (rowwise_with_gw_hp: gradients of weights in bfloat16). Parameters, gradients "
-        "and optimizer keep their data types",
+        help="FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao, with "
+        "one scale per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)",
     )
     optimizer_8bit: bool = flag(
         False,
-        help="FSDP: keep Adam's moments in 8 bits with one scale per block of values, through torchao: 2 instead of 8 "
-        "bytes per parameter",
+        help="FSDP: keep Adam's moments in 8 bits (torchao): 2 instead of 8 bytes per parameter",
     )
     bf16_master_weights: bool = flag(
         False,
-        help="FSDP: keep master weights and gradients in bfloat16 and round updates stochastically, through torchao: 4 "
-        "instead of 8 bytes per parameter. Needs --train-dtype bfloat16",
+        help="FSDP: keep master weights and gradients in bfloat16 and round updates stochastically (torchao): "
+        "4 instead of 8 bytes per parameter. Needs --train-dtype bfloat16",
     )
     offload_activations: bool = flag(
         False,
@@ -135,8 +133,7 @@ class TrainingPrecisionConfig:
     )
     fsdp_cpu_offload: bool = flag(
         False,
-        help="FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there. "
-        "The GPU has the weights of one layer at a time, in --train-dtype",
+        help="FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there",
     )
 
 

@@ -30,8 +30,7 @@ class RolloutConfig:
     rollout_workers: int = flag(
         1,
         low=1,
-        help="Number of processes that generate and score. 1: the rollout manager's own; more: rollout workers, which "
-        "the rollout manager hands groups to. For many engines, whose answers one process cannot read in time",
+        help="Processes that generate and score, for many engines; 1 does this in the rollout manager",
     )
     custom_generate_function_path: str | None = hook_flag(
         "Function that generates one sample, for example over several turns or with tools. Default: one request "
@@ -45,17 +44,16 @@ class RolloutConfig:
         1.0,
         above=0,
         high=1,
-        help="Nucleus sampling threshold (top-p) of rollouts; 1 samples from the whole vocabulary. Below 1, the "
-        "embedded engine with FSDP trains tokens over the nucleus they were sampled from",
+        help="Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains "
+        "tokens over the nucleus they were sampled from",
     )
     rollout_top_k: int = flag(
         -1, low=1, off=-1, help="Top-k: number of most likely tokens to sample from; -1 disables it"
     )
     allow_truncated_sampling: bool = flag(
         False,
-        help="Allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, and train on tokens that "
-        "--agent-constrained-decoding sampled. Training then computes log-probs over the whole vocabulary, so "
-        "the importance ratios are wrong",
+        help="Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of "
+        "--agent-constrained-decoding, with wrong importance ratios",
     )
     rollout_max_response_len: int = flag(1024, low=1, help="Maximum number of tokens of a response, per sample")
     rollout_max_prompt_len: int | None = flag(
@@ -82,8 +80,7 @@ class RolloutConfig:
     partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        help="Set the loss mask to 0 for tokens that were generated in an earlier rollout, or, in the fully "
-        "asynchronous rollout, with earlier weights",
+        help="Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights",
     )
     rollout_sample_hook_path: list[str] = flag(
         [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
@@ -120,8 +117,9 @@ class AsyncConfig:
     max_weight_staleness: int | None = flag(
         None,
         low=0,
-        help="Maximum number of steps (trained rollouts) between the weights that sampled a token and those that train "
-        "on it (train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
+        help="Maximum number of steps between the weights that sampled a token and those that train on it "
+        "(train_async.py). Default: the bound implied by --async-buffer-size and "
+        "--update-weights-interval",
     )
     replay_schedule: str | None = path_flag(
         "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"

@@ -20,10 +20,9 @@ class WeightSyncConfig:
     update_weight_pause_mode: str | None = flag(
         None,
         choices=("abort", "retract", "in_place", "drain"),
-        help="Treatment of running requests during a weight sync. abort: end them, and continue from their tokens. "
-        "retract: free their KV cache and prefill it again. in_place: keep the KV cache of the old weights. "
-        "drain: wait until they finish, so that no sample mixes weight versions. Default: retract if the engine "
-        "can, otherwise abort",
+        help="Treatment of running requests during a weight sync. abort: end them, and continue from their "
+        "tokens. retract: free their KV cache and prefill it again. in_place: keep the old KV cache. "
+        "drain: wait until they finish. Default: retract if the engine can, otherwise abort",
     )
     update_weight_mode: str = flag(
         "full",
@@ -72,10 +71,9 @@ class WeightSyncConfig:
     check_weight_update_equal: bool = flag(
         DERIVED,
         kind="toggle",
-        help="Verify that a weight sync writes every tensor: let the engines overwrite their weights, send the same "
-        "weights again, and compare. This happens at the first weight sync and then every "
-        "--check-weight-update-interval. Default: on with SGLang and --update-weight-transport nccl, for models "
-        "of which all tensors are sent",
+        help="Let the engines overwrite their weights, send the same weights again, and compare, at the first "
+        "weight sync and then every --check-weight-update-interval. Default: on with SGLang and "
+        "--update-weight-transport nccl, for models of which all tensors are sent",
     )
     check_weight_update_interval: int = flag(
         100, low=0, help="Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
+KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "tests/**/*.md")
 PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
@@ -25,7 +25,8 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the qui
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
     "--tuned", "--affected", "--only",
 }  # fmt: skip
-HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
+NOT_BY_HAND = {"reference", "benchmarks", "tests"}
+HAND_WRITTEN = [page for page in PAGES if not NOT_BY_HAND & set(page.relative_to(CHECKOUT).parts)]
 
 
 def name(page: Path) -> str:

@@ -2,7 +2,7 @@
 
 ``--override FILE`` at the end scales model and sizes to this machine; ``/path/to/...`` is a folder of the test. Where
 the specification leaves something to the user (a helper, a data row, a path), the test supplies it. What each test adds
-to the commands is listed in docs/en/reference/specification.md.
+to the commands is listed in README.md beside this file.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGE = CHECKOUT / "docs" / "en" / "reference" / "specification.md"
+PAGE = Path(__file__).with_name("README.md")
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
