@@ -1,4 +1,4 @@
-"""Write requirements/cpu.txt: every package that slime[dev] needs, pinned as in the running environment.
+"""Write requirements/cpu.txt: every package that slime-rl[dev] needs, pinned as in the running environment.
 
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.

@@ -207,8 +207,8 @@ _CORE = (
 )
 
 _PACKAGES = {
-    "mlflow": ("mlflow", "'slime[mlflow]'"),
-    "trackio": ("trackio", "'slime[trackio]'"),
-    "swanlab": ("swanlab", "'slime[swanlab]'"),
-    "sglang": ("sglang", "'slime[sglang]'"),
+    "mlflow": ("mlflow", "'slime-rl[mlflow]'"),
+    "trackio": ("trackio", "'slime-rl[trackio]'"),
+    "swanlab": ("swanlab", "'slime-rl[swanlab]'"),
+    "sglang": ("sglang", "'slime-rl[sglang]'"),
 }

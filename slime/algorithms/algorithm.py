@@ -43,7 +43,7 @@ class EstimatorSettings:
     """``--rollout-max-response-len``, in tokens."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The values that ``--custom-config-path`` sets for names that are not flags of slime."""
-    own: Any = None
+    own: object = None
     """The flags that the estimator brings itself, as an object of their dataclass."""
 
 

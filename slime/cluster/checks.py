@@ -64,9 +64,11 @@ def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
 
 
 def _check_all(args: Args, asynchronous: bool) -> list[str]:
+    of_parts = [part for part in registry.parts("check").values() if any(getattr(args, name) for name in part.when)]
     checks = (
-        _check_rows_and_rewards, check_parts, check_schedules, check_family, check_checkpoints,
-        partial(check_snapshots, asynchronous=asynchronous), check_save_folder, _check_server_options,
+        _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
+        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous), check_save_folder,
+        _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(_named_checkpoints(args)) or [problem for check in checks for problem in check(args)]
@@ -92,13 +94,6 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
     from slime.rollout.rm_hub.checks import check_rewards
 
     return [*check_data(args, check_label), *check_rewards(args)]
-
-
-def check_parts(args: Args) -> list[str]:
-    """Run the checks that plug-ins have registered for the arguments that are set."""
-    checks = registry.parts("check").values()
-    named = [part.name for part in checks if any(getattr(args, name) for name in part.when)]
-    return [problem for name in named for problem in registry.find("check", name)(args)]
 
 
 def check_schedules(args: Args) -> list[str]:

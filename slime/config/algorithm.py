@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.algorithms.dr_grpo import pg_loss_reducer
@@ -124,6 +124,9 @@ def create_algorithm(args: Args) -> Algorithm:
 
 
 def estimator_settings(args: Args) -> EstimatorSettings:
+    part = parts("algorithm").get(args.advantage_estimator)
+    section = None if part is None or part.flags is None else load(part.flags)
+    own = None if section is None else section(**{name: getattr(args, name) for name in flags_of(section)})
     return EstimatorSettings(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -135,17 +138,8 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         max_response_len=args.rollout_max_response_len,
         # Attributes that are not flags: the user's own settings, which a user's estimator can read.
         custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
-        own=_own_flags(args),
+        own=own,
     )
-
-
-def _own_flags(args: Args) -> Any:
-    """Return the values of the flags that the estimator brings (:class:`slime.registry.Part`); None if it has none."""
-    part = parts("algorithm").get(args.advantage_estimator)
-    if part is None or part.flags is None:
-        return None
-    section = load(part.flags)
-    return section(**{name: getattr(args, name) for name in flags_of(section)})
 
 
 def loading_problem(name: str) -> str | None:

@@ -240,7 +240,7 @@ def _absent_packages(args: Args) -> list[str]:
         if module and not installed(module):
             problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime[{extra}]'")
     if args.use_wandb and not installed("wandb"):
-        problems.append("--use-wandb: wandb is not installed; run pip install 'slime[wandb]'")
+        problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
     return problems
 
 

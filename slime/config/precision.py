@@ -229,5 +229,5 @@ def check_precision_packages(args: Args, machine: Machine) -> list[str]:
     given = [name for name in (*_TORCHAO, "lora_base_quantization") if getattr(args, name)]
     if given and not installed("torchao"):
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        problems.append(f"{options}: torchao is not installed; run pip install 'slime[torchao]'")
+        problems.append(f"{options}: torchao is not installed; run pip install 'slime-rl[torchao]'")
     return problems

@@ -22,7 +22,7 @@ from slime.models.loading import ModelError
 from slime.models.lora import merged
 from slime.plugins.tools.commands.merge_lora import merge_lora
 
-torchao = pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+torchao = pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
 FORMS = ("int8", "nf4")
 
 

@@ -150,7 +150,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 
 def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: what it wrote is read back from its own file."""
-    wandb = pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="pip install 'slime-rl[wandb]'")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -90,7 +90,7 @@ def sync(
 def test_only_the_adapter_travels(model: Path, fleet: Engines, base: str | None) -> None:
     """Also to an engine that has the rounded weights of a base in 4 bits."""
     if base is not None:
-        pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+        pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
     (engine,) = fleet.start(1)
     backend = trainer(model, "adapter", lora_base_quantization=base)
     weights = {name for name, _ in backend.named_weights()}

@@ -127,7 +127,7 @@ def _check_packages(source: Source) -> None:
         )
     missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and version_of(name) is None]
     if missing:
-        raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime[gguf]'")
+        raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime-rl[gguf]'")
 
 
 def _download(source: Source, folder: Path) -> Path:

@@ -30,7 +30,7 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     except MetricsError as error:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:
-        raise CommandError(f"--png needs {error.name}: run pip install 'slime[plots]'") from error
+        raise CommandError(f"--png needs {error.name}: run pip install 'slime-rl[plots]'") from error
     if as_json:
         print(json.dumps(summary, indent=2))
     else:

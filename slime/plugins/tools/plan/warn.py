@@ -32,42 +32,27 @@ def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
     return None
 
 
-def memory_by_phase(args: Args, kind: GpuKind, asynchronous: bool = False) -> list[str]:
-    """One line per phase of a step with the memory that it needs on each GPU; none if the model's size is not known."""
-    run = read_run(args, kind, asynchronous)
-    if run is None:
-        return []
-    return [
-        f"{phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}" for phase in make_plan(run).phases
-    ]
+def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
+    """Say why a run may not fit on GPUs of a kind, by default this machine's. Empty if it fits, or if it is not known.
 
-
-def misfits(args: Args, kind: GpuKind, asynchronous: bool = False) -> list[str]:
-    """Say why a run will not fit on GPUs of this kind; empty if it fits, or if the model's size is not known.
-
-    The embedded engine sizes its cache by the memory that is free, so a run with it is not judged.
+    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions. The embedded
+    engine sizes its cache by the memory that is free, so a run with it is not judged.
     """
-    if args.rollout_backend == "embedded" and not args.debug_train_only:
+    kind = kind or installed_kind()
+    if kind is None or (args.rollout_backend == "embedded" and not args.debug_train_only):
         return []
     run = read_run(args, kind, asynchronous)
-    return list(make_plan(run).problems) if run is not None else []
-
-
-def warnings(args: Args, asynchronous: bool = False) -> list[str]:
-    """Say why a run may not fit on the GPUs of this machine.
-
-    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
-    """
-    kind = installed_kind()
-    problems = misfits(args, kind, asynchronous) if kind is not None else []
+    problems = make_plan(run).problems if run is not None else ()
     return [f"the run may not fit on its GPUs: {problem}" for problem in problems]
 
 
-def report(args: Args, asynchronous: bool = False) -> list[str]:
-    """The memory of each phase on the GPUs of this machine, and why the run does not fit, if it does not."""
-    kind = installed_kind()
+def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
+    """The memory of each phase of a step on GPUs of a kind, by default this machine's, and why the run does not fit."""
+    kind = kind or installed_kind()
     if kind is None:
         return ["whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"]
-    lines = [f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)"]
-    lines += [f"  {line}" for line in memory_by_phase(args, kind, asynchronous)]
-    return lines + [f"  warning: {line}" for line in misfits(args, kind, asynchronous)]
+    run = read_run(args, kind, asynchronous)
+    phases = make_plan(run).phases if run is not None else ()
+    lines = [f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}" for phase in phases]
+    warnings = [f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)]
+    return [f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)", *lines, *warnings]

@@ -17,7 +17,7 @@ from slime.plugins.agents.environments.gymnasium import Gymnasium
 from slime.plugins.agents.environments.registry import environment
 from slime.plugins.agents.environments.rollout import generate
 
-pytest.importorskip("gymnasium", reason="pip install 'slime[gymnasium]'")
+pytest.importorskip("gymnasium", reason="pip install 'slime-rl[gymnasium]'")
 GUESS = "gymnasium:guess_number:Guess-v0"
 
 

@@ -22,7 +22,7 @@ from slime.engines.http import HttpError
 from slime.plugins.agents.environments.base import EnvironmentProblem
 from slime.plugins.agents.environments.mcp import check_servers, generate
 
-pytest.importorskip("mcp_types", reason="pip install 'slime[mcp]'")
+pytest.importorskip("mcp_types", reason="pip install 'slime-rl[mcp]'")
 pytestmark = [pytest.mark.real]
 SERVER = Path(__file__).with_name("mcp_tools.py")
 COMMAND = f"{sys.executable} {SERVER}"
@@ -204,7 +204,7 @@ def test_the_flag_selects_the_generate_function() -> None:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    assert "pip install 'slime[mcp]'" in check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
+    assert "pip install 'slime-rl[mcp]'" in check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
 
 
 async def test_an_error_of_an_engine_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:

@@ -16,7 +16,7 @@ from slime.plugins.agents.environments.reasoning_gym import make, score, try_siz
 from slime.plugins.agents.environments.registry import environment, own_seed
 from slime.plugins.agents.environments.source import task_sample
 
-pytest.importorskip("reasoning_gym", reason="pip install 'slime[reasoning-gym]'")
+pytest.importorskip("reasoning_gym", reason="pip install 'slime-rl[reasoning-gym]'")
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 
 

@@ -20,5 +20,7 @@ class Share(Grpo):
     """GRPO that subtracts only a part of the mean."""
 
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
+        own = self.settings.own
+        assert isinstance(own, ShareFlags)
         mean = sum(rewards) / len(rewards)
-        return [reward - self.settings.own.baseline_share * mean for reward in rewards]
+        return [reward - own.baseline_share * mean for reward in rewards]

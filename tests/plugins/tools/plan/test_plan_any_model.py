@@ -19,7 +19,7 @@ from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
 from slime.plugins.tools.plan.gpus import KINDS
 from slime.plugins.tools.plan.shape import PlannedModel
-from slime.plugins.tools.plan.warn import memory_by_phase, misfits
+from slime.plugins.tools.plan.warn import report
 
 LATENT: dict[str, Any] = dict(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64)
 ODD: list[Any] = [None, 0, -1, "64", [], [64, 96], {}, 1.5, True, 1, 7]
@@ -34,8 +34,7 @@ def planned(folder: Path, *words: str, expected: tuple[int, ...] = (0, 1)) -> No
     args, problems = read_command_line(common)
     assert not problems + resolve_defaults(args, machine=Machine(2, 16, False))
     for kind in ("h200", "l40s"):
-        memory_by_phase(args, KINDS[kind])
-        misfits(args, KINDS[kind])
+        report(args, kind=KINDS[kind])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
