@@ -84,9 +84,10 @@ def register(
     """
     if kind not in KINDS:
         raise RegistryError(f"{kind!r} is not a kind of part; the kinds are {', '.join(KINDS)}")
-    part = Part(kind, name, target, flags, package, when)
-    if (other := _parts.setdefault((kind, name), part)) != part:
-        raise RegistryError(f"the {kind} {name!r} is registered twice: {other.target} and {target}")
+    other = _parts.get((kind, name))
+    if other is not None and _place(other.target) != _place(target):
+        raise RegistryError(f"the {kind} {name!r} is registered twice: {_place(other.target)} and {_place(target)}")
+    _parts[kind, name] = Part(kind, name, target, flags, package, when)
 
 
 def parts(kind: str) -> dict[str, Part]:
@@ -118,6 +119,13 @@ def failures() -> list[str]:
     """Return one line for each other package whose parts could not be registered."""
     _discover()
     return list(_failed)
+
+
+def _place(target: object) -> str:
+    """Return ``package.module:name`` also of an object, so that a cell of a notebook can be run again."""
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', repr(target))}"
 
 
 def load(target: object) -> Any:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime import registry
 from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, OutOfRange, convert
@@ -351,7 +352,7 @@ def check_args(
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
     refused, idle = check_states(args)
-    args.notices += unread_variables(os.environ)
+    args.notices += [*unread_variables(os.environ), *registry.failures()]
     problems += refused
     problems += resolve_defaults(args, asynchronous=asynchronous)
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))

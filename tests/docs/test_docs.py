@@ -91,7 +91,8 @@ def test_every_hook_that_works_is_documented_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=name)
 def test_import_paths_work(page: Path) -> None:
-    for path in set(re.findall(r"\bslime\.[a-z_]+\.[\w.]*\w", page.read_text(encoding="utf-8"))):
+    text = re.sub(r'\("algorithm", [^)]*\)', "", page.read_text(encoding="utf-8"))  # rows that a reader shall add
+    for path in set(re.findall(r"\bslime\.[a-z_]+\.[\w.]*\w", text)):
         module, _, attribute = path.rpartition(".")
         try:
             importlib.import_module(path)

@@ -22,7 +22,8 @@ from slime.plugins.agents.environments.registry import environment, own_seed
 from slime.plugins.agents.environments.source import task_sample
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed: pip install 'slime-rl[verifiers]'"
+    importlib.util.find_spec("verifiers") is None,
+    reason="pip install 'slime-rl[verifiers]'",
 )
 LETTERS = "verifiers:letters_taskset"
 
