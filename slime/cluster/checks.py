@@ -55,7 +55,7 @@ def print_warnings(args: Args, asynchronous: bool = False) -> None:
     """Print the warnings of plug-ins to stderr, such as that the run will not fit on the GPUs of this machine."""
     for name in registry.parts("warning"):
         for warning in registry.find("warning", name)(args, asynchronous):
-            print(f"slime: warning: {warning}", file=sys.stderr)
+            print(f"slime: warning: {name}: {warning}", file=sys.stderr)
 
 
 def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:

@@ -53,7 +53,9 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     for line in memory_lines(args):
         say(f"  {line}")
     for name in registry.parts("report"):
-        say("\n" + "\n".join(registry.find("report", name)(args, asynchronous)))
+        say("")
+        for line in registry.find("report", name)(args, asynchronous):
+            say(line)
     if source is not None:
         _first_prompt(args, firsts, ids, say)
     say("\ndry run: no process was started and no file was written")

