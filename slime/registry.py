@@ -36,7 +36,7 @@ KINDS = {
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
-    "warning": "a function warn(args, asynchronous) that returns warnings for the start of a run, one line each",
+    "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",
     "report": "a function report(args, asynchronous) that returns lines for --dry-run",
 }
 

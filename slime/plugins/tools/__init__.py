@@ -22,5 +22,5 @@ def parts() -> None:
     for name, function in _COMMANDS.items():
         register("command", name, f"slime.plugins.tools.commands.parser:{function}")
     register("command", "plan", "slime.plugins.tools.commands.plan_options:add_plan")
-    register("warning", "memory", "slime.plugins.tools.plan.warn:misfits")
+    register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.warn:misfits")
     register("report", "memory", "slime.plugins.tools.plan.warn:report")
