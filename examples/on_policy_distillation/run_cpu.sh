@@ -31,7 +31,7 @@ student=(
 
 port="$(free_port)"
 start_server teacher "http://127.0.0.1:$port/health" \
-    "$python" -m slime.plugins.embedded.server --model-path "$teacher" --port "$port" --threads 1 --deterministic
+    "$python" -m slime.engines.embedded.server --model-path "$teacher" --port "$port" --threads 1 --deterministic
 train opd_engine train.py "${student[@]}" --opd-type sglang --rm-url "http://127.0.0.1:$port/generate"
 stop_servers
 train opd_trainer train.py "${student[@]}" --opd-type megatron --opd-teacher-load "$teacher"

@@ -94,6 +94,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.rollout.forge_load",
     ): "--rollout-function-path, with --load-forge-rollout-data",
     ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
+    ("slime.engines.embedded.server", "slime.plugins.embedded.server"): "the documented command",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
     ("slime.plugins.agents.environments.registry", "slime.environments.base"): "the name that a message tells users",
     (
