@@ -34,8 +34,6 @@ settings.register_profile("slime", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-ALL = os.environ.get("SLIME_TESTS") == "all"
-"""Whether the tests of the long circle run too (``scripts/test_all.sh``)."""
 DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")
 
 
@@ -93,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
-    if not ALL:
+    if os.environ.get("SLIME_TESTS") != "all":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:

@@ -279,6 +279,7 @@ def test_ppo_trains_a_critic(runner, flags) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_seed_commands.py has one of two nodes
 def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) -> None:
     """`ray start --head` on this machine stands for a cluster; the run leaves it alive and empty."""
     import shutil

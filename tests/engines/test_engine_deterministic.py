@@ -16,6 +16,7 @@ from engine_drivers import finish, load, make, result, step
 from engine_parts import make_tokenizer, save_tiny_llama
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
@@ -80,7 +81,10 @@ def expected(engine: Loaded) -> list[Any]:
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=of_all(12, 4),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
 )
 @given(
     chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4)

@@ -21,6 +21,9 @@ from _pytest.mark.expression import Expression
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
+compiled = functools.cache(Expression.compile)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One call of a test script: which marks it selects, and the files that it is limited to or ignores."""
@@ -31,7 +34,7 @@ class Stage:
 
     def runs(self, file: str, marks: frozenset[str]) -> bool:
         wanted = not self.only or file.startswith(self.only)
-        return wanted and file not in self.ignored and Expression.compile(self.marks).evaluate(lambda m: m in marks)
+        return wanted and file not in self.ignored and compiled(self.marks).evaluate(lambda m: m in marks)
 
 
 def marks_of_script(name: str) -> str:

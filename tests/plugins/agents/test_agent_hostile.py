@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
+from needs import of_all
 
 from slime.data.reasoning import THINK
 from slime.data.sample import Sample
@@ -253,7 +254,7 @@ def test_system_messages_within_a_conversation_join_the_users() -> None:
 
 # --- random outputs and bodies ---------------------------------------------------------------
 
-EXAMPLES = 2000
+EXAMPLES = of_all(2000, 400)
 PIECES = [
     *("<tool_call>", "</tool_call>", '{"name": "a", ', '"arguments": {', '"parameters": ', "}", "}}", "[", "]", '"'),
     *("\\ud83d", "\ud83d", "\u0000", "\u2028", "<think>", "</think>", "9" * 25, "1e999", "NaN", "null", "\\", "é"),

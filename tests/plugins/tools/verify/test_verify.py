@@ -196,7 +196,7 @@ def test_wrong_experts_whose_projections_are_one_tensor_are_named(here: Any, tmp
     """The tensors of gpt-oss have names without an end such as .weight, and biases of their own."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
-    transformers.GptOssConfig().save_pretrained(tmp_path)
+    transformers.GptOssConfig(vocab_size=1000, pad_token_id=0).save_pretrained(tmp_path)
     original = modeling_gpt_oss.GptOssMLP.forward
 
     def halved(self: Any, x: torch.Tensor) -> Any:
@@ -265,7 +265,7 @@ def wrong_token(model: Path, samples: list[RandomSample]) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("plant", [None, wrong_weight, wrong_token])
+@pytest.mark.parametrize("plant", [None, wrong_weight, pytest.param(wrong_token, marks=pytest.mark.long)])
 def test_an_engine_that_receives_something_else_is_named(
     here: Any, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any
 ) -> None:
@@ -303,13 +303,14 @@ def test_a_missing_sum_over_ranks_is_named(llama: str, monkeypatch: pytest.Monke
     assert "data-parallel" in by_name["gradients"].note
 
 
-CP2_DP2 = {"data": 2, "sizes": {"context_parallel_size": 2}}
+CP2: dict[str, Any] = {"sizes": {"context_parallel_size": 2}}
 
 
 @pytest.mark.real
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_that_divide_data_and_tokens_are_right(llama: str) -> None:
-    found = verify(target(llama, **CP2_DP2))
+    found = verify(target(llama, **CP2, data=2))
     assert found.good and found.world_size == 4, found.checks
 
 
@@ -319,7 +320,7 @@ def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypa
     """The error begins at keys and values of the last layer, and spreads to everything before them."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    found = verify(target(llama, **CP2_DP2, ranks_function="planted:without_sum_over_context"))
+    found = verify(target(llama, **CP2, ranks_function="planted:without_sum_over_context"))
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
     note = by_name["gradients"].note

@@ -46,6 +46,7 @@ def test_a_missing_sum_of_the_gradients_of_norms_is_named(llama: str) -> None:
     assert "tensor-, sequence- or context-parallel ranks" in by_name["gradients"].note
 
 
+@pytest.mark.long
 def test_a_missing_sum_in_the_forward_pass_is_named(llama: str) -> None:
     found = verify(target(llama, TP, "without_sum_of_rows"))
     assert not found.checks[1].good and found.checks[0].good
