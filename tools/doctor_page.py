@@ -18,9 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from tests.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
-
 from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
+from tests.plugins.tools.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "doctor.md"
 RUNS = ROOT / "benchmarks" / "results" / "doctor_runs_cpu.json"

@@ -238,7 +238,7 @@ def _absent_packages(args: Args) -> list[str]:
         if value == "sglang" and args.rollout_external_engine_addrs:
             continue  # external engines do not need SGLang on this machine
         if module and not installed(module):
-            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime[{extra}]'")
+            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime-rl[{extra}]'")
     if args.use_wandb and not installed("wandb"):
         problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
     return problems

@@ -13,13 +13,13 @@ from make_args import make_args
 from slime.checkpoint import snapshot
 from slime.cluster.checks import (
     check_checkpoints,
-    check_environment,
     check_save_folder,
     check_schedules,
     check_snapshots,
 )
 from slime.cluster.memory_estimate import snapshot_bytes
 from slime.config.args import Args
+from slime.plugins.agents.environments.check import check_environment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8

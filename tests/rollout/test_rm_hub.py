@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from make_args import make_args
 from needs import of_all
 
+from slime import registry
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
 from slime.rollout import rm_hub
@@ -27,9 +28,9 @@ from slime.rollout.rm_hub import (
     scores_whole_groups,
 )
 from slime.rollout.rm_hub.dapo import dapo_reward
-from slime.rollout.rm_hub.dispatch import REWARD_TYPES
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
+from slime.rollout.rm_hub.reward import Reward
 from slime.rollout.rm_hub.sglang_scorer import judge_text
 from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
@@ -391,7 +392,8 @@ async def test_the_type_of_an_evaluation_set_has_the_limit_of_its_verifier(monke
         await asyncio.sleep(0.5)
         return 1.0
 
-    monkeypatch.setitem(REWARD_TYPES, "waits", waits)
+    waiting = registry.Part("reward", "waits", Reward(waits))
+    monkeypatch.setitem(registry._parts, ("reward", "waits"), waiting)
     sample = Sample(response="x", metadata={"rm_type": "waits"}, custom_rm_path=BY_TYPE)
     args = arguments("math", custom_rm_path="somebody.else", reward_timeout=0.1)
     assert await batched_async_rm(args, [sample]) == [1.0] and not sample.reward_timed_out

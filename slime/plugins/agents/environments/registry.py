@@ -142,6 +142,6 @@ def _own(name: str) -> Callable[..., object]:
 def missing_package(package: str, error: ImportError) -> EnvironmentProblem:
     """The error for a package that is not installed, or that lacks a part."""
     return EnvironmentProblem(
-        f"the package {package} cannot be imported ({error}): install it with pip install 'slime[{package}]', or "
+        f"the package {package} cannot be imported ({error}): install it with pip install 'slime-rl[{package}]', or "
         f"pip install {package}"
     )

@@ -17,9 +17,10 @@ from slime.config.args import Args
 from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.data.sample import Sample
 from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.registry import ADAPTERS, Spec, environment, own_seed
+from slime.plugins.agents.environments.registry import Spec, environment, own_seed
 from slime.plugins.agents.environments.rollout import generate
 from slime.plugins.agents.environments.source import EnvironmentSource
+from slime.registry import parts
 
 ECHO = '''
 import numpy as np
@@ -91,7 +92,7 @@ def test_the_full_form_is_read_as_it_was_written(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("option", ["system", "tag"])
 def test_a_text_is_taken_as_it_is(option: str, text: str) -> None:
     """YAML would make a mapping, a shorter text, a truth value or an error of these."""
-    for name in ADAPTERS:
+    for name in parts("environment"):
         spec = Spec.parse(f"{name}:x?{option}={quote(text)}")
         assert spec.options == {option: text} and Spec.parse(own_seed(str(spec), 1)).options[option] == text
     assert Spec.parse(f"gymnasium:x?{option}='a: b'").options == {option: "a: b"}

@@ -15,11 +15,11 @@ import pytest
 from make_args import make_args
 from scripted_engine import Script
 
-from slime.cluster.checks import check_environment
 from slime.config.environment import MCP_GENERATE
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.environments.base import EnvironmentProblem
+from slime.plugins.agents.environments.check import check_environment
 from slime.plugins.agents.environments.mcp import check_servers, generate
 
 pytest.importorskip("mcp_types", reason="pip install 'slime-rl[mcp]'")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.cluster.checks import check_environment
 from slime.plugins.agents.environments.base import EnvironmentProblem
+from slime.plugins.agents.environments.check import check_environment
 from slime.plugins.agents.environments.reasoning_gym import make, score, try_sizes
 from slime.plugins.agents.environments.registry import environment, own_seed
 from slime.plugins.agents.environments.source import task_sample

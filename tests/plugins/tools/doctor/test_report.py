@@ -14,7 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.doctor.faults import (
+
+from slime.cli.main import main
+from slime.config.args import FLAGS
+from slime.observability.run_state import StateFile
+from slime.plugins.tools.doctor.facts import Facts, Process, read_facts
+from slime.plugins.tools.doctor.report import diagnose, page
+from tests.plugins.tools.doctor.faults import (
     CHECKOUT,
     ERRORS,
     FAULTY,
@@ -36,12 +42,6 @@ from tests.doctor.faults import (
     set_all,
     state,
 )
-
-from slime.cli.main import main
-from slime.config.args import FLAGS
-from slime.observability.run_state import StateFile
-from slime.plugins.tools.doctor.facts import Facts, Process, read_facts
-from slime.plugins.tools.doctor.report import diagnose, page
 
 HINTS_OF_HEALTHY = {
     "quickstart_cpu_16_steps": ["solved"],

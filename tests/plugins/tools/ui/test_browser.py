@@ -10,14 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.ui.browser import Browser, chromium, film
-from tests.ui.test_server import served
 
 from slime.observability.best_effort import replacing
 from slime.observability.timers import Span
 from slime.observability.trace_file import Load, load_events, phase_events, read_trace, trace_of
 from slime.plugins.tools.ui.export import Limits, export
 from slime.plugins.tools.ui.runs import Refresher, Runs
+from tests.plugins.tools.ui.browser import Browser, chromium, film
+from tests.plugins.tools.ui.test_server import served
 
 pytestmark = [
     pytest.mark.real,
