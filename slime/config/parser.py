@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
+from slime.config.facts import Run
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import (
     check_states,
@@ -22,9 +23,10 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
-from slime.config.idle_flags import Loop
+from slime.config.machine import this_machine
 from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
+from slime.config.rules import idle_flags
 from slime.config.settings import apply_file, redacted, set_value
 from slime.config.trainer import drop_other_model
 
@@ -357,8 +359,8 @@ def check_args(
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
-    alone, doubtful = Loop(args, asynchronous).idle_flags()
-    args.notices += [*no_effect_notice([*idle, *alone]), *doubtful, *other_defaults(args)]
+    idle += idle_flags(Run(args, asynchronous, this_machine()))
+    args.notices += [*no_effect_notice(idle), *other_defaults(args)]
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))
