@@ -352,7 +352,7 @@ def check_args(
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
-    refused, idle = check_states(args)
+    refused, idle = check_states(args, FLAGS)
     args.notices += unread_variables(os.environ)
     problems += refused
     problems += resolve_defaults(args, asynchronous=asynchronous)

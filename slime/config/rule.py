@@ -6,12 +6,11 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, all_sections
 from slime.config.facts import FACTS, Run
 from slime.config.flag import Flag
 from slime.config.passthrough import options
 from slime.config.settings import redacted
-from slime.registry import sections
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -114,7 +113,7 @@ def _compared(words: str, value: Any, sign: str, wanted: str, args: Args) -> str
 def look_up(option: str, args: Args) -> tuple[Any, Flag, str, bool]:
     """Return the value of a flag that is named as it is typed, its definition, the family of an option that is passed
     through, and the value that a switch sets."""
-    flag, family, sets = _known(sections())[option]
+    flag, family, sets = _known(all_sections())[option]
     values = getattr(args, family) if family else vars(args)
     return values.get(flag.name), flag, family, sets
 

@@ -242,9 +242,7 @@ def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest
         (["swanlab"], "'slime[swanlab]'"),
     ],
 )
-def test_mistakes_are_told_before_the_run(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_the_run(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.config.observability.installed", lambda module: module != "swanlab")
     (problem,) = check_sinks(make_args(tracker=words))
     assert said in problem
