@@ -61,6 +61,12 @@ def _serves_on_cpu(run: Run) -> bool:
     return args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not has_gpu
 
 
+def _decay_changes(run: Run) -> bool:
+    both = [run.args.megatron.get(f"{name}_weight_decay") for name in ("start", "end")]
+    start, end = (run.args.weight_decay if value is None else value for value in both)
+    return bool(start != end)
+
+
 FACTS: dict[str, Callable[[Run], object]] = {
     "train_async.py": lambda run: run.asynchronous,
     "the fully asynchronous rollout": lambda run: is_fully_async(run.args),
@@ -84,6 +90,7 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "several training ranks": lambda run: run.ranks > 1,
     "several replicas": lambda run: run.args.fsdp_shard_size not in (None, run.ranks),
     "packs of a multiple of 16 tokens": lambda run: run.args.data_pad_size_multiplier % 16 == 0,
+    "a weight decay that changes": _decay_changes,
     "a GPU": lambda run: run.machine.cuda or run.machine.in_cluster,
     "a GPU of this machine": lambda run: run.machine.cuda,
     "SGLang on a CPU": _serves_on_cpu,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hf_config import SHAPE
@@ -145,26 +144,7 @@ def check_megatron(args: Args) -> list[str]:
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
-    return [
-        *chunk_problems(args.megatron, args.hf_checkpoint),
-        *refused_flags(args.megatron),
-        *_weight_decay_problems(args.megatron, args.weight_decay),
-    ]
-
-
-def _weight_decay_problems(flags: Mapping[str, Any], weight_decay: float) -> list[str]:
-    """Report flags of a weight decay that changes during the run if some of them are missing."""
-    given = [flags.get(f"{name}_weight_decay") for name in ("start", "end")]
-    start, end = (weight_decay if value is None else value for value in given)
-    style = flags.get("weight_decay_incr_style") or "constant"
-    if style == "constant" and start != end:
-        return [
-            f"--start-weight-decay and --end-weight-decay: the weight decay cannot go from {start} to {end} with "
-            "--weight-decay-incr-style constant: use linear or cosine, or only --weight-decay"
-        ]
-    if style != "constant" and given == [None, None]:
-        return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"]
-    return []
+    return chunk_problems(args.megatron, args.hf_checkpoint) + refused_flags(args.megatron)
 
 
 UNDERSTOOD = {

@@ -197,7 +197,7 @@ def tracker_packages() -> dict[str, tuple[str, str] | None]:
     return {**own, **{name: part.package for name, part in parts("tracker").items()}}
 
 
-def _check_trackers(args: Args) -> list[str]:
+def check_sinks(args: Args) -> list[str]:
     problems, known = [], tracker_packages()
     for name in chosen_trackers(args):
         if name in known:
@@ -206,11 +206,6 @@ def _check_trackers(args: Args) -> list[str]:
                 problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
         elif not is_hook_path(name):
             problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
-    return problems
-
-
-def check_sinks(args: Args) -> list[str]:
-    problems = _check_trackers(args)
     try:
         log_samples_count(args.log_samples)
     except ValueError as error:

@@ -75,9 +75,6 @@ def check_ranges(args: Args) -> list[str]:
         problem = out_of_range(flag, value) if flag.status != "refused" else None
         if problem:
             problems.append(f"{flag.option} {value}: {problem}")
-    if args.rollout_temperature == 0:
-        hint = "greedy sampling does not explore; for greedy evaluations use --eval-temperature 0"
-        problems.append(f"--rollout-temperature 0: must be above 0 ({hint})")
     return problems
 
 

@@ -98,6 +98,8 @@ ENVIRONMENT = (
 )  # fmt: skip
 
 ROLLOUT = (
+    Rule("--rollout-temperature <=0", because="it must be above 0, since greedy sampling does not explore",
+         instead="for greedy evaluations use --eval-temperature 0"),
     Rule("--over-sampling-batch-size <--rollout-batch-size", because="a rollout takes at least its own prompts",
          instead="use at least --rollout-batch-size"),
     Rule("--balance-by-flops", needs="--use-dynamic-batch-size",
@@ -202,6 +204,11 @@ TRAINER = (
          because="it is a fraction of what that flag moves"),
     Rule("--train-backend megatron and --optimizer-cpu-offload", excludes="--no-use-distributed-optimizer",
          because="only the distributed optimizer is moved", instead="leave --no-use-distributed-optimizer out"),
+    Rule("--train-backend megatron and a weight decay that changes", because="its course is not given",
+         needs="--weight-decay-incr-style linear or --weight-decay-incr-style cosine",
+         instead="add one, or pass only --weight-decay instead of --start-weight-decay and --end-weight-decay"),
+    Rule("--weight-decay-incr-style linear or --weight-decay-incr-style cosine", unless="--train-backend fsdp",
+         needs="--start-weight-decay or --end-weight-decay", because="the weight decay goes from the one to the other"),
 )  # fmt: skip
 
 PRECISION = (
