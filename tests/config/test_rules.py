@@ -9,8 +9,10 @@ from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
 from slime.config.facts import FACTS, Run
+from slime.config.idle_flags import IDLE, NOTICES
+from slime.config.machine import Machine
 from slime.config.rule import Rule, holding, look_up
-from slime.config.rules import IDLE, NOTICES, RULES
+from slime.config.rules import RULES
 
 ROWS = [*RULES, *NOTICES, *IDLE]
 ALL = [
@@ -120,3 +122,31 @@ def test_a_zero_that_is_derived_is_off_and_a_typed_one_is_a_value() -> None:
 def test_secrets_are_not_told() -> None:
     run = Run(make_args(wandb_key="s3cret"), False, CPU_MACHINE)
     assert holding("--wandb-key", run) == [["--wandb-key ***"]]
+
+
+GPU = Machine(gpus=1, cores=8, in_cluster=False)
+CLUSTER = Machine(gpus=0, cores=8, in_cluster=True)
+
+
+@pytest.mark.parametrize(
+    ("fact", "yes", "no"),
+    [
+        ("packs of a multiple of 16 tokens", {"data_pad_size_multiplier": 48}, {"data_pad_size_multiplier": 8}),
+        ("several training ranks", {"actor_num_nodes": 2}, {}),
+        ("a snapshot in --load", {"load": "no/model"}, {}),
+        ("a weight decay that changes", {"megatron": {"end_weight_decay": 0.2}}, {"megatron": {}}),
+        ("a GPU", {"machine": GPU}, {}),
+        ("a GPU", {"machine": CLUSTER}, {}),
+        ("a GPU of this machine", {"machine": GPU}, {"machine": CLUSTER}),
+        ("SGLang on a CPU", {"rollout_backend": "sglang"}, {"rollout_backend": "sglang", "machine": GPU}),
+        ("SGLang on a CPU", {"rollout_backend": "sglang", "sglang": {"device": "cpu"}, "machine": GPU}, {}),
+        ("a rate that the user chose", {"lr": 1e-6}, {}),
+        ("Dr. GRPO", {"advantage_estimator": "dr_grpo"}, {"advantage_estimator": "grpo"}),
+        ("a critic", {"advantage_estimator": "ppo"}, {}),
+        ("an estimator that compares the samples of a group", {}, {"advantage_estimator": "ppo"}),
+    ],
+)
+def test_facts(fact: str, yes: dict[str, Any], no: dict[str, Any]) -> None:
+    for flags, holds in ((yes, True), (no, False)):
+        run = Run(make_args(**flags), False, flags.get("machine", CPU_MACHINE))
+        assert bool(FACTS[fact](run)) is holds
