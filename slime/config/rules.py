@@ -131,7 +131,7 @@ ROLLOUT = (
 
 ALGORITHM = (
     Rule("--loss-type sft_loss", excludes="--use-kl-loss or --kl-loss-coef or --kl-coef or --entropy-coef",
-         because="the SFT loss has neither a KL nor an entropy term", instead="leave the second out"),
+         because="the SFT loss has neither a KL nor an entropy term", instead="leave the latter out"),
     Rule("--kl-coef", excludes="--kl-loss-coef", unless="--loss-type sft_loss",
          because="the first is for KL in the reward, the second for KL in the loss"),
     Rule("--kl-loss-coef", needs="--use-kl-loss", unless="--loss-type sft_loss",
@@ -279,7 +279,8 @@ LORA = (
          because="routed experts, most of its weights, are no linear layers and would stay as they are",
          instead="leave --lora-base-quantization out"),
     Rule("--lora-dropout", excludes="--lora-target-modules experts or --train-backend megatron",
-         because="adapters of routed experts, and those of Megatron, have none", instead="leave --lora-dropout out"),
+         because="adapters of routed experts, and those of Megatron, have no dropout",
+         instead="leave --lora-dropout out"),
     Rule("--lora-rank and --train-backend megatron", excludes="--ckpt-format torch",
          because="this format is for whole models", instead="use --ckpt-format torch_dist"),
     Rule("--lora-rank and --train-backend megatron", excludes="--moe-router-bias-update-rate >0",
