@@ -110,18 +110,10 @@ class AgentConfig:
     agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
 
 
-def derive_agent(args: Args) -> list[str]:
+def derive_agent(args: Args) -> None:
     """Select the generate function for agents if an agent program is given."""
-    if not args.agent_function_path and not args.agent_command:
-        if args.custom_generate_function_path == AGENT_GENERATE:
-            return [f"{AGENT_GENERATE} needs an agent program: pass --agent-function-path or --agent-command"]
-        return []
-    if args.custom_generate_function_path is None:
+    if (args.agent_function_path or args.agent_command) and args.custom_generate_function_path is None:
         args.custom_generate_function_path = AGENT_GENERATE
-    problems = [] if args.agent_timeout > 0 else [f"--agent-timeout {args.agent_timeout}: must be above 0"]
-    if args.agent_function_path and args.agent_command:
-        problems.append("--agent-function-path and --agent-command exclude each other: pass one of them")
-    return problems
 
 
 def check_parsers(args: Args) -> list[str]:
@@ -211,26 +203,3 @@ def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
         logger.debug("the parsers of SGLang cannot be imported: %s", error)
         return {}
     return dict(found)
-
-
-def check_constrained_decoding(args: Args) -> list[str]:
-    """Check ``--agent-constrained-decoding``. Only SGLang supports it, and it samples from a part of the vocabulary, so
-    the log-probs of the trainer do not match."""
-    if not args.agent_constrained_decoding:
-        return []
-    if args.rollout_backend != "sglang":
-        return [
-            f"--agent-constrained-decoding with --rollout-backend {args.rollout_backend}: only SGLang supports "
-            "constraints; use --rollout-backend sglang, or leave the flag out (slime then checks the answers)"
-        ]
-    if args.allow_truncated_sampling:
-        args.notices.append(
-            "--agent-constrained-decoding with --allow-truncated-sampling: answers to tool_choice and response_format "
-            "are sampled from a part of the vocabulary but scored over all of it, so their importance ratios are wrong"
-        )
-    elif not args.debug_rollout_only:
-        args.notices.append(
-            "--agent-constrained-decoding: answers to tool_choice and response_format are sampled from a part of the "
-            "vocabulary and are not trained (loss mask 0); --allow-truncated-sampling trains them"
-        )
-    return []

@@ -17,7 +17,7 @@ from slime.registry import find, load, parts
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-_DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
+DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 @dataclass
@@ -73,7 +73,7 @@ class AlgorithmConfig:
         help="Train on raw rewards, without a group baseline",
     )
     overlong_buffer_len: int = flag(
-        0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
+        0, low=0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
     )
     overlong_penalty: float = flag(
         1.0,
@@ -193,43 +193,15 @@ def check_estimator(args: Args) -> list[str]:
         for switch, reason in algorithm.forbids.items()
         if getattr(args, switch)
     ]
-    own = (
-        args.custom_advantage_function_path
-        or args.custom_reward_post_process_path
-        or args.custom_generate_function_path
-    )
-    trains_on_groups = algorithm.needs_group and args.rewards_normalization and args.loss_type == "policy_loss"
-    if trains_on_groups and args.n_samples_per_prompt == 1 and not own:
-        problems.append(
-            f"--advantage-estimator {name} compares the samples of a group, so --n-samples-per-prompt 1 makes every "
-            f"advantage 0: use 2 or more samples, or the estimator {known_where('needs_group', False)}"
-        )
-    reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
-    if args.calculate_per_token_loss and reducer == _DR_GRPO_REDUCER:
-        problems.append(
-            f"--custom-pg-loss-reducer-function-path {reducer} divides the loss by a constant, and "
-            "--calculate-per-token-loss by the number of tokens: remove one"
-        )
-    if args.num_critic_only_steps and not algorithm.needs_critic:
-        problems.append(f"--num-critic-only-steps needs a critic: --advantage-estimator {known_where('needs_critic')}")
     return problems
 
 
-def check_losses(args: Args) -> list[str]:
+def check_patterns(args: Args) -> list[str]:
     problems = []
-    if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
-        problems.append("--loss-type custom_loss and --custom-loss-function-path need each other: pass both or none")
-    if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
-        problems.append(
-            f"--overlong-buffer-len {args.overlong_buffer_len}: must be between 0 and --rollout-max-response-len "
-            f"{args.rollout_max_response_len}"
-        )
     lists = "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules", "lora_exclude_modules"
     for name, pattern in [(one, pattern) for one in lists for pattern in getattr(args, one) or ()]:
         try:
             re.compile(pattern)
         except re.error as error:
             problems.append(f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}")
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: remove one")
     return problems

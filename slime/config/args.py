@@ -82,7 +82,6 @@ def _is_asked_with_default() -> bool:
 
 @dataclass
 class Args(
-    UnsupportedConfig,
     MegatronExtrasConfig,
     DebugConfig,
     ObservabilityConfig,
@@ -136,7 +135,7 @@ class Args(
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
     def __post_init__(self) -> None:
-        for section in sections():
+        for section in all_sections():
             self.__dict__.update(vars(section()))
 
     def __getattribute__(self, name: str) -> Any:
@@ -173,17 +172,22 @@ class Args(
         return other
 
 
+def all_sections() -> tuple[type, ...]:
+    """The dataclasses of flags besides those that Args is composed of."""
+    return (UnsupportedConfig, *sections())
+
+
 class _Flags(Mapping[str, Flag]):
     """The flags of slime, followed by those of registered parts, which are read when a flag is first looked up."""
 
     def __getitem__(self, name: str) -> Flag:
-        return _flags_with(sections())[name]
+        return _flags_with(all_sections())[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_flags_with(sections()))
+        return iter(_flags_with(all_sections()))
 
     def __len__(self) -> int:
-        return len(_flags_with(sections()))
+        return len(_flags_with(all_sections()))
 
 
 @functools.cache

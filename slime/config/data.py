@@ -315,12 +315,8 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
 
 
 def check_reward(args: Args) -> list[str]:
-    problems = []
-    if args.rm_type is not None and (problem := reward_type_problem(args.rm_type, args.rm_url)):
-        problems.append(f"--rm-type {args.rm_type}: {problem}")
-    if args.rm_type is not None and args.custom_rm_path is not None:
-        args.notices.append(f"--custom-rm-path {args.custom_rm_path} takes precedence over --rm-type {args.rm_type}")
-    return problems
+    problem = None if args.rm_type is None else reward_type_problem(args.rm_type, args.rm_url)
+    return [f"--rm-type {args.rm_type}: {problem}"] if problem else []
 
 
 def check_scored(args: Args) -> list[str]:

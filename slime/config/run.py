@@ -167,14 +167,8 @@ def derive_checkpoints(args: Args) -> None:
 
 
 def check_folders(args: Args) -> list[str]:
-    """Check what --load names, and how --save-hf is to be written."""
+    """Check what --load names, and the path of --save-hf."""
     problems = []
-    if args.save_hf_dtype is not None and args.save_hf is None:
-        problems.append("--save-hf-dtype says how --save-hf is written: pass --save-hf too")
-    elif args.save_hf_dtype is not None and args.lora_rank and args.lora_export == "peft":
-        problems.append(
-            "--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"
-        )
     if args.save_hf is not None:
         try:
             args.save_hf.format(rollout_id=0)
@@ -183,9 +177,6 @@ def check_folders(args: Args) -> list[str]:
                 f"--save-hf {args.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
                 f"({type(error).__name__}: {error})"
             )
-    if (args.save or args.save_hf) and not args.save_interval:
-        given = "--save-hf" if args.save_hf else "--save"
-        args.notices.append(f"{given}: the run writes no snapshots at its steps and its end: pass --save-interval")
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
         return problems
     if not looks_like_hub_id(args.load):

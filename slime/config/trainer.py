@@ -310,8 +310,8 @@ class OptimizerConfig:
     )
     warmup_ratio: float | None = flag(None, low=0, high=1, help="Former name of --lr-warmup-fraction")
     weight_decay: float = flag(0.0, low=0, help="Coefficient of decoupled weight decay")
-    adam_beta1: float = flag(0.9, help="Adam's beta1, the decay rate of the first moment")
-    adam_beta2: float = flag(0.95, help="Adam's beta2, the decay rate of the second moment")
+    adam_beta1: float = flag(0.9, low=0, help="Adam's beta1, the decay rate of the first moment")
+    adam_beta2: float = flag(0.95, low=0, help="Adam's beta2, the decay rate of the second moment")
     adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, which is added to the denominator")
     clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
     critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
@@ -322,22 +322,3 @@ class OptimizerConfig:
     use_stateless_adam: bool = flag(
         False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
     )
-
-
-def check_schedule(args: Args) -> list[str]:
-    problems = []
-    if args.lr_warmup_fraction and args.lr_warmup_iters:
-        problems.append("--lr-warmup-fraction and --lr-warmup-iters both set the warm-up: remove one")
-    for option, peak in (("--lr", args.lr), ("--critic-lr", args.critic_lr if args.use_critic else args.min_lr)):
-        if args.min_lr > peak:
-            problems.append(f"--min-lr {args.min_lr} must not be above {option} {peak}")
-    if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
-        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its final decay")
-    for name in ("lr_decay_samples", "lr_warmup_samples"):
-        if name in args.megatron:
-            option = "--" + name.replace("_", "-")
-            problems.append(f"{option}: the schedule counts optimizer steps; use {option.replace('samples', 'iters')}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0 and below 1")
-    return problems

@@ -99,19 +99,3 @@ def checks_first_update(args: Args) -> bool:
     config = read_config(str(args.hf_checkpoint)) or {}
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
     return not other and not args.sglang.get("speculative_algorithm")
-
-
-def check_disk_sync(args: Args) -> list[str]:
-    problems = []
-    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
-        problems.append(
-            "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
-        )
-    if args.update_weight_mode == "delta" and args.update_weight_transport != "disk":
-        problems.append("--update-weight-mode delta uses files: add --update-weight-transport disk")
-    if args.update_weight_mode == "delta" and args.colocate:
-        problems.append(
-            "--update-weight-mode delta is for engines on other GPUs: with --colocate, passing all weights within the "
-            "GPU takes less time than computing a delta. Leave --update-weight-mode out"
-        )
-    return problems

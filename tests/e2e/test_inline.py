@@ -149,13 +149,13 @@ def test_an_error_of_a_users_function_ends_in_its_line(runner, flags, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--actor-num-gpus-per-node", 2), "--inline excludes --actor-num-gpus-per-node"),
-        (("--rollout-num-gpus", 2), "--inline excludes --rollout-num-gpus"),
-        (("--use-fault-tolerance",), "--inline excludes --use-fault-tolerance"),
-        (("--train-backend", "megatron"), "--inline excludes --train-backend megatron"),
-        (("--rollout-workers", 2), "--inline excludes --rollout-workers"),
-        (("--use-router",), "--inline excludes --use-router"),
-        (("--train-env-vars", '{"A": "1"}'), "--inline excludes --train-env-vars"),
+        (("--actor-num-gpus-per-node", 2), "several training ranks exclude"),
+        (("--rollout-num-gpus", 2), "--rollout-num-gpus"),
+        (("--use-fault-tolerance",), "--use-fault-tolerance"),
+        (("--train-backend", "megatron"), "--train-backend megatron"),
+        (("--rollout-workers", 2), "--rollout-workers"),
+        (("--use-router",), "--use-router"),
+        (("--train-env-vars", '{"A": "1"}'), "--train-env-vars"),
     ],
 )
 def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object, ...], said: str) -> None:

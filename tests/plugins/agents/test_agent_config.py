@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_args import rule_problems
 
 from slime.config.agent import REASONING_PARSERS, TOOL_PARSERS, check_parsers, choose_parser, sglang_parsers
 from slime.config.args import Args
@@ -30,16 +31,13 @@ from slime.plugins.agents.tool_parsers import tool_parser
             {"custom_generate_function_path": "slime.plugins.agents.rollout.generate"},
             "--agent-function-path or --agent-command",
         ),
-        (
-            {"agent_command": "a", "agent_function_path": "b:c"},
-            "--agent-function-path and --agent-command",
-        ),
-        ({"agent_command": "a", "agent_timeout": 0.0}, "--agent-timeout 0.0"),
+        ({"agent_command": "a", "agent_function_path": "b:c"}, "--agent-function-path b:c and --agent-command a"),
     ],
 )
 def test_flags(flags: dict[str, Any], problem: str | None) -> None:
     args = Args(**flags)
-    problems = [text for text in resolve_defaults(args) if "agent" in text]
+    assert resolve_defaults(args) == []
+    problems = [text for text in rule_problems(args) if "agent" in text]
     assert [problem in text for text in problems] == [True] * (problem is not None)  # type: ignore[operator]
     own = flags.get("custom_generate_function_path")
     assert args.custom_generate_function_path == (own or "slime.plugins.agents.rollout.generate")

@@ -11,10 +11,9 @@ import openai
 import pytest
 from agent_parts import ScriptedEngine, make_tokenizer
 from call_forms import FORMS, TOOLS
+from make_args import make_args, rule_problems
 from test_agent_tools import ADD, CALL, QUESTION, Scripted
 
-from slime.config.agent import check_constrained_decoding
-from slime.config.args import Args
 from slime.data.reasoning import THINK
 from slime.plugins.agents.constraints import structural_tag
 from slime.plugins.agents.demands import Demand, demand_of
@@ -237,8 +236,8 @@ def test_a_form_without_a_grammar_is_checked_only() -> None:
     ],
 )
 def test_the_flag(flags: dict[str, Any], problem: str | None, notice: str | None) -> None:
-    args = Args(**{"agent_constrained_decoding": True, **flags})
-    problems = check_constrained_decoding(args)
+    args = make_args(**{"agent_constrained_decoding": True, **flags})
+    problems = rule_problems(args)
     assert [problem in text for text in problems if problem] == [True] * (problem is not None)
     assert [notice in text for text in args.notices if notice] == [True] * (notice is not None)
 
