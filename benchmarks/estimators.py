@@ -46,6 +46,7 @@ ESTIMATORS: dict[str, str] = {
     "reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus --normalize-advantages",
     "reinforce_plus_plus_baseline": "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
     "ppo": "--advantage-estimator ppo --normalize-advantages --critic-lr 5e-5 --value-clip 0.5",
+    "maxrl": "--advantage-estimator maxrl",
 }
 """What each needs beside the flags of all."""
 

@@ -61,9 +61,8 @@ class Row(NamedTuple):
 
 
 def _is_of_the_user(run: Loop) -> object:
-    """Whether the user's own code computes advantages; what it reads is not known."""
-    known = algorithm_class(run.args.advantage_estimator).__module__.startswith("slime.algorithms.")
-    return not known or run.args.custom_advantage_function_path
+    """Whether the user's own code computes advantages; what it reads is not known. Only built-in classes have a row."""
+    return "row" not in vars(run.algorithm) or run.args.custom_advantage_function_path
 
 
 def _has_kl(run: Loop) -> bool:
