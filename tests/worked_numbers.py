@@ -20,7 +20,7 @@ from slime.config.args import Args
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Sample
 
-PLAIN_LISTS = ("rewards", "total_lengths", "response_lengths", "lengths")
+PLAIN_LISTS = ("rewards", "total_lengths", "response_lengths", "lengths", "positive", "negative")
 MASKS = ("loss_masks", "mask", "loss_mask")
 TOLERANCE = 1e-5
 
