@@ -46,6 +46,13 @@ ESTIMATORS: dict[str, str] = {
     "reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus --normalize-advantages",
     "reinforce_plus_plus_baseline": "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
     "ppo": "--advantage-estimator ppo --normalize-advantages --critic-lr 5e-5 --value-clip 0.5",
+    "maxrl": "--advantage-estimator maxrl",
+    "sapo": "--advantage-estimator sapo",
+    "luspo": "--advantage-estimator luspo --eps-clip 3e-4 --eps-clip-high 4e-4",
+    "vespo": "--advantage-estimator vespo",
+    "k2_5": "--advantage-estimator k2_5 --calculate-per-token-loss",
+    "dppo": "--advantage-estimator dppo --use-rollout-logprobs",
+    "dppo_k2_5": "--advantage-estimator dppo_k2_5 --use-rollout-logprobs",
 }
 """What each needs beside the flags of all."""
 

@@ -355,8 +355,7 @@ def check_args(
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
     refused, idle = check_states(args, FLAGS)
     args.notices += [*unread_variables(os.environ), *registry.failures()]
-    problems += refused
-    problems += resolve_defaults(args, asynchronous=asynchronous)
+    problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)

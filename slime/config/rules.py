@@ -6,7 +6,7 @@ from slime.config.agent import AGENT_GENERATE
 from slime.config.algorithm import DR_GRPO_REDUCER, known_where
 from slime.config.facts import Run
 from slime.config.idle_flags import NOTICES
-from slime.config.rollout import SFT_FUNCTION
+from slime.config.rollout import FULLY_ASYNC_FUNCTION, SFT_FUNCTION
 from slime.config.rule import Rule
 
 _BOTH = "they need each other"
@@ -120,7 +120,7 @@ ROLLOUT = (
          excludes="--over-sampling-batch-size >--rollout-batch-size or --partial-rollout",
          because="the limit is for the start of samples, which can then wait for any later rollout",
          instead="leave one of them out, or use the fully asynchronous rollout (--rollout-function-path "
-         "slime.rollout.fully_async_rollout.generate_rollout_fully_async)"),
+         f"{FULLY_ASYNC_FUNCTION})"),
     Rule("train_async.py and --replay-schedule", excludes="--rollout-workers >1",
          because="one process repeats the order of samples", instead="use --rollout-workers 1"),
     Rule("train_async.py and --replay-schedule", needs="--rollout-backend embedded and --deterministic",

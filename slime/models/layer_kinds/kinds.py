@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
-from slime.models.layer_kinds.kind import LayerKind, Place
-from slime.models.layer_kinds.kind import LayerKind
-from slime.models.layer_kinds.kind import with_state
 import math
+
 import torch
-from slime.models.layer_kinds.kind import Place, whole_attention
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from slime.models.layer_kinds.kind import LayerKind, Place, whole_attention, with_state
 
 # Attention to a number of tokens before. transformers passes it to the attention as ``sliding_window``.
 #
 # Packing, prompt sharing, context parallelism and engine: as full attention, with the window in the mask. The window
 # counts the tokens of a shared prompt.
+
 
 def is_windowed(place: Place) -> bool:
     """Whether the layer has a window. A config without ``layer_types`` has the same one for all layers, or none."""
@@ -44,6 +42,7 @@ SLIDING_WINDOW = LayerKind("sliding window", is_windowed, ("sliding_attention",)
 # Packing: each segment attends to itself, and to the prompt that it shares. Context parallelism: ranks gather the keys
 # and values (``slime/models/packed_attention.py``). Engine: a slot holds the keys and values.
 
+
 def is_full(place: Place) -> bool:
     """Whether the layer attends to all tokens before. A config without ``layer_types`` has only one kind. A layer of
     type ``hybrid`` has another mixer beside its attention, whose kind explains the type."""
@@ -58,7 +57,9 @@ FULL_ATTENTION = LayerKind("full attention", is_full, ("full_attention",))
 # transformers passes the scores to the attention as ``s_aux``. Packing, prompt sharing, context parallelism and engine:
 # as the attention that has the sinks, because a sink belongs to each query.
 
-ATTENTION_SINKS = LayerKind("attention sinks", lambda place: any(hasattr(module, "sinks") for module in place.layer.modules()))
+ATTENTION_SINKS = LayerKind(
+    "attention sinks", lambda place: any(hasattr(module, "sinks") for module in place.layer.modules())
+)
 
 
 # Soft-capped attention scores (Gemma 2). transformers passes the cap to the attention as ``softcap``.
@@ -85,6 +86,7 @@ SHORT_CONVOLUTION = with_state("short convolution", ("conv",), ("ShortConv",))
 
 # Mamba-2 mixers (Nemotron-H, Granite 4, Bamba; beside attention in Falcon-H1). Source: Dao and Gu 2024,
 # https://arxiv.org/abs/2405.21060.
+
 
 def _bound_time_steps(mixer: nn.Module) -> None:
     """Bound the time steps ``softplus(dt + bias)`` from below in decode as well, as transformers does in prefill and
@@ -121,6 +123,7 @@ NO_MIXING = LayerKind("no mixing", lambda place: place.type in WITHOUT_MIXING, W
 # scores need memory for ``index_n_heads`` values for each pair of tokens of a sequence. The indexer itself gets no
 # gradient in transformers, so it keeps its weights. Source: https://arxiv.org/abs/2512.02556.
 
+
 def has_indexer(place: Place) -> bool:
     return place.type == "indexed_attention" or bool(place.modules("Indexer"))
 
@@ -129,6 +132,7 @@ SPARSE_INDEXER = whole_attention("sparse indexer", has_indexer, ("indexed_attent
 
 
 # Attention inside chunks of fixed size, counted from the first token of a sequence (Llama 4).
+
 
 def is_chunked(place: Place) -> bool:
     return place.type == "chunked_attention"
@@ -145,6 +149,7 @@ CHUNKED_ATTENTION = whole_attention("chunked attention", is_chunked, ("chunked_a
 # Queries that are scaled by the index of their row, in layers without rotary positions (Llama 4).
 #
 # Source: https://arxiv.org/abs/2501.19399. The index is the position only if the row is one sequence.
+
 
 def is_tuned(place: Place) -> bool:
     modules = place.modules("Attention")

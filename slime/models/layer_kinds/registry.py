@@ -14,6 +14,7 @@ from slime.models.layer_kinds.kind import LayerKind, Place, Sees
 from slime.models.loading import ModelError
 from slime.registry import find, parts
 
+
 @cache
 def all_kinds() -> tuple[LayerKind, ...]:
     return tuple(find("layer kind", name) for name in parts("layer kind"))
