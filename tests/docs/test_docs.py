@@ -63,27 +63,25 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=name)
 def test_flags_exist(page: Path) -> None:
-    from slime.config.args import Args
-    from slime.config.flag import flags_of
+    from slime.config.args import FLAGS
     from slime.config.passthrough import options
 
     known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-"}  # those of the servers, and all of them
-    for flag in flags_of(Args).values():
+    for flag in FLAGS.values():
         known |= {flag.option, flag.option.replace("--", "--no-", 1)} if flag.kind == "toggle" else {flag.option}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
     assert named <= known, f"{name(page)}: {sorted(named - known)}"
 
 
 def test_every_hook_that_works_is_documented_and_nothing_else() -> None:
-    from slime.config.args import Args
-    from slime.config.flag import flags_of
+    from slime.config.args import FLAGS
 
     text = (CHECKOUT / "docs/en/get_started/customization.md").read_text(encoding="utf-8")
     table = text.split("## All hooks")[1].split("## ")[0]
     documented = set(re.findall(r"--[a-z-]+-path", table))
     hooks = {
         flag.option
-        for flag in flags_of(Args).values()
+        for flag in FLAGS.values()
         if flag.status == "works" and flag.option.endswith("-path") and (flag.kind == "hook" or "hook" in flag.option)
     }
     assert documented == hooks

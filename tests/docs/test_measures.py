@@ -44,7 +44,7 @@ TOKENS = {
     "plugins/agents": 39_204,
     "plugins/compat": 2_412,
     "plugins/delta": 5_823,
-    "plugins/estimators": 2_147,
+    "plugins/estimators": 2_150,
     "plugins/embedded": 41_650,
     "plugins/rewards": 11_066,
     "plugins/tools": 82_657,
