@@ -123,4 +123,5 @@ class DppoK25(Dppo):
 
     def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         loss, dropped = super().policy_loss(ppo_kl, log_probs, advantages)
-        return loss + log_ratio_penalty(ppo_kl, flags_or_defaults(self.settings, DppoFlags).dppo_tau), dropped
+        own = flags_or_defaults(self.settings, DppoFlags)
+        return loss + log_ratio_penalty(ppo_kl, own.dppo_tau), dropped
