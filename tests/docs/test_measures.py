@@ -33,7 +33,7 @@ TOKENS = {
     "cluster": 51_281,
     "config": 42_499,
     "data": 41_095,
-    "engines": 19_055,
+    "engines": 19_060,
     "environments": 44,
     "models": 39_813,
     "observability": 21_545,
