@@ -161,7 +161,7 @@ def finish(args: argparse.Namespace, kind: str, seed: int, free: Queue[str | Non
 
 def start(args: argparse.Namespace, kind: str, seed: int, name: str, gpus: str | None) -> str | None:
     """One run, to its end; None, or what went wrong."""
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     rows, _ = make_products(args.output_dir / f"data-seed{seed}-{name}", seed=seed)
     script, own = KINDS[kind]

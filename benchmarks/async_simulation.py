@@ -3,10 +3,10 @@
     python benchmarks/async_simulation.py                                    # all parts, minutes
     python benchmarks/async_simulation.py --parts gain --engines 16 --sigma 1.2
 
-The scheduling is slime's own (``slime/plan/simulation.py``): rollout loop, standing pool, admission, data source,
-rewards. Engines decode under the speed curve of an H200 (``slime/plan/simulated_engines.py``); the trainer needs a time
-per token such that a synchronous run spends ``--ratio`` times as long on generation as on training. Lengths are
-log-normal with ``--sigma``, cut at 16 medians.
+The scheduling is slime's own (``slime/plugins/tools/plan/simulation.py``): rollout loop, standing pool, admission, data
+source, rewards. Engines decode under the speed curve of an H200 (``slime/plugins/tools/plan/simulated_engines.py``);
+the trainer needs a time per token such that a synchronous run spends ``--ratio`` times as long on generation as on
+training. Lengths are log-normal with ``--sigma``, cut at 16 medians.
 
 Parts: ``gain`` (wall time of each mode over that of the synchronous loop), ``tails`` (the same for light and heavy
 tails), ``scale`` (CPU seconds of the scheduling code per group by the number of engines). The last line is JSON.
@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slime.cluster.garbage import GarbageCollection
-from slime.plan.simulation import MODES, Mode, Setting, gains, simulate
+from slime.plugins.tools.plan.simulation import MODES, Mode, Setting, gains, simulate
 
 TAILS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # sigmas
 SCALES = (8, 64, 512, 4096)

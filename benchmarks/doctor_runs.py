@@ -33,10 +33,10 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 
 from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
-from slime.cli.make_data import make_products  # noqa: E402
-from slime.doctor.facts import read_facts  # noqa: E402
-from slime.doctor.findings import Finding  # noqa: E402
-from slime.doctor.report import diagnose  # noqa: E402
+from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
+from slime.plugins.tools.doctor.facts import read_facts  # noqa: E402
+from slime.plugins.tools.doctor.findings import Finding  # noqa: E402
+from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
 
 REFUSED = "refused"
 """train.py finds the fault before it makes the folder of a run, and says what it is."""

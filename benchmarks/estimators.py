@@ -46,6 +46,13 @@ ESTIMATORS: dict[str, str] = {
     "reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus --normalize-advantages",
     "reinforce_plus_plus_baseline": "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
     "ppo": "--advantage-estimator ppo --normalize-advantages --critic-lr 5e-5 --value-clip 0.5",
+    "maxrl": "--advantage-estimator maxrl",
+    "sapo": "--advantage-estimator sapo",
+    "luspo": "--advantage-estimator luspo --eps-clip 3e-4 --eps-clip-high 4e-4",
+    "vespo": "--advantage-estimator vespo",
+    "k2_5": "--advantage-estimator k2_5 --calculate-per-token-loss",
+    "dppo": "--advantage-estimator dppo --use-rollout-logprobs",
+    "dppo_k2_5": "--advantage-estimator dppo_k2_5 --use-rollout-logprobs",
 }
 """What each needs beside the flags of all."""
 
@@ -123,7 +130,7 @@ def train_flags(args: argparse.Namespace, job: Job, rows: Path) -> list[str]:
 
 def run_all(args: argparse.Namespace, jobs: list[Job]) -> dict[str, str]:
     """Run what is not finished, ``--parallel`` at a time. Returns a line for each job that failed."""
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     rows = {seed: make_products(args.output_dir / f"data-seed{seed}", seed=seed)[0] for seed in args.seeds}
     slots: SimpleQueue[int] = SimpleQueue()

@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     data, _ = make_products(args.output_dir / "data", seed=args.seed)
     figures: dict[str, Any] = {
@@ -86,7 +86,7 @@ def build_wheel(folder: Path) -> str:
     """Build the wheel of this checkout; returns its path."""
     words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder), str(trl_step.CHECKOUT)]
     subprocess.run(words, check=True)
-    return str(max(folder.glob("slime-*.whl"), key=lambda path: path.stat().st_mtime))
+    return str(max(folder.glob("slime_rl-*.whl"), key=lambda path: path.stat().st_mtime))
 
 
 def step_settings(args: argparse.Namespace, data: Path) -> Any:

@@ -95,7 +95,7 @@ def load(path: Path) -> ModuleType:
 
 def command(options: argparse.Namespace) -> list[str]:
     """The words of the run; a later flag replaces an earlier one."""
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     train, held_out = make_products(options.output / "data", seed=1)
     given = argparse.Namespace(num_rollout=options.steps, seed=1, output_dir=options.output)

@@ -83,7 +83,7 @@ def engine_flags(options: argparse.Namespace, requests: int, fraction: float) ->
 
 def curve_flags(options: argparse.Namespace) -> list[Any]:
     """The quickstart's own, with SGLang and both on one GPU."""
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     spec = importlib.util.spec_from_file_location("quickstart", CHECKOUT / "scripts" / "quickstart" / "run.py")
     assert spec is not None and spec.loader is not None

@@ -26,7 +26,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 
 from random_model import SHAPES, write_model  # noqa: E402
 
-from slime.cli.make_data import make_products  # noqa: E402
+from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
 
 STEPS = 3
 

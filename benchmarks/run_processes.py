@@ -13,7 +13,7 @@ SCRIPTS = ("train.py", "train_async.py")
 
 Words = Sequence[str]
 ROLES: dict[str, Callable[[Words], bool]] = {
-    "engine": lambda words: "slime.engines.embedded.server" in words and "slime.engines.guard" not in words,
+    "engine": lambda words: "slime.plugins.embedded.server" in words and "slime.engines.guard" not in words,
     "engine actor": lambda words: words[0].startswith("ray::EngineActor"),
     "router": lambda words: words[0].startswith("sglang::router"),
     "rank": lambda words: words[0].startswith("ray::TrainActor"),

@@ -69,7 +69,7 @@ def main() -> int:
     if args.worker:
         print(json.dumps(trl_turn(args)))
         return 0
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     args.output_dir = args.output_dir.expanduser().resolve()
     args.data, _ = make_products(args.output_dir / "data", seed=args.seed)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
-from tests.ui.browser import Browser, chromium  # noqa: E402
+from tests.plugins.tools.ui.browser import Browser, chromium  # noqa: E402
 
 METRICS = 40
 PROMPTS = 500

@@ -1,4 +1,4 @@
-"""Write requirements/cpu.txt: every package that slime[dev] needs, pinned as in the running environment.
+"""Write requirements/cpu.txt: every package that slime-rl[dev] needs, pinned as in the running environment.
 
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.
@@ -27,7 +27,7 @@ LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depend
 ALONE = {"sglang-cpu": ("sglang==0.5.23", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
 """Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another torch."""
 EXTRA_HEADER = """\
-# What slime[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.
+# What slime-rl[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.
 # SLIME_EXTRA={extra} bash scripts/env.sh installs both with --no-deps.
 # download-mb: {megabytes}
 """

@@ -17,4 +17,4 @@ if [ -z "${SLIME_AGENTS_PYTHON:-}" ]; then
         openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 mini-swe-agent==2.4.6
 fi
 export SLIME_AGENTS_PYTHON PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-exec "$python" -m pytest "$@" tests/agent/test_agent_frameworks.py
+exec "$python" -m pytest "$@" tests/plugins/agents/test_agent_frameworks.py

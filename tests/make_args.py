@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 from slime.config.args import FLAGS, Args
+from slime.config.facts import Run
 from slime.config.machine import Machine
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import check_rules
 
 CPU_MACHINE = Machine(gpus=0, cores=2, in_cluster=False)
 DERIVED = {field.name for field in dataclasses.fields(Args)} - set(FLAGS)
@@ -39,3 +41,8 @@ def make_args(*, asynchronous: bool = False, machine: Machine = CPU_MACHINE, **c
     if problems := resolve_defaults(args, asynchronous=asynchronous, machine=machine):
         raise ValueError("\n".join(problems))
     return args.with_values(**after)
+
+
+def rule_problems(args: Args, *, asynchronous: bool = False, machine: Machine = CPU_MACHINE) -> list[str]:
+    """What the rules of flags refuse; notices are added to the arguments."""
+    return check_rules(Run(args, asynchronous, machine))

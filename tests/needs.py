@@ -1,23 +1,32 @@
-"""What some tests need and not every machine has; without it they are skipped, with the reason."""
+"""What some tests need and not every machine has, without which they are skipped, with the reason; and how many cases
+of many a test tries."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import transformers
 from packaging.version import Version
 
 MIB = 2**20
+ALL = os.environ.get("SLIME_TESTS") == "all"
+"""Whether the tests of the long circle run too (``scripts/test_all.sh``)."""
+
+
+def of_all(whole: int, part: int) -> int:
+    """How many cases of many to try: ``part`` of them at each commit, the ``whole`` in the long circle."""
+    return whole if ALL else part
 
 
 def needs_transformers(release: str, why: str) -> None:
     """Skip the test with an older release; slime itself supports those from 5.10 on, which SGLang's may pin."""
-    if Version(transformers.__version__) < Version(release):
+    if Version(version("transformers")) < Version(release):
         pytest.skip(f"needs transformers {release} or newer: {why}")
 
 

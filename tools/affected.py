@@ -23,6 +23,7 @@ from import_graph import all_arrows, modules, resolve
 CHECKOUT = Path(__file__).resolve().parents[1]
 EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/make_args.py", "scripts/env")
 """Beginnings of the paths of which all tests depend."""
+NAMES_BY_PATH = ("slime.config.", "slime.registry", "slime.plugins.")
 SPEAK_OF = {
     "docs/": "tests/docs",
     "README.md": "tests/docs",
@@ -33,6 +34,7 @@ SPEAK_OF = {
     "examples/": "tests/examples",
     "benchmarks/": "tests/benchmarks",
     "train": "tests/e2e",
+    "tests/e2e/README.md": "tests/e2e/test_specification.py",
 }
 """The folders of tests for changes of other paths, by the beginnings of these."""
 
@@ -51,8 +53,8 @@ def users_of(changed: Iterable[str]) -> set[str]:
     """The given modules of slime, and all that import them, directly or through others."""
     importers: dict[str, set[str]] = {}
     for arrow in all_arrows():
-        # A default that a flag names by its path (slime.config) does not change with the module.
-        named = arrow.kind == "string" and arrow.module.startswith("slime.config.")
+        # A path in a flag's default or in a row of the registry does not change with the module.
+        named = arrow.kind == "string" and arrow.module.startswith(NAMES_BY_PATH)
         if arrow.kind != "type" and not named:
             importers.setdefault(arrow.target, set()).add(arrow.module)
     found: set[str] = set()

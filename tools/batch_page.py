@@ -10,7 +10,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "batc
 
 
 def page() -> str:
-    """The table as Markdown, by the documented names."""
+    """A list for each kind of entries, by the documented names."""
     lines = [
         "# The training batch",
         "",
@@ -19,16 +19,15 @@ def page() -> str:
         "The dict `rollout_data` of `--custom-advantage-function-path` and `--rollout-data-postprocess-path` and the",
         "dict `batch` of `--custom-loss-function-path` hold these entries of one data-parallel rank. Entries per",
         "sample are lists in the rank's own order; entries per token are lists with one tensor per sample. Those in",
-        "bold are always there. A converter or one of these functions may add entries of its own, which the functions",
-        "that are called later find under the same name.",
-        "",
-        "| Entry | One value per | dtype | Contents |",
-        "|---|---|---|---|",
+        "bold are always there. One of these functions may add entries of its own, which those that are called later",
+        "find under the same name.",
     ]
-    for field in FIELDS:
-        name = f"**`{field.public_name}`**" if field.always else f"`{field.public_name}`"
-        dtype = field.wire if field.tensor is None else field.tensor or "as given"
-        lines.append(f"| {name} | {field.per} | {dtype or ''} | {field.meaning} |")
+    for per in dict.fromkeys(field.per for field in FIELDS):
+        lines += ["", f"## One value per {per}" if per != "other" else "## Other forms", ""]
+        for field in (field for field in FIELDS if field.per == per):
+            name = f"**`{field.public_name}`**" if field.always else f"`{field.public_name}`"
+            dtype = field.wire if field.tensor is None else field.tensor or "as given"
+            lines.append(f"- {name}{f' ({dtype})' if dtype else ''}: {field.meaning}")
     return "\n".join(lines) + "\n"
 
 

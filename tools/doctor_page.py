@@ -2,9 +2,9 @@
 
     python tools/doctor_page.py
 
-Each fault of tests/doctor/faults.py is planted into several recordings of healthy runs. A diagnosis counts as right if
-it is the first finding in all of them. The healthy runs themselves must have no finding but hints. The whole runs are
-those of benchmarks/doctor_runs.py, as its results were recorded.
+Each fault of tests/plugins/tools/doctor/faults.py is planted into several recordings of healthy runs. A diagnosis
+counts as right if it is the first finding in all of them. The healthy runs themselves must have no finding but hints.
+The whole runs are those of benchmarks/doctor_runs.py, as its results were recorded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from slime.doctor.report import diagnose  # noqa: E402
-from tests.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
+from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
+from tests.plugins.tools.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "doctor.md"
 RUNS = ROOT / "benchmarks" / "results" / "doctor_runs_cpu.json"

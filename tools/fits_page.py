@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from random_model import SHAPES  # noqa: E402
 
-from slime.cli.plan import PlanOptions, plan  # noqa: E402
-from slime.plan.gpus import KINDS  # noqa: E402
+from slime.plugins.tools.commands.plan import PlanOptions, plan  # noqa: E402
+from slime.plugins.tools.plan.gpus import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "precision.md"
 BEGIN, END = "<!-- table: python tools/fits_page.py -->", "<!-- end of the table -->"

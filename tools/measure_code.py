@@ -2,6 +2,8 @@
 
     python tools/measure_code.py [--rooms] [FOLDER]
 
+The tokens are Python's, without comments and docstrings. The core is the package without slime/plugins.
+
 ``tests/docs/test_measures.py`` holds the limits of these figures, and CONTRIBUTING.md names this command.
 """
 
@@ -30,6 +32,8 @@ class Measures:
     total_lines: int = 0
     code_lines: int = 0
     """Lines that hold a token which is no comment and no part of a docstring."""
+    tokens: int = 0
+    """Tokens of Python without comments and docstrings."""
     comment_lines: int = 0
     """Lines that hold a comment and nothing else."""
     functions: int = 0
@@ -43,6 +47,10 @@ class Measures:
     @property
     def any_parameter_percent(self) -> float:
         return round(100.0 * self.functions_with_any_parameter / max(self.functions, 1), 1)
+
+    @property
+    def tokens_per_code_line(self) -> float:
+        return round(self.tokens / max(self.code_lines, 1), 1)
 
     @property
     def comments_per_1000_lines(self) -> float:
@@ -63,8 +71,10 @@ def _add_file(total: Measures, text: str) -> None:
     total.files += 1
     total.files_above_400_lines += lines > 400
     total.total_lines += lines
+    prose = _docstring_lines(tree)
     code, comments = _lines_of_tokens(text)
-    total.code_lines += len(code - _docstring_lines(tree))
+    total.tokens += _count_tokens(text, prose)
+    total.code_lines += len(code - prose)
     total.comment_lines += len(comments - code)
     for node in ast.walk(tree):
         if isinstance(node, Function):
@@ -91,15 +101,29 @@ def _is_getattr_of_args(call: ast.Call) -> bool:
     return ast.unparse(call.args[0]).split(".")[-1] == "args"
 
 
+EMPTY = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
+"""Kinds of tokens without a text of their own."""
+
+
+def _count_tokens(text: str, prose: set[int]) -> int:
+    """Return the number of tokens but for comments and the strings that begin on a line of ``prose``."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(
+        token.type not in EMPTY
+        and token.type != tokenize.COMMENT
+        and not (token.type == tokenize.STRING and token.start[0] in prose)
+        for token in tokens
+    )
+
+
 def _lines_of_tokens(text: str) -> tuple[set[int], set[int]]:
     """Numbers of the lines with code (docstrings included) and of those with comments."""
-    empty = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
     code: set[int] = set()
     comments: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
-        elif token.type not in empty:
+        elif token.type not in EMPTY:
             code.update(range(token.start[0], token.end[0] + 1))
     return code, comments
 
@@ -120,20 +144,30 @@ def show(folder: Path) -> dict[str, float]:
     found = measure(folder)
     return asdict(found) | {
         "any_parameter_percent": found.any_parameter_percent,
+        "tokens_per_code_line": found.tokens_per_code_line,
         "comments_per_1000_lines": found.comments_per_1000_lines,
     }
+
+
+def tokens_by_room(package: Path = PACKAGE) -> dict[str, int]:
+    """The tokens of each room and of each plug-in (``plugins/NAME``) of the package."""
+    rooms = [*package.iterdir(), *(package / "plugins").iterdir()]
+    folders = [room for room in rooms if (room / "__init__.py").is_file() and room.name != "plugins"]
+    return {folder.relative_to(package).as_posix(): measure(folder).tokens for folder in folders}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=PACKAGE, help="folder to measure; default: slime/")
-    parser.add_argument("--rooms", action="store_true", help="print the number of code lines of each subfolder, too")
+    parser.add_argument("--rooms", action="store_true", help="print the tokens of each room and plug-in, too")
     options = parser.parse_args()
     print(json.dumps(show(options.folder), indent=2))
     if options.rooms:
-        rooms = Counter({room.name: measure(room).code_lines for room in options.folder.iterdir() if room.is_dir()})
-        for name, lines in rooms.most_common():
-            print(f"{name:16} {lines:6}")
+        rooms = Counter(tokens_by_room(options.folder))
+        for name, tokens in rooms.most_common():
+            print(f"{name:20} {tokens:7} tokens")
+        core = sum(tokens for name, tokens in rooms.items() if not name.startswith("plugins/"))
+        print(f"{'core':20} {core:7} tokens")
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "models.md"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models"), str(ROOT / "tests" / "engines")]
+sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/models", "tests/engines")]
 
 from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
 from test_engine_families import check_engine, saved  # noqa: E402
 
-from slime.engines.embedded.states import use_slots  # noqa: E402
 from slime.models.layer_kinds.registry import layers_of  # noqa: E402
 from slime.models.loading import ModelError, empty_model, plain_attention  # noqa: E402
 from slime.models.packed_attention import NAME  # noqa: E402
 from slime.models.packed_layers import prepare_packing  # noqa: E402
+from slime.plugins.embedded.states import use_slots  # noqa: E402
 from slime.weights.maps.registry import get_family  # noqa: E402
 
 HEADINGS = ("family", "`model_type`", "kinds of layers", "FSDP packed", "FSDP padded", "embedded engine", "Megatron")
@@ -40,7 +40,7 @@ BIASES = (
     *("use_bias", "use_conv_bias", "conv_bias", "mamba_proj_bias", "mamba_conv_bias"),
 )
 RAN = re.compile(r"it last ran with transformers\s+\S+\s+and torch\s+\S+\s+on a CPU on\s+[\d-]+")
-_TABLE = re.compile(r"^\| family \|.*?\n\n", re.DOTALL | re.MULTILINE)
+_TABLE = re.compile(r"^\| family .*?\n\n", re.DOTALL | re.MULTILINE)
 
 
 def cells(family: str) -> list[str]:
@@ -83,10 +83,17 @@ def _megatron(model_type: str) -> str:
 
 
 def table() -> str:
-    """Return the table of families, in Markdown, with an empty line after it."""
-    rows = [list(HEADINGS), ["---"] * len(HEADINGS), *map(cells, FAMILIES)]
-    lines = ["|---" * len(row) + "|" if row[0] == "---" else "| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n\n"
+    """Return the table of families, in Markdown, with an empty line after it: a row for those that are alike, without
+    columns that are always yes."""
+    families = list(map(cells, FAMILIES))
+    shown = [i for i in range(2, len(HEADINGS)) if any(row[i] != "yes" for row in families)]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in families:
+        alike.setdefault(tuple(row[i] for i in shown), []).append(f"{row[0]} ({row[1]})")
+    rows = [("family (`model_type`)", *(HEADINGS[i] for i in shown))]
+    rows += [(", ".join(names), *row) for row, names in alike.items()]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n\n"
 
 
 def check_family(family: str, folder: Path) -> None:

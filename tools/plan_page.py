@@ -22,14 +22,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from random_model import SHAPES  # noqa: E402
 
 from slime.config.layout import ParallelLayout  # noqa: E402
-from slime.plan.gpus import GIB, KINDS  # noqa: E402
-from slime.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
-from slime.plan.modes import simulated  # noqa: E402
-from slime.plan.plan import Run, make_plan  # noqa: E402
-from slime.plan.seconds import decode_seconds, train_seconds  # noqa: E402
-from slime.plan.setups import EngineSetup, Packs, Placement, TrainSetup, Workload  # noqa: E402
-from slime.plan.shape import PlannedModel  # noqa: E402
-from slime.plan.simulation import SYNCHRONOUS, Mode  # noqa: E402
+from slime.plugins.tools.plan.gpus import GIB, KINDS  # noqa: E402
+from slime.plugins.tools.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
+from slime.plugins.tools.plan.modes import simulated  # noqa: E402
+from slime.plugins.tools.plan.plan import Run, make_plan  # noqa: E402
+from slime.plugins.tools.plan.seconds import decode_seconds, train_seconds  # noqa: E402
+from slime.plugins.tools.plan.setups import EngineSetup, Packs, Placement, TrainSetup, Workload  # noqa: E402
+from slime.plugins.tools.plan.shape import PlannedModel  # noqa: E402
+from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "plan.md"
 BEGIN, END = "<!-- table: python tools/plan_page.py -->", "<!-- end of the table -->"
@@ -243,7 +243,7 @@ def _recipe() -> Iterator[Row]:
     run = Run(model("qwen3-4b"), H200, train, EngineSetup(gpus=2, fraction=0.7), Placement(), work)
     times = {"phases": {"rollout": median("perf/rollout_time")}, "step_seconds": median("perf/step_time")}
     memory = {phase: {"device": [median(f"memory/{phase}/device")]} for phase in ("rollout", "train", "update_weights")}
-    from slime.plan.memory import COMMUNICATORS
+    from slime.plugins.tools.plan.memory import COMMUNICATORS
 
     yield from _whole(
         "h200_recipe_qwen3_4b_metrics",

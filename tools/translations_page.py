@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.cli.translate import TARGET, tables
+from slime.plugins.compat.translate import TARGET, tables
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "other_frameworks.md"
 _NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
 _FORMS = {
-    "on": "if it is true",
-    "off": "if it is false",
+    "on": "",  # the head says so
+    "off": "if false",
     "given": "without its value",
     "per_group": "times the group size",
     "per_engine": "times the GPUs of an engine",
@@ -24,8 +24,8 @@ _HEAD = """\
 
 <!-- Made by `python tools/translations_page.py`; do not edit. -->
 
-`slime translate` translates a launch script or a command with these tables. [Coming from another
-framework](../coming_from.md) compares the concepts.
+`slime translate` translates a launch script or a command with these tables. A switch of slime is given if the other
+flag is true. [Coming from another framework](../coming_from.md) compares the concepts.
 """
 
 
@@ -33,18 +33,27 @@ def page() -> str:
     """The whole page."""
     parts = [_HEAD]
     for name, table in tables().items():
-        parts += [f"## {_NAMES[name]}\n", "| flag | slime |", "|---|---|"]
-        parts += [f"| `{flag}` | {_cell(target, table['values'])} |" for flag, target in table["flags"].items()]
+        same, others = [], dict[str, list[str]]()
+        for flag, target in table["flags"].items():
+            meaning = _meaning(target, table["values"])
+            if meaning == f"`{flag.replace('_', '-')}`":
+                same.append(f"`{flag}`")
+            else:
+                others.setdefault(meaning, []).append(f"`{flag}`")
+        parts.append(f"## {_NAMES[name]}\n")
+        if same:
+            parts.append(f"The same name with dashes: {', '.join(same)}.\n")
+        parts += [f"- {', '.join(flags)}: {meaning}" for meaning, flags in others.items()]
         parts.append("")
     return "\n".join(parts)
 
 
-def _cell(target: str, values: dict[str, dict[str, str]]) -> str:
+def _meaning(target: str, values: dict[str, dict[str, str]]) -> str:
     found = TARGET.fullmatch(target)
     if found is None:
         return target
     words = [f"`{' '.join(part for part in (found[1], found[2]) if part)}`"]
-    words += [_FORMS[found[3]]] if found[3] else []
+    words += [_FORMS[found[3]]] if found[3] and _FORMS[found[3]] else []
     words += [f"({', '.join(f'`{a}` is `{b}`' for a, b in values[found[1]].items())})"] if found[1] in values else []
     return " ".join(words)
 

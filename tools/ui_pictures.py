@@ -24,10 +24,10 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from slime.cli.make_data import make_products  # noqa: E402
-from slime.ui.runs import Runs  # noqa: E402
-from tests.ui.browser import Browser  # noqa: E402
-from tests.ui.test_server import served  # noqa: E402
+from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
+from slime.plugins.tools.ui.runs import Runs  # noqa: E402
+from tests.plugins.tools.ui.browser import Browser  # noqa: E402
+from tests.plugins.tools.ui.test_server import served  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 COLOURS = 128

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from slime.cli.errors import CommandError
-from slime.cli.fetch_model import fetch_model
-from slime.cli.make_data import make_products
+from slime.plugins.tools.commands.fetch_model import fetch_model
+from slime.plugins.tools.commands.make_data import make_products
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"

@@ -1,5 +1,5 @@
-"""The documented import path of the sandbox. The code is in :mod:`slime.rollout.sandbox`."""
+"""The documented import path of the sandbox. The code is in :mod:`slime.plugins.agents.sandbox`."""
 
-from slime.rollout.sandbox import Isolation, Limits, Result, Sandbox, SandboxUnavailable
+from slime.plugins.agents.sandbox import Isolation, Limits, Result, Sandbox, SandboxUnavailable
 
 __all__ = ["Isolation", "Limits", "Result", "Sandbox", "SandboxUnavailable"]

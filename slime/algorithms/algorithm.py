@@ -1,8 +1,8 @@
 """The interface of estimators, both built-in and custom.
 
-``--advantage-estimator`` names a class that derives from :class:`Algorithm`: a built-in class by its name in
-:mod:`.registry`, or a custom class by its path, for example ``my_algo.py:MyAlgorithm``. Everything that a run does
-differently for an estimator is defined in its class, so that it cannot be forgotten elsewhere.
+``--advantage-estimator`` names a class that derives from :class:`Algorithm`: a class by its name in
+:mod:`slime.registry`, or a custom class by its path, for example ``my_algo.py:MyAlgorithm``. Everything that a run
+does differently for an estimator is defined in its class, so that it cannot be forgotten elsewhere.
 
 The classes are imported when the command line is checked. At that time torch may be missing, and importing it would
 take seconds. So the files of the built-in estimators import torch only inside the functions that need it.
@@ -43,6 +43,8 @@ class EstimatorSettings:
     """``--rollout-max-response-len``, in tokens."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The values that ``--custom-config-path`` sets for names that are not flags of slime."""
+    own: object = None
+    """The flags that the estimator brings itself, as an object of their dataclass."""
 
 
 class Entries(Protocol):

@@ -64,7 +64,6 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
         ConfigError: With all problems at once, in the words of the command line.
     """
     from slime.cluster.checks import all_checks
-    from slime.config.inline import Inline
     from slime.config.parser import ConfigError, check_args
 
     settings, problems = _settings(keywords, folder)
@@ -79,7 +78,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     chooses = "inline" not in settings and not os.environ.get("RAY_ADDRESS")
     settings |= {"inline": True} if chooses else {}
     args, found = check_args(words, extra_checks=all_checks(), settings=settings)
-    if chooses and Inline.from_args(args).obstacles:
+    if chooses and any(problem.startswith("--inline") for problem in found):
         args, found = check_args(words, extra_checks=all_checks(), settings={**settings, "inline": False})
     if not args.inline:
         problems += pack(folder)

@@ -73,7 +73,7 @@ class Result:
             The figure, which a notebook shows.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed (``pip install 'slime[plots]'``).
+            ModuleNotFoundError: matplotlib is not installed (``pip install 'slime-rl[plots]'``).
         """
         from slime.observability.charts import reward_curve, reward_curve_png
 

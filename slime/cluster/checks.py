@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime import registry
 from slime.config.args import FLAGS
-from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_chat_template, read_config
+from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_config
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.shards import ModelError
 
@@ -44,22 +45,17 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
             print(f"slime: {error}", file=sys.stderr)
             raise SystemExit(2) from error
         raise SystemExit(0)
-    warn_of_memory(args, asynchronous)
+    print_warnings(args, asynchronous)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
 
 
-def warn_of_memory(args: Args, asynchronous: bool = False) -> None:
-    """Print a warning to stderr for each reason why the run will not fit on this machine's GPUs.
-
-    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions.
-    """
-    from slime.plan.warn import installed_kind, misfits
-
-    kind = installed_kind()
-    for problem in misfits(args, kind, asynchronous) if kind is not None else ():
-        print(f"slime: warning: the run may not fit on its GPUs: {problem}", file=sys.stderr)
+def print_warnings(args: Args, asynchronous: bool = False) -> None:
+    """Print the warnings of plug-ins to stderr, such as that the run will not fit on the GPUs of this machine."""
+    for name in registry.parts("warning"):
+        for warning in registry.find("warning", name)(args, asynchronous):
+            print(f"slime: warning: {name}: {warning}", file=sys.stderr)
 
 
 def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
@@ -68,9 +64,11 @@ def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
 
 
 def _check_all(args: Args, asynchronous: bool) -> list[str]:
+    of_parts = [part for part in registry.parts("check").values() if any(getattr(args, name) for name in part.when)]
     checks = (
-        _check_rows_and_rewards, check_environment, check_schedules, check_family, check_checkpoints,
-        partial(check_snapshots, asynchronous=asynchronous), check_save_folder, _check_server_options,
+        _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
+        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous), check_save_folder,
+        _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(_named_checkpoints(args)) or [problem for check in checks for problem in check(args)]
@@ -96,41 +94,6 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
     from slime.rollout.rm_hub.checks import check_rewards
 
     return [*check_data(args, check_label), *check_rewards(args)]
-
-
-def check_environment(args: Args) -> list[str]:
-    """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
-    if args.mcp_server:
-        return _check_mcp(args.mcp_server)
-    if args.environment is None:
-        return []
-    from slime.environments.base import EnvironmentProblem
-    from slime.environments.reasoning_gym import try_sizes
-    from slime.environments.registry import Spec, own_seed
-    from slime.environments.source import task_sample
-
-    try:
-        whole = own_seed(args.environment, args.rollout_seed)
-        if (spec := Spec.parse(whole)).name == "reasoning_gym":
-            try_sizes(spec.what, spec.options, args.environment_timeout)
-        first = task_sample(whole, 0)
-    except EnvironmentProblem as error:
-        return [f"--environment {args.environment}: {error}"]
-    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
-    if template == "" and not isinstance(first.prompt, str):
-        return [f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which --environment needs"]
-    return []
-
-
-def _check_mcp(servers: list[str]) -> list[str]:
-    from slime.environments.base import EnvironmentProblem
-    from slime.environments.mcp import check_servers
-
-    try:
-        check_servers(servers)
-    except EnvironmentProblem as error:
-        return [f"--mcp-server: {error}"]
-    return []
 
 
 def check_schedules(args: Args) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from slime import registry
 from slime.cluster.memory_estimate import memory_lines
 from slime.config.layout import ParallelLayout
 
@@ -20,8 +21,6 @@ Say = Callable[[str], None]
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""
 _SHOWN_CHARACTERS = 4000
-_OWN_FORMS = ("random", "remote_rm", "ifbench", "code")
-"""Reward types for which the label is not an answer."""
 
 
 def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
@@ -53,25 +52,13 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     say("\nmemory (without activations and KV cache)")
     for line in memory_lines(args):
         say(f"  {line}")
-    _fit(args, asynchronous, say)
+    for name in registry.parts("report"):
+        say("")
+        for line in registry.find("report", name)(args, asynchronous):
+            say(line)
     if source is not None:
         _first_prompt(args, firsts, ids, say)
     say("\ndry run: no process was started and no file was written")
-
-
-def _fit(args: Args, asynchronous: bool, say: Say) -> None:
-    """Print the memory of each phase on the GPUs of this machine, and why the run does not fit, if it does not."""
-    from slime.plan.warn import installed_kind, memory_by_phase, misfits
-
-    kind = installed_kind()
-    if kind is None:
-        say("\nwhether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags")
-        return
-    say(f"\nmemory by phase on each GPU ({kind.name}; slime plan shows what it consists of)")
-    for line in memory_by_phase(args, kind, asynchronous):
-        say(f"  {line}")
-    for line in misfits(args, kind, asynchronous):
-        say(f"  warning: {line}")
 
 
 # --- settings --------------------------------------------------------------------------------------
@@ -299,8 +286,9 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     from slime.data.reasoning import THINK
     from slime.rollout.end_token import local_tokenizer
     from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
-    from slime.rollout.rm_hub.math import gold_answer
     from slime.rollout.rm_hub.model_rm import is_model_class
+    from slime.rollout.rm_hub.reward import BOXED, reward_of
+    from slime.rollout.rm_hub.text import last_boxed
 
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if label is None or isinstance(label, dict | list):
@@ -311,24 +299,12 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     if args.custom_generate_function_path and not asked:  # a program of the user's or an environment may give rewards
         return None
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
-    plain = name.removeprefix("boxed_")
-    if not plain or plain in _OWN_FORMS:
+    reward = reward_of(name)
+    if reward is None or reward.own_answer is None:
         return None
-    if plain == "gpqa":
-        answer = _choice(sample)
-    elif plain in ("math", "deepscaler"):
-        answer = f"\\boxed{{{gold_answer(label)}}}"
-    elif plain != name:
+    answer = reward.own_answer(label, sample)
+    if answer is not None and name.startswith(BOXED) and last_boxed(answer) is None:
         answer = f"\\boxed{{{label}}}"
-    else:
-        answer = f"Answer: {label}" if plain == "dapo" else str(label)
     tokenizer = local_tokenizer(args.hf_checkpoint, args.trust_remote_code)
-    opened = opened_reasoning(tokenizer, sample) or (THINK if plain == "deepscaler" else None)
+    opened = opened_reasoning(tokenizer, sample) or (THINK if reward.needs_reasoning else None)
     return answer if opened is None or answer is None else f"{opened.end}{answer}"
-
-
-def _choice(sample: Sample) -> str | None:
-    from slime.rollout.rm_hub.gpqa import correct_letter, valid_letters
-
-    letter = correct_letter(sample.label, sample.metadata, valid_letters(sample.metadata))
-    return None if letter is None else f"Answer: {letter}"

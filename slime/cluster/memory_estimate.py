@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime.plan.parameters import count_parameters, parameter_shapes
+from slime.cluster.parameters import count_parameters, parameter_shapes
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -1,7 +1,7 @@
 """Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic endpoint.
 
 This module contains the names of the parsers, so that an unknown name is reported before any process starts. The
-parsers themselves are in ``slime.agent``.
+parsers themselves are in ``slime.plugins.agents``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-AGENT_GENERATE = "slime.agent.rollout.generate"
+AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 
 
 TOOL_PARSERS = (
@@ -73,8 +73,8 @@ class AgentConfig:
     _title = "agents"
 
     agent_function_path: str | None = hook_flag(
-        "Agent program as a function run(task), sync or async: it calls the model at task.openai_base_url or "
-        "task.anthropic_base_url and returns a reward or None. It sets --custom-generate-function-path"
+        "Agent program as a function run(task), sync or async, that calls the model at "
+        "task.openai_base_url or task.anthropic_base_url and returns a reward or None"
     )
     agent_command: str | None = flag(
         None,
@@ -84,9 +84,8 @@ class AgentConfig:
     agent_env: list[str] | None = flag(
         None,
         kind="list",
-        help="Names of environment variables that the program of --agent-command gets in addition to those that any "
-        "program needs (PATH, HOME, LANG, PYTHONPATH and others). API keys and tokens are not passed unless they are "
-        "named here",
+        help="Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, "
+        "PYTHONPATH and the like. API keys and tokens are passed only if they are named here",
     )
     agent_timeout: float = flag(
         1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
@@ -104,25 +103,17 @@ class AgentConfig:
     )
     agent_constrained_decoding: bool = flag(
         False,
-        help="Let SGLang constrain the tokens of an answer to the tool_choice and response_format of the agent's "
-        "request; these tokens are trained only with --allow-truncated-sampling. Without this flag the answer is "
-        "checked, and one that does not comply is returned to the agent as an error",
+        help="Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens "
+        "are trained only with --allow-truncated-sampling. By default an answer that does not comply is "
+        "an error for the agent",
     )
     agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
 
 
-def derive_agent(args: Args) -> list[str]:
+def derive_agent(args: Args) -> None:
     """Select the generate function for agents if an agent program is given."""
-    if not args.agent_function_path and not args.agent_command:
-        if args.custom_generate_function_path == AGENT_GENERATE:
-            return [f"{AGENT_GENERATE} needs an agent program: pass --agent-function-path or --agent-command"]
-        return []
-    if args.custom_generate_function_path is None:
+    if (args.agent_function_path or args.agent_command) and args.custom_generate_function_path is None:
         args.custom_generate_function_path = AGENT_GENERATE
-    problems = [] if args.agent_timeout > 0 else [f"--agent-timeout {args.agent_timeout}: must be above 0"]
-    if args.agent_function_path and args.agent_command:
-        problems.append("--agent-function-path and --agent-command exclude each other: pass one of them")
-    return problems
 
 
 def check_parsers(args: Args) -> list[str]:
@@ -212,26 +203,3 @@ def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
         logger.debug("the parsers of SGLang cannot be imported: %s", error)
         return {}
     return dict(found)
-
-
-def check_constrained_decoding(args: Args) -> list[str]:
-    """Check ``--agent-constrained-decoding``. Only SGLang supports it, and it samples from a part of the vocabulary, so
-    the log-probs of the trainer do not match."""
-    if not args.agent_constrained_decoding:
-        return []
-    if args.rollout_backend != "sglang":
-        return [
-            f"--agent-constrained-decoding with --rollout-backend {args.rollout_backend}: only SGLang supports "
-            "constraints; use --rollout-backend sglang, or leave the flag out (slime then checks the answers)"
-        ]
-    if args.allow_truncated_sampling:
-        args.notices.append(
-            "--agent-constrained-decoding with --allow-truncated-sampling: answers to tool_choice and response_format "
-            "are sampled from a part of the vocabulary but scored over all of it, so their importance ratios are wrong"
-        )
-    elif not args.debug_rollout_only:
-        args.notices.append(
-            "--agent-constrained-decoding: answers to tool_choice and response_format are sampled from a part of the "
-            "vocabulary and are not trained (loss mask 0); --allow-truncated-sampling trains them"
-        )
-    return []

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.algorithms.dr_grpo import pg_loss_reducer
-from slime.algorithms.registry import ALGORITHMS
 from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path
 from slime.config.hooks import HookError, load_function
+from slime.registry import find, load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-_DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
+DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class AlgorithmConfig:
 
     advantage_estimator: str = flag(
         "grpo",
-        choices=tuple(ALGORITHMS),
+        kind_of_part="algorithm",
         or_hook=True,
         help="Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic",
     )
@@ -73,7 +73,7 @@ class AlgorithmConfig:
         help="Train on raw rewards, without a group baseline",
     )
     overlong_buffer_len: int = flag(
-        0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
+        0, low=0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
     )
     overlong_penalty: float = flag(
         1.0,
@@ -104,14 +104,13 @@ def algorithm_class(name: str) -> type[Algorithm]:
         HookError: ``name`` is neither a built-in name nor the path of a class that derives from :class:`Algorithm`.
             Importing the user's file may raise any other exception.
     """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    if not is_hook_path(name):
+    known = parts("algorithm")
+    if name not in known and not is_hook_path(name):
         raise HookError(
-            f"--advantage-estimator {name!r} is neither one of {', '.join(ALGORITHMS)} nor the path of your own class"
+            f"--advantage-estimator {name!r} is neither one of {', '.join(known)} nor the path of your own class"
         )
     try:
-        found: type[Algorithm] = load_function(name)
+        found: type[Algorithm] = find("algorithm", name) if name in known else load_function(name)
     except HookError as error:
         raise HookError(f"--advantage-estimator: {error}") from None
     if problem := class_problem(found):
@@ -125,6 +124,9 @@ def create_algorithm(args: Args) -> Algorithm:
 
 
 def estimator_settings(args: Args) -> EstimatorSettings:
+    part = parts("algorithm").get(args.advantage_estimator)
+    section = None if part is None or part.flags is None else load(part.flags)
+    own = None if section is None else section(**{name: getattr(args, name) for name in flags_of(section)})
     return EstimatorSettings(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -136,6 +138,7 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         max_response_len=args.rollout_max_response_len,
         # Attributes that are not flags: the user's own settings, which a user's estimator can read.
         custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
+        own=own,
     )
 
 
@@ -167,7 +170,7 @@ def estimator_label(name: str) -> str:
 
 def known_where(fact: str, value: bool = True) -> str:
     """List the built-in estimators whose attribute ``fact`` has a value, such as ``known_where("needs_critic")``."""
-    return " or ".join(name for name, one in ALGORITHMS.items() if getattr(one, fact) is value)
+    return " or ".join(name for name in parts("algorithm") if getattr(find("algorithm", name), fact) is value)
 
 
 def check_estimator(args: Args) -> list[str]:
@@ -190,43 +193,15 @@ def check_estimator(args: Args) -> list[str]:
         for switch, reason in algorithm.forbids.items()
         if getattr(args, switch)
     ]
-    own = (
-        args.custom_advantage_function_path
-        or args.custom_reward_post_process_path
-        or args.custom_generate_function_path
-    )
-    trains_on_groups = algorithm.needs_group and args.rewards_normalization and args.loss_type == "policy_loss"
-    if trains_on_groups and args.n_samples_per_prompt == 1 and not own:
-        problems.append(
-            f"--advantage-estimator {name} compares the samples of a group, so --n-samples-per-prompt 1 makes every "
-            f"advantage 0: use 2 or more samples, or the estimator {known_where('needs_group', False)}"
-        )
-    reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
-    if args.calculate_per_token_loss and reducer == _DR_GRPO_REDUCER:
-        problems.append(
-            f"--custom-pg-loss-reducer-function-path {reducer} divides the loss by a constant, and "
-            "--calculate-per-token-loss by the number of tokens: remove one"
-        )
-    if args.num_critic_only_steps and not algorithm.needs_critic:
-        problems.append(f"--num-critic-only-steps needs a critic: --advantage-estimator {known_where('needs_critic')}")
     return problems
 
 
-def check_losses(args: Args) -> list[str]:
+def check_patterns(args: Args) -> list[str]:
     problems = []
-    if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
-        problems.append("--loss-type custom_loss and --custom-loss-function-path need each other: pass both or none")
-    if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
-        problems.append(
-            f"--overlong-buffer-len {args.overlong_buffer_len}: must be between 0 and --rollout-max-response-len "
-            f"{args.rollout_max_response_len}"
-        )
     lists = "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules", "lora_exclude_modules"
     for name, pattern in [(one, pattern) for one in lists for pattern in getattr(args, one) or ()]:
         try:
             re.compile(pattern)
         except re.error as error:
             problems.append(f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}")
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: remove one")
     return problems

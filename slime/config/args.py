@@ -8,7 +8,7 @@ import difflib
 import dis
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Self
@@ -32,6 +32,7 @@ from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import ModelConfig, OptimizerConfig
 from slime.config.weight_sync import WeightSyncConfig
+from slime.registry import RegistryError, sections
 
 
 class UnknownName(AttributeError):
@@ -81,7 +82,6 @@ def _is_asked_with_default() -> bool:
 
 @dataclass
 class Args(
-    UnsupportedConfig,
     MegatronExtrasConfig,
     DebugConfig,
     ObservabilityConfig,
@@ -134,6 +134,10 @@ class Args(
     notices: list[str] = dataclasses.field(default_factory=list)
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
+    def __post_init__(self) -> None:
+        for section in all_sections():
+            self.__dict__.update(vars(section()))
+
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if value is None and name in FLAGS and name not in self.explicit and _is_asked_with_default():
@@ -168,5 +172,34 @@ class Args(
         return other
 
 
-FLAGS: dict[str, Flag] = flags_of(Args)
-"""All flags of slime itself by attribute name, in the order of the groups."""
+def all_sections() -> tuple[type, ...]:
+    """The dataclasses of flags besides those that Args is composed of."""
+    return (UnsupportedConfig, *sections())
+
+
+class _Flags(Mapping[str, Flag]):
+    """The flags of slime, followed by those of registered parts, which are read when a flag is first looked up."""
+
+    def __getitem__(self, name: str) -> Flag:
+        return _flags_with(all_sections())[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_flags_with(all_sections()))
+
+    def __len__(self) -> int:
+        return len(_flags_with(all_sections()))
+
+
+@functools.cache
+def _flags_with(parts: tuple[type, ...]) -> dict[str, Flag]:
+    flags = dict(flags_of(Args))
+    for part in parts:
+        for name, flag in flags_of(part).items():
+            if name in flags:
+                raise RegistryError(f"{part.__module__}.{part.__qualname__} has the flag {flag.option}, which exists")
+            flags[name] = flag
+    return flags
+
+
+FLAGS = _Flags()
+"""All flags of slime itself and of registered parts by attribute name, in the order of the groups."""

@@ -45,15 +45,15 @@ class BatchConfig:
     max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="Maximum number of tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
-        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at least "
-        "4096",
+        help="Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
+        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at "
+        "least 4096",
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="Maximum number of tokens of a micro-batch on one GPU in passes without a backward pass (log-probs, "
-        "entropy, values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
+        help="Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); "
+        "2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
     )
     balance_data: bool = flag(
         DERIVED,
@@ -123,21 +123,7 @@ def _micro_batches(args: Args) -> None:
         args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
 
 
-def check_batch(args: Args) -> list[str]:
-    problems = []
-    if args.over_sampling_batch_size < args.rollout_batch_size:
-        problems.append(
-            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
-            f"{args.rollout_batch_size}: use at least --rollout-batch-size"
-        )
-    if args.balance_by_flops and not args.use_dynamic_batch_size:
-        problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size disables it)")
-    if "num_rollout" in args.explicit and "num_epoch" in args.explicit:
-        args.notices.append(f"--num-rollout {args.num_rollout} takes precedence over --num-epoch {args.num_epoch}")
-    return problems + _static_split(args) + _enough_samples(args)
-
-
-def _static_split(args: Args) -> list[str]:
+def check_static_split(args: Args) -> list[str]:
     """Check that micro-batches of a fixed size can be distributed evenly over the data-parallel ranks."""
     if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
         return []
@@ -153,7 +139,7 @@ def _static_split(args: Args) -> list[str]:
     ]
 
 
-def _enough_samples(args: Args) -> list[str]:
+def check_samples(args: Args) -> list[str]:
     """Check that every data-parallel rank gets a sample in each step. With hooks this is not known in advance, because
     they can return several samples for one."""
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION

@@ -19,8 +19,7 @@ from slime.config.engine import (
 )
 from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
-from slime.config.precision import check_precision_packages, check_quantization_device
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.precision import check_torchao
 from slime.config.weight_sync import checks_first_update
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ class ClusterConfig:
         DERIVED,
         low=1,
         high=MOST,
-        help="Number of training GPUs per node; without GPUs, the number of training processes. Default: all GPUs of "
-        "the node (fewer if engines need their own), or 1 on a machine without GPUs",
+        help="Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer "
+        "if engines need their own), or 1 without GPUs",
     )
     rollout_num_gpus: int = flag(
         DERIVED,
         low=0,
         high=MOST,
-        help="Total number of GPUs for inference; without GPUs, the number of engine processes. Default: the number "
-        "of training GPUs with --colocate, otherwise the GPUs of one engine",
+        help="GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with "
+        "--colocate, otherwise the GPUs of one engine",
     )
     rollout_num_gpus_per_engine: int = flag(
         1, low=1, high=MOST, help="GPUs per engine, which is its tensor parallel size"
@@ -67,20 +66,19 @@ class ClusterConfig:
     inline: bool = flag(
         False,
         kind="toggle",
-        help="Run everything in one process on one device, without Ray: a debugger stops at every line, and the start "
-        "is quicker. The numbers are the same. One training rank and one engine; a user's function that does not end "
-        "cannot be ended either",
+        help="Run everything in one process on one device, without Ray, for debugging; the numbers are the "
+        "same. One training rank and one engine",
     )
     use_fault_tolerance: bool = flag(
         False,
-        help="Continue the run without engines that die, hang or cannot be reached, and restart them with the current "
-        "weights. Without this flag the run ends with a report",
+        help="Continue without engines that die, hang or cannot be reached, and restart them. Without this "
+        "flag the run ends with a report",
     )
     max_restarts: int = flag(
         DERIVED,
         low=0,
-        help="Number of automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or "
-        "the driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
+        help="Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the "
+        "driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
     )
     rollout_health_check_interval: float = flag(
         30.0, above=0, help="Seconds between two health checks of an engine, each of which generates tokens"
@@ -148,23 +146,13 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
 
 def check_placement(args: Args) -> list[str]:
     """Check the rules that do not depend on the machine."""
-    problems = []
+    problems = [*check_server_groups(args), *check_colocated_pipelines(args)]
     per_engine = args.rollout_num_gpus_per_engine
-    external = bool(args.rollout_external_engine_addrs)
-    problems += check_server_groups(args)
-    problems += check_colocated_pipelines(args)
-    if not args.debug_train_only and not external and not args.sglang_config:
-        if args.rollout_num_gpus == 0:
-            problems.append("--rollout-num-gpus 0 leaves no engine: use at least 1, or --rollout-external-engine-addrs")
-        elif per_engine >= 1 and args.rollout_num_gpus % per_engine:
-            problems.append(
-                f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of "
-                f"--rollout-num-gpus-per-engine {per_engine}"
-            )
-    if args.rollout_backend == "embedded" and per_engine > 1:
+    others = args.debug_train_only or args.rollout_external_engine_addrs or args.sglang_config
+    if not others and per_engine >= 1 and args.rollout_num_gpus % per_engine:
         problems.append(
-            f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs on one GPU; "
-            "use 1 (--rollout-num-gpus sets the number of engines)"
+            f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of "
+            f"--rollout-num-gpus-per-engine {per_engine}"
         )
     if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
         problems.append(f"--embedded-device {args.embedded_device}: must be cpu or cuda")
@@ -181,36 +169,10 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def check_routing_replay(args: Args, machine: Machine) -> list[str]:
-    """Check ``--use-rollout-routing-replay``: only SGLang on a GPU reports the experts that it chose. The user's own
-    functions may get them elsewhere."""
-    own = (args.custom_generate_function_path, args.load_debug_rollout_data)
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    if not args.use_rollout_routing_replay or any(own) or own_rollout:
-        return []
-    if args.rollout_backend != "sglang":
-        return ["--use-rollout-routing-replay: the embedded engine does not report the chosen experts; use SGLang"]
-    on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
-    if on_cpu and not args.rollout_external_engine_addrs:
-        return [
-            "--use-rollout-routing-replay: SGLang reports the chosen experts only on a GPU, but it runs on the CPU here"
-        ]
-    return []
-
-
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
     to it."""
-    problems = _absent_packages(args) + check_precision_packages(args, machine)
-    if args.rollout_backend == "sglang":
-        given = sorted(name for name in args.explicit if name.startswith("embedded_"))
-        if given:
-            options = ", ".join("--" + name.replace("_", "-") for name in given)
-            args.notices.append(f"{options}: no effect on SGLang, whose flags have the prefix --sglang-")
-        on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
-        problems += check_quantization_device(args, on_cpu)
-        if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
-            problems.append("--deterministic: SGLang is deterministic on CUDA only; use --rollout-backend embedded")
+    problems = _absent_packages(args) + check_torchao(args)
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
@@ -221,10 +183,6 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
             f"concurrent requests; they are limited to {most}, because a request takes two open files (ulimit -Hn) "
             "and, with a router on another machine, a local port (ip_local_port_range)"
         )
-    if args.record_memory_history and not machine.cuda:
-        problems.append("--record-memory-history needs CUDA, which this machine does not have: leave it out")
-    if args.train_dtype == "float32" and machine.cuda:
-        args.notices.append("--train-dtype float32 on a GPU is only for comparisons; bfloat16 is several times faster")
     if machine.in_cluster:
         return problems  # the GPUs of the cluster are known only after Ray has connected to it
     if machine.cuda:
@@ -239,9 +197,9 @@ def _absent_packages(args: Args) -> list[str]:
         if value == "sglang" and args.rollout_external_engine_addrs:
             continue  # external engines do not need SGLang on this machine
         if module and not installed(module):
-            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime[{extra}]'")
+            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime-rl[{extra}]'")
     if args.use_wandb and not installed("wandb"):
-        problems.append("--use-wandb: wandb is not installed; run pip install 'slime[wandb]'")
+        problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
     return problems
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.rollout import old_actor_lag, staleness_bound, trains_late
+from slime.config.rollout import staleness_bound, trains_late
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -21,8 +21,8 @@ class KlConfig:
     kl_loss_type: str = flag(
         DERIVED,
         choices=("k1", "k2", "k3", "low_var_kl"),
-        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the "
-        "loss the expected gradient of k1 is 0, so it does not regularise",
+        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). "
+        "In the loss k1 does not regularise",
     )
     kl_coef: float = flag(0.0, help="Coefficient of the KL divergence in the reward; excludes --kl-loss-coef")
     use_unbiased_kl: bool = flag(
@@ -41,8 +41,8 @@ class OffPolicyConfig:
     use_tis: bool = flag(
         DERIVED,
         help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
-        "Default: on with --rollout-quantization, and if tokens can be older than the weights that they train: in "
-        "train_async.py, and with --over-sampling-batch-size or --partial-rollout",
+        "Default: on with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size "
+        "or --partial-rollout",
     )
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
@@ -120,79 +120,3 @@ def _correct_by_default(args: Args, asynchronous: bool) -> None:
     args.use_tis = bool(why) and args.loss_type == "policy_loss" and not chosen
     if args.use_tis:
         args.notices.append(f"--use-tis is on: {why} (off: --no-use-tis)")
-
-
-def check_kl(args: Args) -> list[str]:
-    problems = []
-    if args.loss_type == "sft_loss":
-        terms = {name: getattr(args, name) for name in ("use_kl_loss", "kl_loss_coef", "kl_coef", "entropy_coef")}
-        idle = ", ".join(f"--{name.replace('_', '-')}" for name, value in terms.items() if value)
-        return [f"--loss-type sft_loss has neither a KL nor an entropy term: leave out {idle}"] if idle else []
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        problems.append(
-            f"--kl-coef {args.kl_coef} (KL in the reward) and --kl-loss-coef {args.kl_loss_coef} (KL in the loss) "
-            "exclude each other: remove one"
-        )
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        problems.append(f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss")
-    if args.use_kl_loss and args.kl_loss_coef == 0:
-        args.notices.append(
-            "--use-kl-loss with --kl-loss-coef 0 does not change the training; it only logs train/kl_loss, which costs "
-            "a copy of the reference weights and a forward pass per rollout: remove it if you do not need the metric"
-        )
-    if args.kl_loss_type == "k1" and args.kl_loss_coef != 0 and not args.use_unbiased_kl:
-        args.notices.append(
-            "--kl-loss-type k1 in the loss does not regularize: its expected gradient is 0 for samples of the policy "
-            "itself; use low_var_kl or k2, or add --use-unbiased-kl"
-        )
-    return problems
-
-
-def check_off_policy(args: Args) -> list[str]:
-    problems = []
-    if args.use_rollout_logprobs and args.use_tis:
-        problems.append(
-            "--use-rollout-logprobs uses the engine's log-probs as the old policy, so --use-tis has nothing to "
-            "correct: remove one"
-        )
-    if args.get_mismatch_metrics and not args.custom_tis_function_path:
-        problems.append("--get-mismatch-metrics needs --custom-tis-function-path, which computes these metrics")
-    if vars(args).get("use_rs") and not args.custom_tis_function_path:
-        problems.append(
-            "use_rs of --custom-config-path needs --custom-tis-function-path slime.algorithms.mis.compute_mis_weights: "
-            "the default function rejects nothing"
-        )
-    if args.tis_clip <= args.tis_clip_low:
-        problems.append(f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}")
-    return problems
-
-
-def check_opsm(args: Args, asynchronous: bool) -> list[str]:
-    """Warn if OPSM cannot mask anything.
-
-    OPSM masks sequences by the drift between the policy and the old policy. With one optimizer step per rollout the two
-    are equal, unless the old log-probs come from other weights: from the engine, or with ``--keep-old-actor`` from the
-    weights that generated the samples. In the synchronous loop these are the weights that training starts from, so
-    there ``--keep-old-actor`` adds no drift.
-    """
-    behind = asynchronous and args.keep_old_actor and old_actor_lag(args) == 1
-    if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and not behind:
-        args.notices.append(
-            "--use-opsm masks nothing: with one optimizer step per rollout, the policy equals the old policy; use "
-            "--num-steps-per-rollout 2 or more, the engine's log-probs as the old policy (--use-rollout-logprobs), "
-            "or --keep-old-actor with train_async.py"
-        )
-    return []
-
-
-def check_distillation(args: Args) -> list[str]:
-    problems = []
-    if args.use_opd and args.opd_type is None:
-        problems.append("--use-opd needs --opd-type: sglang (the teacher answers over HTTP) or megatron")
-    if args.opd_type and not args.use_opd:
-        problems.append(f"--opd-type {args.opd_type} needs --use-opd")
-    if args.opd_teacher_load and not (args.use_opd and args.opd_type == "megatron"):
-        problems.append("--opd-teacher-load is for --use-opd --opd-type megatron")
-    if args.use_opd and args.opd_type == "megatron" and not args.opd_teacher_load:
-        problems.append("--opd-type megatron needs --opd-teacher-load")
-    return problems

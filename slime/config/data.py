@@ -16,6 +16,7 @@ from slime.config.rollout import (
     is_fully_async,
     rotary_problem,
 )
+from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -71,14 +72,12 @@ class DataConfig:
     num_data_workers: int = flag(
         0,
         low=0,
-        help="Number of processes that parse, render and tokenize --prompt-data, without an effect on the order; 0 "
-        "does this in the rollout manager",
+        help="Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager",
     )
     streaming_data: bool = flag(
         False,
-        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file; the "
-        "order stays the same. Only the first 10,000 rows are checked before the start, later ones when they are "
-        "read",
+        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. "
+        "Only the first 10,000 rows are checked before the start",
     )
     loss_mask_type: str = flag(
         "qwen",
@@ -231,9 +230,6 @@ def check_eval_files(args: Args) -> list[str]:
     return problems
 
 
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "code", "last_number", "random", "remote_rm")
-
-
 SFT_LIKE = ("sft_loss", "custom_loss")
 
 
@@ -243,16 +239,15 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        help="Built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, code, last_number, random or remote_rm, each "
-        "also with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
-        "other flag provides rewards",
+        help="Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the "
+        "prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no other flag "
+        "provides rewards",
     )
     math_answer: str = flag(
         DERIVED,
         choices=("boxed", "any"),
-        help="Where --rm-type math finds the answer of a response: boxed takes the last \\boxed{} and gives reward 0 "
-        "without one; any also takes what follows the last ####, else the last expression. Default: boxed, or any if "
-        "--rm-type is not given",
+        help="Where --rm-type math finds the answer: in the last \\boxed{} (boxed), or also after the last "
+        "####, else in the last expression (any). Default: boxed, or any if --rm-type is not given",
     )
     custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
     rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
@@ -275,7 +270,7 @@ class RewardConfig:
         "full",
         choices=("full", "process"),
         help="Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see "
-        "slime/rollout/sandbox.py",
+        "slime/plugins/agents/sandbox.py",
     )
     reward_timeout: float = flag(
         30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"
@@ -283,8 +278,8 @@ class RewardConfig:
     verifier_env: list[str] | None = flag(
         None,
         kind="list",
-        help="Names of environment variables that verifier processes get in addition to those that any program needs "
-        "(PATH, HOME, LANG, PYTHONPATH and others), such as HF_TOKEN for a reward model that is downloaded",
+        help="Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH "
+        "and the like, such as HF_TOKEN",
     )
     reward_workers: int | None = flag(
         None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"
@@ -314,18 +309,14 @@ def needs_reward(args: Args) -> bool:
 def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
     """Explain why a reward type of a flag, an evaluation set or a row cannot be used; None if it can."""
     base = rm_type.removeprefix("boxed_")
-    if base not in RM_TYPES:
-        return f"not one of {', '.join(RM_TYPES)} (each may have the prefix boxed_)"
+    if base not in parts("reward"):
+        return f"not one of {', '.join(parts('reward'))} (each may have the prefix boxed_)"
     return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
 
 
 def check_reward(args: Args) -> list[str]:
-    problems = []
-    if args.rm_type is not None and (problem := reward_type_problem(args.rm_type, args.rm_url)):
-        problems.append(f"--rm-type {args.rm_type}: {problem}")
-    if args.rm_type is not None and args.custom_rm_path is not None:
-        args.notices.append(f"--custom-rm-path {args.custom_rm_path} takes precedence over --rm-type {args.rm_type}")
-    return problems
+    problem = None if args.rm_type is None else reward_type_problem(args.rm_type, args.rm_url)
+    return [f"--rm-type {args.rm_type}: {problem}"] if problem else []
 
 
 def check_scored(args: Args) -> list[str]:

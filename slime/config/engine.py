@@ -63,8 +63,8 @@ class EngineConfig:
     sglang_server_concurrency: int = flag(512, low=1, help="Maximum number of concurrent requests per engine")
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
-        help="Addresses host:port of inference servers that are already running; slime sends them weights and "
-        "requests and never stops them. Default: slime starts the engines",
+        help="Addresses host:port of inference servers that already run, which slime never stops. Default: "
+        "slime starts the engines",
     )
     sglang_config: str | None = path_flag(
         "YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
@@ -278,26 +278,13 @@ def _count(value: object, what: str) -> int:
 
 
 def check_server_groups(args: Args) -> list[str]:
-    """Check ``--sglang-config`` and ``--prefill-num-servers``: they need SGLang, exclude each other, and must fit the
-    number of GPUs."""
-    problems = []
-    given = [name for name in ("sglang_config", "prefill_num_servers") if getattr(args, name)]
-    options = ["--" + name.replace("_", "-") for name in given]
-    if given and args.rollout_backend != "sglang":
-        problems.append(f"{options[0]} needs --rollout-backend sglang")
-    if given and args.rollout_external_engine_addrs:
-        problems.append(f"{options[0]} and --rollout-external-engine-addrs exclude each other: remove one")
-    if len(given) == 2:
-        problems.append(f"{options[1]} and {options[0]} exclude each other: add the prefill group to the file instead")
+    """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
     if args.sglang_config:
-        problems += _config_file(args, args.sglang_config)
-    elif args.prefill_num_servers:
-        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
-        if not 0 < args.prefill_num_servers < servers:
-            problems.append(
-                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"
-            )
-    return problems
+        return _config_file(args, args.sglang_config)
+    servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+    if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
+        return []
+    return [f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"]
 
 
 def _config_file(args: Args, file: str) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from slime.config.files import path_problem
+from slime.registry import parts
 
 Status = Literal["works", "notice", "refused"]
 """``works``: supported. ``notice``: accepted with a notice that it has no effect. ``refused``: an error."""
@@ -51,7 +52,8 @@ class Flag:
     default: Any
     help: str
     group: str  # title of the dataclass it belongs to
-    choices: tuple[Any, ...] = ()
+    fixed_choices: tuple[Any, ...] = ()
+    kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
     reason: str = ""
     limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # status and reason by value
@@ -63,6 +65,11 @@ class Flag:
     off: float | None = None  # a value outside the range that disables the feature, such as -1 for top-k
     derived: bool = False  # the default follows from other flags
     or_hook: bool = False  # the path of the user's own function or class is also a valid value
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The valid values; empty if all values of the type are valid."""
+        return self.fixed_choices if self.kind_of_part is None else (*self.fixed_choices, *parts(self.kind_of_part))
 
     @property
     def takes_list(self) -> bool:
@@ -80,6 +87,7 @@ def flag(
     option: str | None = None,
     kind: Kind | None = None,
     choices: Sequence[str | int] = (),
+    kind_of_part: str | None = None,
     status: Status = "works",
     reason: str = "",
     limits: Mapping[str, tuple[Status, str]] | None = None,
@@ -97,6 +105,7 @@ def flag(
         help: One sentence for ``--help``.
         option: The option on the command line. Default: the field's name with dashes.
         kind: See :data:`Kind`. Default: inferred from the annotation.
+        kind_of_part: The registered names of this kind of part (:mod:`slime.registry`) are valid besides ``choices``.
         status, reason: See :data:`Status`. ``limits`` sets them for single values.
         or_hook: Whether the path of the user's own function or class is valid besides ``choices``.
         low, above, high, off: The range of a number, see :class:`Flag`. Every number must be finite.
@@ -106,7 +115,8 @@ def flag(
         "help": help,
         "option": option,
         "kind": kind,
-        "choices": tuple(choices),
+        "fixed_choices": tuple(choices),
+        "kind_of_part": kind_of_part,
         "status": status,
         "reason": reason,
         "limits": dict(limits or {}),

@@ -188,19 +188,7 @@ _DERIVED_HOOKS = ("eval_function_path",)
 
 
 def check_hooks(args: Args) -> list[str]:
-    """Check that every function that a flag names can be imported and called. One that is never called is a notice."""
-    disk, converts = args.update_weight_transport == "disk", args.custom_convert_samples_to_train_data_path
-    corrects = args.use_tis or args.get_mismatch_metrics or vars(args).get("use_rs")  # the last of --custom-config-path
-    unused = {
-        "custom_tis_function_path": not corrects and "without --use-tis",
-        "custom_update_weight_post_write_path": not disk and "without --update-weight-transport disk",
-        "custom_advantage_function_path": not args.compute_advantages_and_returns
-        and "with --disable-compute-advantages-and-returns",
-        "custom_reward_post_process_path": converts and "with --custom-convert-samples-to-train-data-path",
-    }
-    for name, why in unused.items():
-        if why and getattr(args, name):
-            args.notices.append(f"{flags_of(type(args))[name].option} is never called {why}")
+    """Check that every function that a flag names can be imported and called."""
     return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
 
 

@@ -1,193 +1,114 @@
-"""Flags that have an effect only together with others, in one table, and values that are probably a mistake.
-
-A run with such a flag is correct, but does not do what the user expects of it. So each is told, and none is refused.
-"""
+"""Rows about flags that are told and not refused: those that have no effect, and values that are probably a mistake."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from slime.config.algorithm import known_where, loading_problem
+from slime.config.facts import Run
+from slime.config.lora import ADAPTER_NAME
+from slime.config.rule import Rule
 
-from slime.algorithms.algorithm import Algorithm
-from slime.algorithms.dr_grpo import DrGrpo
-from slime.algorithms.grpo import Grpo
-from slime.algorithms.registry import ALGORITHMS
-from slime.config.algorithm import algorithm_class, known_where, loading_problem
-from slime.config.flag import flags_of
-from slime.config.rollout import OWN_FUNCTIONS, is_fully_async
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
-
-class Loop(NamedTuple):
-    """What the conditions of the table ask about."""
-
-    args: Args
-    asynchronous: bool
-
-    @property
-    def algorithm(self) -> type[Algorithm]:
-        return algorithm_class(self.args.advantage_estimator)
-
-    def idle_flags(self) -> tuple[list[tuple[str, str]], list[str]]:
-        """Look for the flags of the tables that the user has given.
-
-        Returns:
-            Each flag that has no effect, as it is typed, with the reason; and a notice for each value that is probably
-            a mistake. None of both if the estimator cannot be loaded, which is a problem of its own.
-        """
-        if loading_problem(self.args.advantage_estimator):
-            return [], []
-        doubtful = [f"{typed} is probably not meant: {reason}" for typed, reason in self._without_effect(DOUBTFUL)]
-        return self._without_effect(IDLE), doubtful
-
-    def _without_effect(self, table: tuple[Row, ...]) -> list[tuple[str, str]]:
-        flags = flags_of(type(self.args))
-        told: dict[str, str] = {}
-        for row in table:
-            for name in row.flags:
-                value, flag = getattr(self.args, name), flags[name]
-                if name in self.args.explicit and value != flag.default and not row.works(self):
-                    told.setdefault(flag.option if flag.is_bool else f"{flag.option} {value}", row.needs)
-        return list(told.items())
-
-
-class Row(NamedTuple):
-    """Flags, the condition under which they have an effect, and what it asks for in words."""
-
-    flags: tuple[str, ...]
-    works: Callable[[Loop], object]
-    needs: str
-
-
-def _is_of_the_user(run: Loop) -> object:
-    """Whether the user's own code computes advantages; what it reads is not known."""
-    return run.args.advantage_estimator not in ALGORITHMS or run.args.custom_advantage_function_path
-
-
-def _has_kl(run: Loop) -> bool:
-    return run.args.use_kl_loss or run.args.kl_coef != 0
-
-
-def _reads_std(run: Loop) -> bool:
-    return run.algorithm.group_baseline is Grpo.group_baseline and run.args.rewards_normalization
-
-
-def _returns_groups(run: Loop) -> object:
-    """Whether unfinished groups can be left when a rollout has all that it needs."""
-    args = run.args
-    fetches_more = args.over_sampling_batch_size > args.rollout_batch_size
-    aborts = fetches_more or args.dynamic_sampling_filter_path or run.asynchronous
-    own = "rollout_function_path" in args.explicit
-    return own or (aborts and not args.deterministic)
-
-
-def _evaluates(run: Loop) -> object:
-    args = run.args
-    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
-    return own or args.eval_prompt_data or args.eval_config
-
-
-_EVALUATION = (
-    *("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "eval_max_prompt_len"),
-    *("eval_min_new_tokens", "eval_max_context_len", "n_samples_per_eval_prompt", "eval_reward_key"),
+NOTICES = (
+    Rule("--use-kl-loss", unless="--kl-loss-coef or --loss-type sft_loss",
+         because="with --kl-loss-coef 0 it does not change the training; it only logs train/kl_loss, which costs a "
+         "copy of the reference weights and a forward pass per rollout", instead="remove it if you need no metric"),
+    Rule("--kl-loss-type k1 and --kl-loss-coef", unless="--use-unbiased-kl or --loss-type sft_loss",
+         because="this does not regularize: the expected gradient is 0 for samples of the policy itself",
+         instead="use low_var_kl or k2, or add --use-unbiased-kl"),
+    Rule("--use-opsm and --num-steps-per-rollout 1", unless="--use-rollout-logprobs or train_async.py and "
+         "--keep-old-actor and an old actor that is one update behind",
+         because="OPSM masks nothing, because the policy equals the old policy in the only optimizer step",
+         instead="use --num-steps-per-rollout 2 or more, the engine's log-probs as the old policy "
+         "(--use-rollout-logprobs), or --keep-old-actor with train_async.py"),
+    Rule("--keep-old-actor and groups that train in a later rollout", unless="train_async.py and --colocate",
+         because="their samples are older than the copy of the weights that computes their old log-probs",
+         instead="--use-rollout-logprobs uses the engine's log-probs (--partial-rollout, --over-sampling-batch-size)"),
+    Rule("--rollout-top-p <1 and --allow-truncated-sampling or --rollout-top-k >0 and --allow-truncated-sampling",
+         unless="--debug-rollout-only or --loss-type sft_loss or --rollout-backend embedded and --train-backend fsdp",
+         because="samples come from a part of the vocabulary, but training scores all of it, so the importance ratios "
+         "are wrong"),
+    Rule("--num-rollout and --num-epoch", because="--num-rollout takes precedence over --num-epoch", typed=True),
+    Rule("--rm-type and --custom-rm-path", because="--custom-rm-path takes precedence over --rm-type"),
+    Rule("--agent-constrained-decoding and --rollout-backend sglang", unless="--debug-rollout-only",
+         because="answers to tool_choice and response_format are sampled from a part of the vocabulary; they are not "
+         "trained (loss mask 0), except with --allow-truncated-sampling, where their importance ratios are wrong"),
+    Rule("--lora-dropout and --loss-type policy_loss",
+         because="log-probs of training steps differ from those of the engines by the dropout, which adds noise to "
+         "importance ratios"),
+    Rule("--lora-rank and --lora-sync adapter and --rollout-backend sglang and --custom-generate-function-path",
+         because="requests that the function sends to engines itself need "
+         f'"lora_path": "{ADAPTER_NAME}", otherwise the base answers them'),
+    Rule("--lora-rank", unless="a rate that the user chose",
+         because="--lr is not given, and LoRA usually needs about ten times the rate of full training"),
+    Rule("--train-dtype float32 and a GPU of this machine",
+         because="this is only for comparisons; bfloat16 is several times faster"),
+    Rule("--save or --save-hf", unless="--save-interval",
+         because="the run writes no snapshots at its steps and its end", instead="pass --save-interval"),
+    Rule("--tis-clip <1 and --use-tis", unless="--custom-tis-function-path", typed=True,
+         because="it is probably not meant: below 1, it scales down every token, also those whose importance ratio is "
+         "1", instead="usual values are 2 to 10"),
+    Rule("--normalize-advantages and Dr. GRPO", typed=True, because="it is probably not meant: it brings back the "
+         "division by a standard deviation that Dr. GRPO removes"),
 )  # fmt: skip
+"""What is told and not refused."""
 
+_OWN = "an estimator of the user or --custom-advantage-function-path"
 IDLE = (
-    Row(
-        ("gamma",),
-        lambda run: _is_of_the_user(run) or run.algorithm.discounts,
-        f"needs --advantage-estimator {known_where('discounts')}",
-    ),
-    Row(
-        ("lambd", "value_clip", "critic_lr", "critic_lr_warmup_iters"),
-        lambda run: _is_of_the_user(run) or run.algorithm.needs_critic,
-        f"needs a critic: --advantage-estimator {known_where('needs_critic')}",
-    ),
-    Row(
-        ("eps_clip_c",),
-        lambda run: _is_of_the_user(run) or run.algorithm.policy_loss is Algorithm.policy_loss,
-        "this estimator's loss has no dual clip",
-    ),
-    Row(
-        ("grpo_std_normalization",),
-        lambda run: _is_of_the_user(run) or _reads_std(run),
-        "no rewards are divided by the standard deviation of their group here",
-    ),
-    Row(
-        ("kl_coef",),
-        lambda run: run.algorithm.uses_kl_in_reward,
-        "this --advantage-estimator has no KL divergence in its reward: use --use-kl-loss with --kl-loss-coef",
-    ),
-    Row(("kl_loss_type", "ref_update_interval"), _has_kl, "no KL term is used (--use-kl-loss or --kl-coef)"),
-    Row(("use_unbiased_kl",), lambda run: run.args.use_kl_loss, "needs --use-kl-loss"),
-    Row(
-        ("tis_clip", "tis_clip_low"),
-        lambda run: run.args.use_tis or run.args.get_mismatch_metrics or run.args.custom_tis_function_path,
-        "needs --use-tis",
-    ),
-    Row(("opsm_delta",), lambda run: run.args.use_opsm, "needs --use-opsm"),
-    Row(("opd_kl_coef",), lambda run: run.args.use_opd, "needs --use-opd"),
-    Row(("overlong_penalty",), lambda run: run.args.overlong_buffer_len, "needs --overlong-buffer-len"),
-    Row(
-        ("overlong_buffer_len",),
-        lambda run: not run.args.custom_reward_post_process_path,
-        "--custom-reward-post-process-path replaces it",
-    ),
-    Row(
-        ("keep_old_actor",),
-        lambda run: not run.args.use_rollout_logprobs,
-        "--use-rollout-logprobs takes the old log-probs from the engine, so the copy of the weights is never read",
-    ),
-    Row(
-        ("partial_rollout",),
-        _returns_groups,
-        "no group is aborted: it needs --over-sampling-batch-size above --rollout-batch-size, "
-        "--dynamic-sampling-filter-path or train_async.py, without --deterministic",
-    ),
-    Row(
-        ("partial_rollout", "over_sampling_batch_size"),
-        lambda run: not is_fully_async(run.args),
-        "the fully asynchronous rollout generates all the time, and continues groups anyway",
-    ),
-    Row(
-        ("async_buffer_size", "update_weights_interval", "max_weight_staleness", "replay_schedule"),
-        lambda run: run.asynchronous,
-        "it is for train_async.py",
-    ),
-    Row(
-        ("update_weight_disk_dir", "update_weight_disk_keep_files"),
-        lambda run: run.args.update_weight_transport == "disk",
-        "needs --update-weight-transport disk",
-    ),
-    Row(("max_tokens_per_gpu",), lambda run: run.args.use_dynamic_batch_size, "needs --use-dynamic-batch-size"),
-    Row(
-        ("log_probs_max_tokens_per_gpu",),
-        lambda run: run.args.attn_implementation in (None, "varlen"),
-        "batches are padded (--attn-implementation)",
-    ),
-    Row(
-        _EVALUATION,
-        _evaluates,
-        "there is no evaluation: add --eval-prompt-data or --eval-config",
-    ),
-    Row(
-        ("save_keep_last", "save_retain_interval", "async_save"),
-        lambda run: run.args.save or run.args.save_hf,
-        "needs --save or --save-hf",
-    ),
+    Rule("--gamma", unless=f"an estimator that discounts or {_OWN}",
+         because=f"needs --advantage-estimator {known_where('discounts')}"),
+    Rule("--lambd or --value-clip or --critic-lr or --critic-lr-warmup-iters", unless=f"a critic or {_OWN}",
+         because=f"needs a critic: --advantage-estimator {known_where('needs_critic')}"),
+    Rule("--eps-clip-c", unless=f"an estimator with a dual clip or {_OWN}",
+         because="this estimator's loss has no dual clip"),
+    Rule("--disable-grpo-std-normalization", unless=f"rewards that are divided by the standard deviation or {_OWN}",
+         because="no rewards are divided by the standard deviation of their group here"),
+    Rule("--kl-coef", unless="an estimator with a KL divergence in its reward",
+         because="this --advantage-estimator has no KL divergence in its reward: use --use-kl-loss and --kl-loss-coef"),
+    Rule("--kl-loss-type or --ref-update-interval", needs="--use-kl-loss or --kl-coef"),
+    Rule("--use-unbiased-kl", needs="--use-kl-loss"),
+    Rule("--tis-clip or --tis-clip-low", needs="--use-tis or --get-mismatch-metrics or --custom-tis-function-path"),
+    Rule("--custom-tis-function-path", needs="--use-tis or --get-mismatch-metrics or use_rs of --custom-config-path"),
+    Rule("--opsm-delta", needs="--use-opsm"),
+    Rule("--opd-kl-coef", needs="--use-opd"),
+    Rule("--overlong-penalty", needs="--overlong-buffer-len"),
+    Rule("--overlong-buffer-len", excludes="--custom-reward-post-process-path", because="the function replaces it"),
+    Rule("--custom-reward-post-process-path", excludes="--custom-convert-samples-to-train-data-path",
+         because="the second function makes the rewards to train on, and the first is never called"),
+    Rule("--custom-advantage-function-path", excludes="--disable-compute-advantages-and-returns",
+         because="no advantages are computed"),
+    Rule("--keep-old-actor", excludes="--use-rollout-logprobs",
+         because="the old log-probs come from the engine, so the copy of the weights is never read"),
+    Rule("--partial-rollout", unless="groups that are aborted",
+         because="no group is aborted: it needs --over-sampling-batch-size above --rollout-batch-size, "
+         "--dynamic-sampling-filter-path or train_async.py, without --deterministic"),
+    Rule("--partial-rollout or --over-sampling-batch-size", excludes="the fully asynchronous rollout",
+         because="it generates all the time, and continues groups anyway"),
+    Rule("--rollout-workers >1", unless="a rollout function of slime",
+         because="--rollout-function-path runs as a whole in the process of the rollout manager"),
+    Rule("--async-buffer-size or --update-weights-interval or --max-weight-staleness or --replay-schedule",
+         unless="train_async.py", because="it is for train_async.py"),
+    Rule("--update-weight-disk-dir or --update-weight-disk-keep-files or --custom-update-weight-post-write-path",
+         needs="--update-weight-transport disk"),
+    Rule("--max-tokens-per-gpu", needs="--use-dynamic-batch-size"),
+    Rule("--log-probs-max-tokens-per-gpu", excludes="padded batches",
+         because="batches are padded (--attn-implementation)"),
+    Rule("--eval-temperature or --eval-top-p or --eval-top-k or --eval-max-response-len or --eval-max-prompt-len or "
+         "--eval-min-new-tokens or --eval-max-context-len or --n-samples-per-eval-prompt or --eval-reward-key",
+         unless="evaluation data", because="there is no evaluation: add --eval-prompt-data or --eval-config"),
+    Rule("--save-keep-last or --save-retain-interval or --async-save", needs="--save or --save-hf"),
+    Rule("--embedded-max-running-requests or --embedded-max-total-tokens or --embedded-device",
+         excludes="--rollout-backend sglang", because="SGLang's flags have the prefix --sglang-"),
+    Rule("--ckpt-format torch", needs="--train-backend megatron"),
+    Rule("--wandb-mode or --wandb-dir or --wandb-key or --wandb-host or --wandb-team or --wandb-group or "
+         "--wandb-project or --wandb-run-id", needs="--use-wandb or --tracker wandb"),
 )  # fmt: skip
+"""What has no effect: the run is correct, but does not do what the user expects of such a flag."""
 
-DOUBTFUL = (
-    Row(
-        ("tis_clip",),
-        lambda run: not run.args.use_tis or run.args.tis_clip >= 1 or run.args.custom_tis_function_path,
-        "below 1, it scales down every token, also those whose importance ratio is 1; usual values are 2 to 10",
-    ),
-    Row(
-        ("normalize_advantages",),
-        lambda run: not issubclass(run.algorithm, DrGrpo),
-        "it brings back the division by a standard deviation that Dr. GRPO removes",
-    ),
-)
+
+def idle_flags(run: Run) -> list[tuple[str, str]]:
+    """Return each flag that the user gave and that has no effect, with its value, and the reason. Nothing if the
+    estimator cannot be loaded, which is a problem of its own."""
+    told: dict[str, str] = {}
+    for rule in () if loading_problem(run.args.advantage_estimator) else IDLE:
+        for flags, _ in rule._replace(typed=True).broken(run):
+            told.setdefault(flags[0], rule.because or f"needs {rule.needs}")
+    return list(told.items())

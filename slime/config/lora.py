@@ -28,19 +28,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
 """The flags that determine what an adapter computes, with their names in PEFT's file."""
 
-_WITHOUT_ADAPTER = {
-    "lora_alpha": 32.0,
-    "use_rslora": False,
-    "lora_dropout": 0.0,
-    "lora_target_modules": ["all-linear"],
-    "lora_exclude_modules": None,
-    "lora_init": "kaiming",
-    "lora_base_quantization": None,
-    "lora_sync": "merged",
-    "lora_export": "peft",
-}
-"""The resolved values of a run without an adapter, as the file of such a run has them."""
-
 
 @dataclass
 class LoraConfig:
@@ -68,9 +55,9 @@ class LoraConfig:
     )
     lora_target_modules: list[str] = flag(
         DERIVED,
-        help="Linear layers of the decoder layers that have an adapter, by the last parts of their names (q_proj, "
-        "mlp.up_proj), or by regular expressions for their whole names; experts for all routed experts. "
-        "Default: those of the adapter in --load, otherwise all-linear",
+        help="Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or "
+        "by regular expressions for whole names; experts for all routed experts. Default: those of the "
+        "adapter in --load, otherwise all-linear",
     )
     lora_exclude_modules: list[str] | None = flag(
         None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
@@ -78,29 +65,27 @@ class LoraConfig:
     lora_init: str = flag(
         "kaiming",
         choices=("kaiming", "gaussian"),
-        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation "
-        "1/rank. The factor B is zero",
+        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard "
+        "deviation 1/rank",
     )
     lora_base_quantization: str | None = flag(
         None,
         choices=("int8", "nf4"),
-        help="FSDP on one rank: keep the weights of the decoder layers' linear layers, which stay as they are, in "
-        "8 bits with one scale per row, or in 4 bits (NormalFloat) with one scale per 64 weights, through torchao "
-        "(QLoRA). Engines get the rounded weights. Default: the base is in --train-dtype",
+        help="FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits "
+        "(NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype",
     )
     lora_sync: str = flag(
         DERIVED,
         choices=("adapter", "merged"),
-        help="What a weight sync sends after the first one: the factors of the adapter, which engines keep apart from "
-        "their weights, or the weights of its layers with the adapter merged into them. Default: adapter for embedded "
-        "engines of the run unless --update-weight-transport is disk, otherwise merged. SGLang loads the factors as an "
-        "adapter with the name slime",
+        help="What a weight sync sends after the first one: the adapter, or weights with the adapter merged "
+        "into them. Default: adapter for embedded engines of the run unless --update-weight-transport is "
+        "disk, otherwise merged",
     )
     lora_export: str = flag(
         "peft",
         choices=("peft", "merged"),
-        help="What --save-hf writes of a run with an adapter: the adapter in the format of PEFT, or the model with the "
-        "adapter merged into its weights",
+        help="What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged "
+        "into its weights",
     )
 
 
@@ -188,7 +173,7 @@ def sglang_problem(config: Mapping[str, Any], targets: Sequence[str]) -> str | N
     names = [name.rpartition(".")[2] for name in targets if name != ALL_LINEAR]
     if other := sorted(set(names) - set(_PROJECTIONS)):
         return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
-    if any(config.get(name) for name in _EXPERTS):
+    if has_experts(config):
         return "SGLang would need adapters on routed experts, which are not trained"
     if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
         return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
@@ -226,90 +211,38 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
     return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model with routed experts."""
+    return any(config.get(name) for name in _EXPERTS)
+
+
 def check_lora(args: Args) -> list[str]:
+    """Check the adapter in ``--load``, that all models of the run share its base, and that engines can load it."""
     if not args.lora_rank:
-        given = [name for name in args.explicit if name in _WITHOUT_ADAPTER]
-        idle = [name for name in given if getattr(args, name) != _WITHOUT_ADAPTER[name]]
-        options = sorted(f"--{name.replace('_', '-')}" for name in idle)
-        return [f"{option} has no effect without --lora-rank: add it, or leave {option} out" for option in options]
+        return []
     problems = _contradictions(args)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = InitialWeights.from_args(args).path(args.train_backend == "megatron") if args.hf_checkpoint else None
+    others = {}
     if args.lora_base_quantization:
-        option = f"--lora-base-quantization {args.lora_base_quantization}"
-        ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
-        found = _quantization_problems(args.train_backend, ranks, bool(args.compile_layers), args.hf_checkpoint)
-        has_reference = args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit
-        others = {"--opd-teacher-load": weights_path(args.opd_teacher_load)}
-        others |= {"--ref-load": reference} if has_reference else {}
-        found += [
-            f"{name} {path} is not the base {base}, and its weights cannot replace the codes; name the base"
-            for name, path in others.items()
-            if path not in (None, base)
-        ]
-        problems += [f"{option}: {problem}" for problem in found]
+        others["--opd-teacher-load"] = weights_path(args.opd_teacher_load)
+    if args.lora_base_quantization and (args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit):
+        others["--ref-load"] = reference
+    problems += [
+        f"--lora-base-quantization {args.lora_base_quantization}: {name} {path} is not the base {base}, so its "
+        "weights cannot replace the codes; name the base"
+        for name, path in others.items()
+        if path not in (None, base)
+    ]
     if args.train_backend == "megatron":
-        problems += _check_megatron(args)
-    reason = _no_adapters(args)
-    if EXPERTS in args.lora_target_modules and args.lora_dropout:
-        problems.append("--lora-dropout: adapters of routed experts have no dropout; leave it out")
-    if args.lora_sync == "adapter" and reason:
+        config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+        problems += megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
+    if args.lora_sync == "adapter" and (reason := _no_adapters(args)):
         problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
-    for name in ("only_train_params_name_list", "freeze_params_name_list"):
-        if getattr(args, name):
-            option = f"--{name.replace('_', '-')}"
-            problems.append(f"{option} excludes --lora-rank, which trains only the adapter: use --lora-target-modules")
     if args.ref_update_interval and reference not in (None, base):
         problems.append(
             "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "
             f"same base: pass --ref-load {base}"
-        )
-    if args.lora_dropout and args.loss_type == "policy_loss":
-        args.notices.append(
-            "--lora-dropout with a policy loss: log-probs of training steps differ from those of the engines by the "
-            "dropout, which adds noise to importance ratios"
-        )
-    named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
-    if named is not None and args.custom_generate_function_path:
-        args.notices.append(
-            f"--lora-sync adapter with SGLang: requests that --custom-generate-function-path sends to engines itself "
-            f'need "lora_path": "{named}", otherwise the base answers them'
-        )
-    if "lr" not in args.explicit:
-        args.notices.append(
-            f"--lr is not given ({args.lr:g}): LoRA usually needs about ten times the rate of full training"
-        )
-    return problems
-
-
-def _quantization_problems(backend: str, ranks: int, compiled: bool, base: str | None) -> list[str]:
-    """Return why a base cannot be quantized, apart from other models that a run needs."""
-    problems = []
-    config = (read_config(base) if base else None) or {}
-    if backend != "fsdp":
-        problems.append("Megatron's parallel layers have no quantized weights; use --train-backend fsdp")
-    elif ranks > 1:
-        problems.append(
-            f"FSDP would shard the base over {ranks} ranks, and of torchao's tensors FSDP2 can gather only 4-bit ones "
-            "whose blocks the ranks divide evenly; train on one rank, or leave it out"
-        )
-    if compiled:
-        problems.append("torchao's tensors are not compiled; leave --compile-layers out")
-    if any(config.get(name) for name in _EXPERTS):
-        problems.append("routed experts, most of this model's weights, are no linear layers and would stay as they are")
-    return problems
-
-
-def _check_megatron(args: Args) -> list[str]:
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    problems = megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
-    if args.lora_dropout:
-        problems.append("--lora-dropout: adapters of --train-backend megatron have no dropout; leave it out")
-    if args.ckpt_format == "torch":
-        problems.append("--ckpt-format torch writes whole models, and --lora-rank trains an adapter: use torch_dist")
-    if args.megatron.get("moe_router_bias_update_rate"):
-        problems.append(
-            "--moe-router-bias-update-rate changes the base, which --lora-rank does not train: leave it out"
         )
     return problems
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slime.config.flag import flags_of
 from slime.config.hf_config import SHAPE
-from slime.config.layout import ParallelLayout, chunk_problems
+from slime.config.layout import chunk_problems
 from slime.config.megatron_lm import shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
-from slime.config.precision import FSDP_PRECISION
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -140,88 +137,22 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     return problems
 
 
-_NO_FP16 = (
-    "--train-dtype float16 (--fp16): slime does not use the loss scaling of megatron-core; use --train-dtype bfloat16, "
-    "or --train-backend fsdp"
-)
-
-
 def check_megatron(args: Args) -> list[str]:
-    """Check the flags for the Megatron backend: parallel sizes that do not fit, and flags that it cannot support. A
-    notice names a checkout of Megatron-LM whose ``megatron.core`` is not used."""
+    """Check the flags of Megatron for its backend: those that do not fit, and those that it cannot support. A notice
+    names a checkout of Megatron-LM whose ``megatron.core`` is not used."""
     if args.train_backend != "megatron":
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
-    stateless = "--use-stateless-adam: not supported by --train-backend megatron; leave it out, or use fsdp"
-    return [
-        *ParallelLayout.from_args(args).problems(),
-        *chunk_problems(args.megatron, args.hf_checkpoint),
-        *([stateless] if args.use_stateless_adam else []),
-        *refused_flags(args.megatron),
-        *([_NO_FP16] if args.train_dtype == "float16" else []),
-        *_offload_problems(args.megatron),
-        *_weight_decay_problems(args.megatron, args.weight_decay),
-    ]
-
-
-def _offload_problems(given: Mapping[str, Any]) -> list[str]:
-    """Report flags that do not fit ``--optimizer-cpu-offload``."""
-    fraction = given.get("optimizer_offload_fraction")
-    problems = []
-    if fraction is not None and not 0.0 <= fraction <= 1.0:
-        problems.append(f"--optimizer-offload-fraction {fraction} must be from 0 to 1")
-    if fraction is not None and not given.get("optimizer_cpu_offload"):
-        problems.append("--optimizer-offload-fraction has no effect without --optimizer-cpu-offload: add that flag")
-    if given.get("optimizer_cpu_offload") and not given.get("use_distributed_optimizer", True):
-        problems.append(
-            "--optimizer-cpu-offload needs the distributed optimizer: leave out --no-use-distributed-optimizer"
-        )
-    return problems
-
-
-def _weight_decay_problems(flags: Mapping[str, Any], weight_decay: float) -> list[str]:
-    """Report flags of a weight decay that changes during the run if some of them are missing."""
-    given = [flags.get(f"{name}_weight_decay") for name in ("start", "end")]
-    start, end = (weight_decay if value is None else value for value in given)
-    style = flags.get("weight_decay_incr_style") or "constant"
-    if style == "constant" and start != end:
-        return [
-            f"--start-weight-decay and --end-weight-decay: the weight decay cannot go from {start} to {end} with "
-            "--weight-decay-incr-style constant: use linear or cosine, or only --weight-decay"
-        ]
-    if style != "constant" and given == [None, None]:
-        return [f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay: add them"]
-    return []
-
-
-REFUSED_ABOVE_ONE = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline",
-    "expert_model_parallel_size": "expert",
-    "expert_tensor_parallel_size": "expert tensor",
-}
-
-
-MEGATRON_HOOKS = (
-    "custom_megatron_init_path",
-    "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-)
-
-
-FSDP_ONLY = (
-    "fsdp_shard_size",
-    "fsdp_reshard_after_forward",
-    "fsdp_accumulate_unsharded_gradients",
-    *FSDP_PRECISION,
-)
+    return chunk_problems(args.megatron, args.hf_checkpoint) + refused_flags(args.megatron)
 
 
 UNDERSTOOD = {
     *("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     "grad_reduce_in_bf16",
+    "context_parallel_size",
+    *(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model")),
+    "expert_tensor_parallel_size",  # above 1, the rules refuse these
 }
 
 
@@ -229,45 +160,16 @@ DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
 def check_fsdp(args: Args) -> list[str]:
-    """Check the flags for FSDP: unsupported parallelism is a problem, and other Megatron flags without effect are named
-    in one notice. On the Megatron backend, flags that only FSDP has are a problem."""
+    """Check the number of shards, and name Megatron's flags that have no effect in one notice."""
     if args.train_backend != "fsdp":
-        flags = flags_of(type(args))
-        given = [(name, getattr(args, name)) for name in FSDP_ONLY if getattr(args, name) != flags[name].default]
-        typed = ["no-" * (value is False) + name.replace("_", "-") for name, value in given]
-        return [f"--{option}: only --train-backend fsdp supports it; leave it out" for option in typed]
-    problems = _shard_size(args)
-    for name, words in REFUSED_ABOVE_ONE.items():
-        size = args.megatron.get(name)
-        if size is not None and size > 1:
-            why = f"{words} parallelism needs --train-backend megatron"
-            problems.append(f"--{name.replace('_', '-')} {size}: {why}; use 1")
-    problems += [
-        f"--{name.replace('_', '-')}: only --train-backend megatron calls it; leave it out"
-        for name in MEGATRON_HOOKS
-        if getattr(args, name)
-    ]
-    if args.ckpt_format == "torch":
-        args.notices.append("--ckpt-format torch has no effect: --train-backend fsdp has only one snapshot format")
-    if args.use_routing_replay:
-        problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
-    layout = ParallelLayout.from_args(args)
-    if layout.cp > 1:
-        cut = args.rollout_backend == "embedded" and (args.rollout_top_p < 1 or args.rollout_top_k > 0)
-        alone = {
-            f"--attn-implementation {args.attn_implementation}": args.attn_implementation not in (None, "varlen"),
-            "--rollout-top-p below 1 or --rollout-top-k": cut,
-            "--multimodal-keys": args.multimodal_keys,
-        }
-        problems += [f"{flag} excludes --context-parallel-size: remove one" for flag, given in alone.items() if given]
-    problems += layout.problems()
-    known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
+        return []
+    known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD
     known |= {"untie_embeddings_and_output_weights"}
     idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
     if idle:
         shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
         args.notices.append(f"these Megatron flags have no effect with --train-backend fsdp: {shown}")
-    return problems
+    return _shard_size(args)
 
 
 def _shard_size(args: Args) -> list[str]:

@@ -140,7 +140,7 @@ def _load(name: DataName, aside: str) -> Any:
         import datasets
     except ImportError as error:
         raise NamedDataError(
-            f"data sets by name need the package datasets ({error}): pip install 'slime[datasets]', or pass a file"
+            f"data sets by name need the package datasets ({error}): pip install 'slime-rl[datasets]', or pass a file"
         ) from error
     folder = Path(name.path).expanduser()
     try:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from slime.config.flag import flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.machine import installed
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -60,8 +61,7 @@ class ObservabilityConfig:
     log_samples: str = flag(
         "all",
         metavar="all|none|N",
-        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run, "
-        "at even distances; all or none are also accepted",
+        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run",
     )
     log_keep_last: int | None = flag(
         None, low=1, help="Number of rollouts and evaluations whose texts and traces are kept. Default: all"
@@ -167,16 +167,6 @@ def derive_debug_modes(args: Args) -> None:
 
 def check_debug_files(args: Args) -> list[str]:
     problems = []
-    if args.debug_train_only and args.debug_rollout_only:
-        problems.append(
-            "--debug-rollout-only and --debug-train-only (or --load-debug-rollout-data) exclude each other: remove one"
-        )
-    makes_own = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION  # SFT needs no engines
-    if args.debug_train_only and not args.load_debug_rollout_data and not makes_own:
-        problems.append(
-            "--debug-train-only needs rollouts to train on: pass --load-debug-rollout-data TEMPLATE, or a "
-            f"--rollout-function-path that uses no engine, such as {SFT_FUNCTION}"
-        )
     flags = flags_of(type(args))
     for name in (
         "save_debug_rollout_data",
@@ -187,26 +177,10 @@ def check_debug_files(args: Args) -> list[str]:
         template = getattr(args, name)
         if template and "{rollout_id}" not in template:
             problems.append(f"{flags[name].option} {template}: the path must contain {{rollout_id}}")
-    if args.save_debug_train_data and args.save_debug_train_data == args.save_debug_rollout_data:
-        problems.append("--save-debug-train-data and --save-debug-rollout-data name the same files: use different ones")
-    if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
-        problems.append("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
-    if args.profile_step_end <= args.profile_step_start:
-        problems.append(f"--profile-step-end {args.profile_step_end}: must be above --profile-step-start")
     template = args.load_debug_rollout_data
     if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")
     return problems
-
-
-TRACKER_PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "'slime[wandb]'",
-    "mlflow": "'slime[mlflow]'",
-    "trackio": "'slime[trackio]'",
-    "swanlab": "'slime[swanlab]'",
-}
-"""What to install for each tracker that has a name, which is also the name of its module."""
 
 
 def chosen_trackers(args: Args) -> list[str]:
@@ -216,37 +190,21 @@ def chosen_trackers(args: Args) -> list[str]:
     return ["tensorboard"] * args.use_tensorboard + ["wandb"] * args.use_wandb
 
 
-def tracker_package(name: str) -> str:
-    """Return what ``pip install`` needs for a tracker."""
-    return TRACKER_PACKAGES.get(name, name)
-
-
-def _check_trackers(args: Args) -> list[str]:
-    problems = []
-    for name in chosen_trackers(args):
-        if name in TRACKER_PACKAGES:
-            if args.tracker is not None and not installed(name):
-                problems.append(f"--tracker {name}: it is not installed; run pip install {tracker_package(name)}")
-        elif not is_hook_path(name):
-            problems.append(
-                f"--tracker {name}: known are {', '.join(TRACKER_PACKAGES)}, and classes of your own (file.py:Name)"
-            )
-    given = [f"--{name.replace('_', '-')}" for name in ("use_tensorboard", "use_wandb") if name in args.explicit]
-    if args.tracker is not None and given:
-        problems.append(f"--tracker and {', '.join(given)} exclude each other: name all trackers in --tracker")
-    return problems
+def tracker_packages() -> dict[str, tuple[str, str] | None]:
+    """Return for each tracker that has a name its module and what ``pip install`` needs; None if it needs nothing."""
+    own = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "'slime-rl[wandb]'")}
+    return {**own, **{name: part.package for name, part in parts("tracker").items()}}
 
 
 def check_sinks(args: Args) -> list[str]:
-    if "wandb" not in chosen_trackers(args):
-        flags = flags_of(type(args)).items()
-        idle = [flag.option for name, flag in flags if name.startswith("wandb_") and name in args.explicit]
-        idle = [option for option in idle if option != "--wandb-always-use-train-step"]
-        if idle:
-            args.notices.append(f"without --use-wandb, these flags have no effect: {', '.join(idle)}")
-    problems = _check_trackers(args)
-    if args.tb_experiment_name and not args.tb_project_name:
-        problems.append("--tb-experiment-name needs --tb-project-name, its parent folder")
+    problems, known = [], tracker_packages()
+    for name in chosen_trackers(args):
+        if name in known:
+            package = known[name]
+            if args.tracker is not None and package is not None and not installed(package[0]):
+                problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
+        elif not is_hook_path(name):
+            problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
     try:
         log_samples_count(args.log_samples)
     except ValueError as error:

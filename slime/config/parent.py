@@ -1,7 +1,7 @@
 """Processes that must not outlive the process that started them (on Linux).
 
-:mod:`slime.rollout.sandbox_child` has its own copy of the first function, because it runs with the standard library
-only.
+:mod:`slime.plugins.agents.sandbox_child` has its own copy of the first function, because it runs with the standard
+library only.
 """
 
 from __future__ import annotations

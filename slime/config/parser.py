@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime import registry
 from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
+from slime.config.facts import Run
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import (
     check_states,
@@ -22,7 +24,8 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
-from slime.config.idle_flags import Loop
+from slime.config.idle_flags import idle_flags
+from slime.config.machine import this_machine
 from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.settings import apply_file, redacted, set_value
@@ -350,15 +353,14 @@ def check_args(
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
-    refused, idle = check_states(args)
-    args.notices += unread_variables(os.environ)
-    problems += refused
-    problems += resolve_defaults(args, asynchronous=asynchronous)
+    refused, idle = check_states(args, FLAGS)
+    args.notices += [*unread_variables(os.environ), *registry.failures()]
+    problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
-    alone, doubtful = Loop(args, asynchronous).idle_flags()
-    args.notices += [*no_effect_notice([*idle, *alone]), *doubtful, *other_defaults(args)]
+    idle += idle_flags(Run(args, asynchronous, this_machine()))
+    args.notices += [*no_effect_notice(idle), *other_defaults(args)]
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))

@@ -170,7 +170,7 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
     kind = entry["kind"]
     value_type = bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
     choices = tuple(entry.get("choices", ()))
-    return Flag(name, option, kind, value_type, entry.get("default"), "", group, choices=choices)
+    return Flag(name, option, kind, value_type, entry.get("default"), "", group, fixed_choices=choices)
 
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
@@ -203,17 +203,18 @@ def sglang_table_version() -> str:
 
 def check(args: Args) -> list[str]:
     """Report pass-through flags that slime sets itself, that cannot work, or that the installed SGLang lacks."""
-    problems = []
-    for name in args.sglang:
-        if name in SET_BY_SLIME:
-            problems.append(f"--sglang-{name.replace('_', '-')} is set by slime: {SET_BY_SLIME[name]}")
-        elif name in REFUSED:
-            problems.append(f"--sglang-{name.replace('_', '-')} is not supported: {REFUSED[name]}")
-    for name in args.router:
-        if name in ROUTER_REFUSED:
-            problems.append(f"--router-{name.replace('_', '-')} is not supported: {ROUTER_REFUSED[name]}")
-        if name in ROUTER_SET_BY_SLIME:
-            problems.append(f"--router-{name.replace('_', '-')} is set by slime: {ROUTER_SET_BY_SLIME[name]}")
+    tables = (
+        (args.sglang, "--sglang-", SET_BY_SLIME, "set by slime"),
+        (args.sglang, "--sglang-", REFUSED, "not supported"),
+        (args.router, "--router-", ROUTER_REFUSED, "not supported"),
+        (args.router, "--router-", ROUTER_SET_BY_SLIME, "set by slime"),
+    )
+    problems = [
+        f"{prefix}{name.replace('_', '-')} is {what}: {table[name]}"
+        for given, prefix, table, what in tables
+        for name in given
+        if name in table
+    ]
     problems += _check_keys(args)
     if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
         given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))

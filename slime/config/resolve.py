@@ -7,6 +7,8 @@ what to change, and all problems are reported together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slime.config import (
     agent,
     algorithm,
@@ -17,7 +19,6 @@ from slime.config import (
     engine,
     environment,
     hooks,
-    inline,
     lora,
     megatron_flags,
     named_data,
@@ -28,11 +29,13 @@ from slime.config import (
     run,
     settings,
     trainer,
-    weight_sync,
 )
 from slime.config.args import FLAGS, Args
+from slime.config.facts import Run
 from slime.config.flag import out_of_range
+from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, this_machine
+from slime.config.rules import check_rules
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
@@ -50,8 +53,8 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     lora.derive_lora(args)
     lora.derive_sync(args)
     observability.derive_debug_modes(args)
-    problems += environment.derive_environment(args)
-    problems += agent.derive_agent(args)
+    environment.derive_environment(args)
+    agent.derive_agent(args)
     problems += named_data.derive_named_data(args)
     data.derive_data(args)
     problems += batch.derive_batch(args)
@@ -72,57 +75,38 @@ def check_ranges(args: Args) -> list[str]:
         problem = out_of_range(flag, value) if flag.status != "refused" else None
         if problem:
             problems.append(f"{flag.option} {value}: {problem}")
-    if args.rollout_temperature == 0:
-        hint = "greedy sampling does not explore; for greedy evaluations use --eval-temperature 0"
-        problems.append(f"--rollout-temperature 0: must be above 0 ({hint})")
     return problems
 
 
-FILE_RULES = (
+def check_layout(args: Args) -> list[str]:
+    return ParallelLayout.from_args(args).problems()
+
+
+CHECKS: tuple[Callable[[Args], list[str]], ...] = (
     trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
-    weight_sync.check_disk_sync, observability.check_debug_files, observability.check_sinks, hooks.check_hooks,
-    data.check_multimodal_keys, data.check_context,
+    observability.check_debug_files, observability.check_sinks, hooks.check_hooks, data.check_multimodal_keys,
+    data.check_context, check_ranges, batch.check_static_split, batch.check_samples, engine.check_draft,
+    engine.check_outer_caches, data.check_reward, agent.check_parsers, algorithm.check_estimator,
+    algorithm.check_patterns, trainer.check_shape, trainer.check_media, check_layout, megatron_flags.check_fsdp,
+    megatron_flags.check_megatron, lora.check_lora, precision.check_quantized_model, cluster.check_placement,
+    passthrough.check, settings.check_roles,
 )  # fmt: skip
-DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
+"""What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to say."""
+DATA_CHECKS = (data.check_data_files, data.check_scored, data.check_eval_files)
 """Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace these."""
-ROLLOUT_RULES = (
-    check_ranges,
-    batch.check_batch,
-    rollout.check_rollout,
-    engine.check_draft,
-    engine.check_outer_caches,
-    data.check_reward,
-)
-AGENT_RULES = (agent.check_parsers, agent.check_constrained_decoding)
-ALGORITHM_RULES = (
-    corrections.check_kl, algorithm.check_estimator, algorithm.check_losses, corrections.check_off_policy,
-    corrections.check_distillation, trainer.check_schedule,
-)  # fmt: skip
-MODEL_RULES = (
-    trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron, lora.check_lora,
-    precision.check_rollout_quantization, precision.check_training_precision,
-)  # fmt: skip
 
 
 def validate(
     args: Args, *, asynchronous: bool = False, machine: Machine | None = None, data_is_checked: bool = False
 ) -> list[str]:
-    """Return the problems of resolved arguments, grouped by topic. Notices are added to ``args.notices``.
+    """Return the problems of resolved arguments. Notices are added to ``args.notices``.
 
     Args:
         data_is_checked: Whether ``slime.data`` checks the data files, so that a missing file is not reported twice.
     """
-    problems: list[str] = []
-    data_rules = () if data_is_checked else DATA_RULES
-    for rule in (*FILE_RULES, *data_rules, *ROLLOUT_RULES, *AGENT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
-        problems += rule(args)
-    problems += rollout.check_loop(args, asynchronous)
-    problems += corrections.check_opsm(args, asynchronous)
-    problems += cluster.check_placement(args)
-    if args.inline:
-        problems += [f"--inline excludes {one}" for one in inline.Inline.from_args(args).obstacles]
-    problems += cluster.check_machine(args, machine or this_machine())
-    problems += cluster.check_routing_replay(args, machine or this_machine())
-    problems += passthrough.check(args)
-    problems += settings.check_roles(args)
-    return problems
+    machine = machine or this_machine()
+    problems = [problem for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS)) for problem in check(args)]
+    problems += check_rules(Run(args, asynchronous, machine))
+    if asynchronous:
+        problems += [*rollout.check_staleness(args), *rollout.check_old_actor(args)]
+    return problems + cluster.check_machine(args, machine)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.hf_config import context_length, is_hf_folder, read_config, rotary_limit
+from slime.config.hf_config import context_length, read_config, rotary_limit
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -30,8 +30,7 @@ class RolloutConfig:
     rollout_workers: int = flag(
         1,
         low=1,
-        help="Number of processes that generate and score. 1: the rollout manager's own; more: rollout workers, which "
-        "the rollout manager hands groups to. For many engines, whose answers one process cannot read in time",
+        help="Processes that generate and score, for many engines; 1 does this in the rollout manager",
     )
     custom_generate_function_path: str | None = hook_flag(
         "Function that generates one sample, for example over several turns or with tools. Default: one request "
@@ -45,17 +44,16 @@ class RolloutConfig:
         1.0,
         above=0,
         high=1,
-        help="Nucleus sampling threshold (top-p) of rollouts; 1 samples from the whole vocabulary. Below 1, the "
-        "embedded engine with FSDP trains tokens over the nucleus they were sampled from",
+        help="Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains "
+        "tokens over the nucleus they were sampled from",
     )
     rollout_top_k: int = flag(
         -1, low=1, off=-1, help="Top-k: number of most likely tokens to sample from; -1 disables it"
     )
     allow_truncated_sampling: bool = flag(
         False,
-        help="Allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, and train on tokens that "
-        "--agent-constrained-decoding sampled. Training then computes log-probs over the whole vocabulary, so "
-        "the importance ratios are wrong",
+        help="Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of "
+        "--agent-constrained-decoding, with wrong importance ratios",
     )
     rollout_max_response_len: int = flag(1024, low=1, help="Maximum number of tokens of a response, per sample")
     rollout_max_prompt_len: int | None = flag(
@@ -65,6 +63,7 @@ class RolloutConfig:
     )
     rollout_max_context_len: int | None = flag(
         None,
+        low=2,
         help="Maximum number of tokens of prompt and response together. Default and upper limit: the context length "
         "of the engines (--sglang-context-length or the model's)",
     )
@@ -82,8 +81,7 @@ class RolloutConfig:
     partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        help="Set the loss mask to 0 for tokens that were generated in an earlier rollout, or, in the fully "
-        "asynchronous rollout, with earlier weights",
+        help="Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights",
     )
     rollout_sample_hook_path: list[str] = flag(
         [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
@@ -120,8 +118,9 @@ class AsyncConfig:
     max_weight_staleness: int | None = flag(
         None,
         low=0,
-        help="Maximum number of steps (trained rollouts) between the weights that sampled a token and those that train "
-        "on it (train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
+        help="Maximum number of steps between the weights that sampled a token and those that train on it "
+        "(train_async.py). Default: the bound implied by --async-buffer-size and "
+        "--update-weights-interval",
     )
     replay_schedule: str | None = path_flag(
         "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"
@@ -169,27 +168,6 @@ def may_use_workers(args: Args) -> bool:
     return bool(functions & set(OWN_FUNCTIONS))
 
 
-def check_rollout(args: Args) -> list[str]:
-    problems = []
-    if args.rollout_workers > 1 and not may_use_workers(args):
-        args.notices.append(
-            f"--rollout-workers {args.rollout_workers} has no effect: {args.rollout_function_path} runs as a whole in "
-            "the process of the rollout manager"
-        )
-    if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
-        problems.append(
-            "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"
-        )
-    if args.rollout_max_context_len is not None and args.rollout_max_context_len < 2:
-        problems.append(
-            f"--rollout-max-context-len {args.rollout_max_context_len}: must be at least 2, a prompt and a response"
-        )
-    problems += _truncated_sampling(args)
-    if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
-        problems.append("--sglang-router-ip and --sglang-router-port need each other: pass both or none")
-    return problems
-
-
 def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
     """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not restrict it."""
     return (top_p or 1.0) < 1 or (top_k or -1) > 0
@@ -201,54 +179,13 @@ def samples_whole_vocabulary(args: Args) -> bool:
     return not (rollout or restricts_vocabulary(args.eval_top_p, args.eval_top_k) or args.eval_config)
 
 
-def _truncated_sampling(args: Args) -> list[str]:
-    """Refuse top-p and top-k sampling where training would compute log-probs over the whole vocabulary."""
-    given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []
-    given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
-    # The embedded engine reports from which part each token was sampled, and FSDP computes log-probs over this part.
-    replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
-    if not given or args.debug_rollout_only or args.loss_type == "sft_loss":
-        return []
-    if replayed:
-        model = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-        if not (model or {}).get("final_logit_softcapping"):
-            return []
-        why = "FSDP computes the log-probs of such a model over the whole vocabulary only"
-        return [f"{' and '.join(given)}: {args.hf_checkpoint} soft-caps its logits, and {why}; leave the flags out"]
-    what = (
-        f"{' and '.join(given)} with --rollout-backend {args.rollout_backend} and --train-backend "
-        f"{args.train_backend}: samples come from a part of the vocabulary, but training scores all of it, so the "
-        "importance ratios are wrong (only the embedded engine reports this part, and only FSDP scores over it)"
-    )
-    if args.allow_truncated_sampling:
-        args.notices.append(what)
-        return []
-    return [f"{what}: sample from the whole vocabulary, or pass --allow-truncated-sampling"]
-
-
-def check_loop(args: Args, asynchronous: bool) -> list[str]:
-    if asynchronous and args.colocate:
-        return ["train_async.py needs separate GPUs for the engines: remove --colocate, or use train.py"]
-    if args.keep_old_actor and trains_late(args):
-        args.notices.append(
-            "--keep-old-actor with --partial-rollout or --over-sampling-batch-size: samples that an earlier rollout "
-            "started are older than the copy of the weights that computes their old log-probs; --use-rollout-logprobs "
-            "uses the engine's log-probs instead"
-        )
-    if asynchronous:
-        return [*_check_staleness(args), *_check_old_actor(args), *_check_replay(args)]
-    if is_fully_async(args):
-        return ["the fully asynchronous rollout generates samples during training: start the run with train_async.py"]
-    return []
-
-
 def trains_late(args: Args) -> bool:
     """Whether groups that a rollout does not need are kept for a later one, which may be any of those that follow."""
     samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
     return (samples_more or args.partial_rollout) and not is_fully_async(args)
 
 
-def _check_old_actor(args: Args) -> list[str]:
+def check_old_actor(args: Args) -> list[str]:
     """Refuse ``--keep-old-actor`` where no single copy of the weights generated all samples of a rollout."""
     if not args.keep_old_actor or old_actor_lag(args) is not None:
         return []
@@ -265,7 +202,7 @@ def _check_old_actor(args: Args) -> list[str]:
     ]
 
 
-def _check_staleness(args: Args) -> list[str]:
+def check_staleness(args: Args) -> list[str]:
     bound, interval = args.max_weight_staleness, args.update_weights_interval
     if bound is None:
         return []
@@ -274,28 +211,7 @@ def _check_staleness(args: Args) -> list[str]:
             f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the engines' weights can be "
             f"{interval - 1} steps old: use at least {interval - 1}, or update more often"
         ]
-    if trains_late(args):
-        return [
-            "--max-weight-staleness limits only when samples start, but with --over-sampling-batch-size or "
-            "--partial-rollout they can wait for any later one: remove both, or use the fully asynchronous rollout "
-            "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
-        ]
     return []
-
-
-def _check_replay(args: Args) -> list[str]:
-    if args.replay_schedule is None:
-        return []
-    problems = []
-    if args.rollout_workers > 1:
-        problems.append("--replay-schedule needs --rollout-workers 1")
-    if args.rollout_backend != "embedded" or not args.deterministic:
-        problems.append(
-            "--replay-schedule repeats a run exactly, which needs --rollout-backend embedded and --deterministic"
-        )
-    if args.load and not is_hf_folder(args.load):
-        problems.append(f"--replay-schedule repeats a run from its beginning: remove --load {args.load}")
-    return problems
 
 
 ENGINES_OWN = 8

@@ -24,23 +24,21 @@ class RunConfig:
 
     train_backend: str = flag(
         DERIVED,
-        help="Training backend: fsdp (Hugging Face models) or megatron. Default: megatron on a CUDA machine where "
-        "megatron-core is installed, otherwise fsdp",
+        help="Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise fsdp",
         choices=("fsdp", "megatron"),
     )
     rollout_backend: str = flag(
         DERIVED,
-        help="Inference backend: sglang, or embedded (slime's own server). Default: sglang on a CUDA machine where "
-        "SGLang is installed, otherwise embedded",
-        choices=("embedded", "sglang"),
+        help="Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is "
+        "installed, otherwise embedded",
+        kind_of_part="engine",
     )
     deterministic: bool = flag(
         DERIVED,
         kind="toggle",
-        help="Make two runs with the same seed identical, by fixed compute shapes and by scoring groups in the order "
-        "of their submission. The runs are equal bit for bit with FSDP and the embedded engine on the CPU, and "
-        "nearly equal with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, unless "
-        "--partial-rollout is given",
+        help="Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on the "
+        "CPU, nearly with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, "
+        "unless --partial-rollout is given",
     )
     seed: int = flag(
         1234, help="Random seed of the trainer: weight initialisation, dropout and every other random choice"
@@ -51,8 +49,8 @@ class RunConfig:
     )
     dry_run: bool = flag(
         False,
-        help="Print what the run would do and end without starting it: settings, numbers of samples and steps, memory, "
-        "the first prompt with its special tokens, and the reward of its label's own answer",
+        help="Print what the run would do and end: settings, numbers of samples and steps, memory, the first "
+        "prompt, and the reward of its label's own answer",
     )
     override: str | None = path_flag(
         "YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
@@ -65,8 +63,8 @@ class RunConfig:
     status_timeout: float = flag(
         120.0,
         low=0,
-        help="Seconds without an answer to a status request after which the rollout manager or a training rank counts "
-        "as lost, usually long before --phase-timeout, and seconds after which a stopped driver does; 0 disables this",
+        help="Seconds without an answer after which the rollout manager, a training rank or a stopped driver "
+        "counts as lost; 0 disables this",
     )
     phase_timeout: float = flag(
         3600.0, above=0, help="Deadline in seconds for generating a rollout, training on it, or a weight sync"
@@ -132,8 +130,8 @@ class CheckpointConfig:
     save_hf_dtype: str | None = flag(
         None,
         choices=("float32", "bfloat16", "source"),
-        help="Dtype of the weights in --save-hf. source: as --hf-checkpoint stores each of them, quantized in its own "
-        "format (FP8, INT4 or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained",
+        help="Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4 or "
+        "INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained",
     )
     ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
     ref_ckpt_step: int | None = flag(
@@ -151,8 +149,7 @@ class CheckpointConfig:
     finetune: bool = flag(False, help="Load only the weights from --load and start at rollout 0")
     async_save: bool = flag(
         False,
-        help="Write snapshots in the background while the run continues. From the first snapshot on, each rank keeps "
-        "a copy of its training state in CPU memory (pinned if the state is on a GPU)",
+        help="Write snapshots in the background. Each rank then keeps a copy of its training state in CPU memory",
     )
     ckpt_format: str = flag(
         "torch_dist",
@@ -170,14 +167,8 @@ def derive_checkpoints(args: Args) -> None:
 
 
 def check_folders(args: Args) -> list[str]:
-    """Check what --load names, and how --save-hf is to be written."""
+    """Check what --load names, and the path of --save-hf."""
     problems = []
-    if args.save_hf_dtype is not None and args.save_hf is None:
-        problems.append("--save-hf-dtype says how --save-hf is written: pass --save-hf too")
-    elif args.save_hf_dtype is not None and args.lora_rank and args.lora_export == "peft":
-        problems.append(
-            "--save-hf-dtype is for whole models, but --save-hf writes the adapter: pass --lora-export merged"
-        )
     if args.save_hf is not None:
         try:
             args.save_hf.format(rollout_id=0)
@@ -186,9 +177,6 @@ def check_folders(args: Args) -> list[str]:
                 f"--save-hf {args.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
                 f"({type(error).__name__}: {error})"
             )
-    if (args.save or args.save_hf) and not args.save_interval:
-        given = "--save-hf" if args.save_hf else "--save"
-        args.notices.append(f"{given}: the run writes no snapshots at its steps and its end: pass --save-interval")
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
         return problems
     if not looks_like_hub_id(args.load):

@@ -32,8 +32,8 @@ class ModelConfig:
     hf_checkpoint: str = flag(
         DERIVED,
         kind="path",
-        help="Hugging Face folder or hub id of the model: it provides the tokenizer, the engines' weights and, with "
-        "FSDP, the model to train. Default: --ref-load or --load if that is a Hugging Face folder",
+        help="Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to "
+        "train. Default: --ref-load or --load if that is a Hugging Face folder",
     )
     model_name: str | None = flag(
         None,
@@ -50,8 +50,8 @@ class ModelConfig:
     fp16: bool = flag(False, help="Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only")
     attn_implementation: str | None = flag(
         None,
-        help="Attention implementation of the trainer, by its name in transformers; other ones than varlen train "
-        "padded batches. Default: varlen on packed sequences, with an equivalent for the CPU",
+        help="Attention implementation of the trainer, by its name in transformers; all but varlen train "
+        "padded batches. Default: varlen, with an equivalent for the CPU",
     )
     gradient_checkpointing: bool = flag(
         False, help="Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"
@@ -65,8 +65,7 @@ class ModelConfig:
     share_prompt_in_pack: bool = flag(
         True,
         kind="toggle",
-        help="Store what samples of a group begin with (their prompt, the turns before an agent's branches) once per "
-        "pack: the same gradients in less time",
+        help="Store what samples of a group begin with once per pack: the same gradients in less time",
     )
     skip_zero_advantage_groups: bool = flag(
         True, kind="toggle", help="Skip forward and backward passes of groups whose advantages are all 0"
@@ -79,28 +78,26 @@ class ModelConfig:
     )
     keep_old_actor: bool = flag(
         False,
-        help="Keep a copy of the weights that generated the samples and compute the old log-probs with it. It is "
-        "refused in train_async.py if samples can come from several weight versions (--async-buffer-size above "
-        "1, fully asynchronous rollout)",
+        help="Compute the old log-probs with a copy of the weights that generated the samples. Refused in "
+        "train_async.py if samples can come from several weight versions",
     )
     fsdp_shard_size: int | None = flag(
         None,
         low=1,
-        help="FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are sharded. "
-        "Each such group holds a replica of the model and sums its gradients with the other groups once per "
-        "optimizer step. It must divide the number of training ranks. Default: all training ranks",
+        help="FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are "
+        "sharded; it must divide the training ranks. Each such group holds a replica of the model. "
+        "Default: all training ranks",
     )
     fsdp_reshard_after_forward: bool = flag(
         True,
         kind="toggle",
-        help="FSDP: free a layer's gathered parameters after its forward pass and gather them again for the backward "
-        "pass. --no-fsdp-reshard-after-forward keeps them for a whole optimizer step or log-prob pass, for "
-        "models whose parameters fit on every rank in --train-dtype",
+        help="FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward "
+        "keeps them for a whole optimizer step, for models that fit on every rank in --train-dtype",
     )
     fsdp_accumulate_unsharded_gradients: bool = flag(
         False,
-        help="FSDP: reduce gradients once per optimizer step instead of after every micro-batch. Each rank then "
-        "accumulates the gradients of the whole model in float32, 4 bytes per trained parameter",
+        help="FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes "
+        "of memory per trained parameter",
     )
     deterministic_mode: bool = flag(False, help="Megatron's spelling of --deterministic")
     megatron_config_path: str | None = path_flag(
@@ -313,8 +310,8 @@ class OptimizerConfig:
     )
     warmup_ratio: float | None = flag(None, low=0, high=1, help="Former name of --lr-warmup-fraction")
     weight_decay: float = flag(0.0, low=0, help="Coefficient of decoupled weight decay")
-    adam_beta1: float = flag(0.9, help="Adam's beta1, the decay rate of the first moment")
-    adam_beta2: float = flag(0.95, help="Adam's beta2, the decay rate of the second moment")
+    adam_beta1: float = flag(0.9, low=0, help="Adam's beta1, the decay rate of the first moment")
+    adam_beta2: float = flag(0.95, low=0, help="Adam's beta2, the decay rate of the second moment")
     adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, which is added to the denominator")
     clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
     critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
@@ -325,22 +322,3 @@ class OptimizerConfig:
     use_stateless_adam: bool = flag(
         False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
     )
-
-
-def check_schedule(args: Args) -> list[str]:
-    problems = []
-    if args.lr_warmup_fraction and args.lr_warmup_iters:
-        problems.append("--lr-warmup-fraction and --lr-warmup-iters both set the warm-up: remove one")
-    for option, peak in (("--lr", args.lr), ("--critic-lr", args.critic_lr if args.use_critic else args.min_lr)):
-        if args.min_lr > peak:
-            problems.append(f"--min-lr {args.min_lr} must not be above {option} {peak}")
-    if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
-        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its final decay")
-    for name in ("lr_decay_samples", "lr_warmup_samples"):
-        if name in args.megatron:
-            option = "--" + name.replace("_", "-")
-            problems.append(f"{option}: the schedule counts optimizer steps; use {option.replace('samples', 'iters')}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(args, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0 and below 1")
-    return problems

@@ -20,10 +20,9 @@ class WeightSyncConfig:
     update_weight_pause_mode: str | None = flag(
         None,
         choices=("abort", "retract", "in_place", "drain"),
-        help="Treatment of running requests during a weight sync. abort: end them, and continue from their tokens. "
-        "retract: free their KV cache and prefill it again. in_place: keep the KV cache of the old weights. "
-        "drain: wait until they finish, so that no sample mixes weight versions. Default: retract if the engine "
-        "can, otherwise abort",
+        help="Treatment of running requests during a weight sync. abort: end them, and continue from their "
+        "tokens. retract: free their KV cache and prefill it again. in_place: keep the old KV cache. "
+        "drain: wait until they finish. Default: retract if the engine can, otherwise abort",
     )
     update_weight_mode: str = flag(
         "full",
@@ -32,7 +31,7 @@ class WeightSyncConfig:
     )
     update_weight_transport: str = flag(
         "nccl",
-        choices=("nccl", "disk"),
+        kind_of_part="transport",
         help="Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise "
         "NCCL or gloo). disk: through files in --update-weight-disk-dir",
     )
@@ -72,10 +71,9 @@ class WeightSyncConfig:
     check_weight_update_equal: bool = flag(
         DERIVED,
         kind="toggle",
-        help="Verify that a weight sync writes every tensor: let the engines overwrite their weights, send the same "
-        "weights again, and compare. This happens at the first weight sync and then every "
-        "--check-weight-update-interval. Default: on with SGLang and --update-weight-transport nccl, for models "
-        "of which all tensors are sent",
+        help="Let the engines overwrite their weights, send the same weights again, and compare, at the first "
+        "weight sync and then every --check-weight-update-interval. Default: on with SGLang and "
+        "--update-weight-transport nccl, for models of which all tensors are sent",
     )
     check_weight_update_interval: int = flag(
         100, low=0, help="Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"
@@ -101,19 +99,3 @@ def checks_first_update(args: Args) -> bool:
     config = read_config(str(args.hf_checkpoint)) or {}
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
     return not other and not args.sglang.get("speculative_algorithm")
-
-
-def check_disk_sync(args: Args) -> list[str]:
-    problems = []
-    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
-        problems.append(
-            "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
-        )
-    if args.update_weight_mode == "delta" and args.update_weight_transport != "disk":
-        problems.append("--update-weight-mode delta uses files: add --update-weight-transport disk")
-    if args.update_weight_mode == "delta" and args.colocate:
-        problems.append(
-            "--update-weight-mode delta is for engines on other GPUs: with --colocate, passing all weights within the "
-            "GPU takes less time than computing a delta. Leave --update-weight-mode out"
-        )
-    return problems

@@ -87,8 +87,9 @@ def watch_faults(callback: Callable[[], None]) -> None:
 
 
 def init_http_client(args: Args) -> None:
-    """Set the deadline and the number of retries of requests. Call this once, before the first request."""
-    global _request_seconds, _retries
+    """Set the deadline and the number of retries of requests. A run calls this once, before its first request."""
+    global _request_seconds, _retries, _retried
+    _retried = 0  # those of an earlier run in this process are not this run's
     _retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
     _request_seconds = float(args.sglang_router_request_timeout_secs)
 

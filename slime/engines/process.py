@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.config.process_environment import module_command
 from slime.engines.http import request_blocking
-from slime.engines.keys import send_key
 
 if TYPE_CHECKING:
     import psutil
 
-    from slime.engines.settings import EngineSettings
 
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
@@ -189,43 +186,6 @@ class EngineProcess(ServerProcess):
 
     bootstrap_port: int | None = None
     """The port at which a prefill server hands over its KV cache; None for other servers."""
-
-
-def start_embedded_engine(
-    settings: EngineSettings,
-    index: int,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    log_path: str | Path | None = None,
-) -> EngineProcess:
-    """Start embedded engine number ``index`` and return immediately; see :meth:`ServerProcess.wait_ready`.
-
-    The engine ends when the calling process ends, even if the caller is killed.
-    """
-    port = port or free_port(host)
-    command = [*module_command("slime.engines.embedded.server"), "--parent-pid", str(os.getpid())]
-    command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
-    options = {
-        "--dtype": settings.dtype,
-        "--device": settings.device,
-        "--max-running-requests": settings.max_running_requests,
-        "--max-total-tokens": settings.max_total_tokens,
-        "--threads": settings.threads,
-    }
-    for name, value in options.items():
-        if value is not None:
-            command += [name, str(value)]
-    if settings.deterministic:
-        command.append("--deterministic")
-    if settings.trust_remote_code:
-        command.append("--trust-remote-code")
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    env |= without_proxy(settings.model, host) | settings.keys.environment()
-    if settings.threads:
-        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(settings.threads)
-    url = f"http://{host}:{port}"
-    send_key(url, settings.keys)
-    return EngineProcess(f"embedded engine {index}", command, url, log_path, env)
 
 
 def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from slime.config.engine import EngineConfig
 from slime.config.hf_config import read_config
-from slime.config.inline import Inline
+from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary
@@ -91,7 +91,7 @@ class EngineSettings:
             whole_vocabulary=samples_whole_vocabulary(args),
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules)) if named is not None else (),
-            inline=Inline.from_args(args).engine,
+            inline=inline_engine(args),
         )
 
 

@@ -19,7 +19,7 @@ the old weights."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
-DELTA_LOADER = "slime.weights.delta_loader.load"
+DELTA_LOADER = "slime.plugins.delta.loader.load"
 """The ``load_format`` of a tensor update that is a request to load a published delta. It is the import path of the
 loader, because SGLang's server process imports it (``--custom-weight-loader``)."""
 

@@ -1,1 +1,1 @@
-"""Environments: ready-made tasks with their prompts, rewards and turns. See :mod:`slime.environments.base`."""
+"""Documented import paths of the environments; the code is in :mod:`slime.plugins.agents.environments`."""

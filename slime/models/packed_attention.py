@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from slime.models.context_parallel import gather_rows
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.image_blocks import same_image
-from slime.models.layer_kinds.sliding_window import window_of
+from slime.models.layer_kinds.kinds import window_of
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention
 from slime.models.segments import PackSegments

@@ -82,7 +82,7 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
         summary: The result of :func:`slime.observability.summary.summarize`.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed (``pip install 'slime[plots]'``).
+        ModuleNotFoundError: matplotlib is not installed (``pip install 'slime-rl[plots]'``).
     """
     figure = reward_curve(summary)
     with replacing(path) as temporary:

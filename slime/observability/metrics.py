@@ -260,7 +260,7 @@ def start_wandb(args: Args, run_dir: RunDir) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise MetricsError("--use-wandb: wandb is not installed; run pip install 'slime[wandb]'") from error
+        raise MetricsError("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'") from error
     if args.wandb_host:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
     if args.wandb_key:

@@ -107,7 +107,7 @@ def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
         with best_effort("the reward curve"):
             reward_curve_png(run_dir.reward_curve, summary)
     except ModuleNotFoundError as error:
-        return [f"the reward curve was not drawn: {error.name} is not installed (pip install 'slime[plots]')"]
+        return [f"the reward curve was not drawn: {error.name} is not installed (pip install 'slime-rl[plots]')"]
     return []
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
-from slime.config.observability import chosen_trackers, tracker_package
+from slime.config.observability import chosen_trackers, tracker_packages
 from slime.observability.run_dir import public_settings
+from slime.registry import find, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -185,9 +186,6 @@ class Swanlab(Tracker):
         self._swanlab.finish(**ended)
 
 
-TRACKERS: Mapping[str, Callable[[Tracked], Tracker]] = {"mlflow": Mlflow, "trackio": Trackio, "swanlab": Swanlab}
-
-
 class Trackers:
     """All trackers of a run that are not part of :class:`slime.observability.metrics.MetricsLogger` itself.
 
@@ -244,9 +242,11 @@ class Trackers:
 
 def _start(name: str, run: Tracked) -> Tracker:
     try:
-        made: Any = TRACKERS[name](run) if name in TRACKERS else load_function(name)(run)
+        create = find("tracker", name) if name in parts("tracker") else load_function(name)
+        made: Any = create(run)
     except ImportError as error:
-        raise TrackerError(f"--tracker {name}: {error}; run pip install {tracker_package(name)}") from error
+        package = tracker_packages().get(name) or (name, name)
+        raise TrackerError(f"--tracker {name}: {error}; run pip install {package[1]}") from error
     except Exception as error:  # as above
         raise TrackerError(f"--tracker {name}: it cannot be started: {type(error).__name__}: {error}") from error
     if not isinstance(made, Tracker):

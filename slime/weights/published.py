@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from slime.engines.flat import ALIGNMENT, Entry
-from slime.weights.delta import Encoding
 
 MANIFEST = "slime_weights.json"
+Encoding = Literal["xor", "overwrite"]
+"""Whether a delta has a changed byte as (old xor new), or as its new value."""
 LOCK = ".slime.lock"
 LEAVE_SECONDS = 30.0
 """How long a trainer waits for the lock, which the one before it loses when its process has ended."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slime.config.hf_config import read_config
-from slime.config.inline import Inline
+from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.settings import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.flat import NamedTensor
     from slime.engines.handle import EngineHandle
-    from slime.weights.delta import Encoding
+    from slime.weights.published import Encoding
 
 _RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
@@ -166,7 +166,7 @@ class WeightSyncSettings:
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
             adapter_name=named,
-            same_process=Inline.from_args(args).engine is not None,
+            same_process=inline_engine(args) is not None,
             fp8=fp8_format(args),
             untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
         )

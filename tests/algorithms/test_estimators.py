@@ -18,7 +18,6 @@ from slime.algorithms.baselines import centred, standardized
 from slime.algorithms.dapo import overlong_penalty
 from slime.algorithms.gae import get_advantages_and_returns_batch
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
 from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns
 from slime.algorithms.rloo import leave_one_out
 from slime.algorithms.sequences import scan_from_end
@@ -27,6 +26,7 @@ from slime.backends import advantages
 from slime.backends.advantages import AdvantageSettings
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
+from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args
 
 quick = settings(deadline=None, max_examples=40)

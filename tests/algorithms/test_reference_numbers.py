@@ -1,32 +1,20 @@
-"""Every formula against numbers worked by hand, in reference_numbers.yaml."""
+"""Every formula of the core against numbers worked by hand, in reference_numbers.yaml."""
 
 from __future__ import annotations
 
-import inspect
 from itertools import product
-from operator import attrgetter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
-
-import pytest
-import torch
-import yaml
-from torch import Tensor
 
 from slime.algorithms import baselines, dapo, distillation, mis, rloo, sft, value_loss, whitening
 from slime.algorithms.kl import KL_TYPES
-from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
-from slime.backends.advantages import AdvantageSettings, compute_advantages
-from slime.backends.loss import LOSSES, LossSettings, TokenBatch, compute_loss
+from slime.backends.loss import LOSSES
 from slime.backends.megatron_utils import loss as corrections
-from slime.config.args import Args
-from slime.data.rewards import post_process_rewards
-from slime.data.sample import Sample
 from slime.utils import ppo_utils
+from tests.every_algorithm import ALGORITHMS
+from tests.worked_numbers import by_name, check_all_are_there, check_estimator, check_function, check_loss, read_cases
 
-DATA = yaml.safe_load((Path(__file__).parent / "reference_numbers.yaml").read_text())
+DATA = read_cases(__file__)
+CORE = {name: one for name, one in ALGORITHMS.items() if one.__module__.startswith("slime.algorithms.")}
 WITHOUT_FORMULA = {"get_log_probs_and_entropy", "get_responses", "policy_loss_function"}
 """Helpers of custom losses that call the other functions; backends/test_import_paths.py compares them with these."""
 FUNCTIONS: dict[str, Any] = {
@@ -48,131 +36,29 @@ FUNCTIONS: dict[str, Any] = {
         whitening.normalize_advantages,
     )
 }
-PLAIN_LISTS = ("rewards", "total_lengths", "response_lengths")
-MASKS = ("loss_masks", "mask", "loss_mask")
 
 
-def by_name(section: str) -> Any:
-    return pytest.mark.parametrize(
-        "case", DATA[section], ids=lambda case: case.get("name") or f"{case['estimator']}: {case['formula']}"
-    )
-
-
-def to_tensors(name: str, value: Any) -> Any:
-    if name in PLAIN_LISTS or not isinstance(value, list):
-        return value
-    if name != "logits" and value and isinstance(value[0], list):
-        return [to_tensors(name, x) for x in value]
-    whole = name in MASKS or name == "targets"
-    return torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
-
-
-def to_lists(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.tolist()
-    return [to_lists(y) for y in x] if isinstance(x, list | tuple) else x
-
-
-def close(actual: Any, expected: Any) -> bool:
-    if isinstance(expected, list):
-        return len(actual) == len(expected) and all(map(close, actual, expected))
-    return bool(actual == pytest.approx(expected, abs=DATA["tolerance"]))
-
-
-def run_args(changes: dict[str, Any] | None) -> Args:
-    """The run's own defaults, and what the case changes; also names of ``--custom-config-path``."""
-    args = Args()
-    for name, value in ({"eps_clip_high": args.eps_clip} | (changes or {})).items():
-        setattr(args, name, value)
-    return args
-
-
-@by_name("functions")
+@by_name(DATA["functions"])
 def test_function(case: dict[str, Any]) -> None:
-    function = FUNCTIONS[case["function"]]
-    inputs = {name: to_tensors(name, value) for name, value in case["inputs"].items()}
-    wanted = case.get("gradient")
-    if wanted:
-        inputs[wanted["of"]].requires_grad_()
-    parameters = inspect.signature(function).parameters
-    if "args" in parameters:
-        inputs["args"] = SimpleNamespace(**case["args"])
-    if "reduce" in parameters:
-        inputs["reduce"] = Identity()
-    result = function(**inputs)
-    if "masks" in case:  # a correction: (loss, masks, metrics)
-        result, masks, _ = result
-        assert close(to_lists(masks), case["masks"]), masks
-    assert close(to_lists(result), case["expected"]), result
-    if wanted:
-        first = result if isinstance(result, Tensor) else result[0]
-        first.sum().backward()
-        assert close(inputs[wanted["of"]].grad.tolist(), wanted["is"]), inputs[wanted["of"]].grad
+    check_function(case, FUNCTIONS)
 
 
-@by_name("estimators")
+@by_name(DATA["estimators"])
 def test_estimator(case: dict[str, Any]) -> None:
-    args = run_args({"advantage_estimator": case["estimator"]} | case.get("args", {}))
-    masks = [torch.tensor(mask) for mask in case["loss_masks"]]
-    samples = [
-        Sample(index=i, group_index=group, reward=reward, response_length=len(mask))
-        for i, (group, reward, mask) in enumerate(zip(case["groups"], case["rewards"], masks, strict=True))
-    ]
-    raw, rewards = post_process_rewards(args, samples, case["groups"])
-    assert raw == case["rewards"]
-    lengths = [len(mask) for mask in masks]
-    batch: dict[str, Any] = {
-        "rewards": rewards,
-        "loss_masks": masks,
-        "response_lengths": lengths,
-        "total_lengths": [n + 2 for n in lengths],
-    }
-    for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values"):
-        if name in case:
-            batch[{"log_probs": "old_log_probs", "values": "old_values"}.get(name, name)] = to_tensors(name, case[name])
-    compute_advantages(AdvantageSettings.from_args(args), batch, Identity())
-    assert close(to_lists(batch["advantages"]), case["advantages"]), batch["advantages"]
-    if "returns" in case:
-        assert close(to_lists(batch["returns"]), case["returns"]), batch["returns"]
+    check_estimator(case)
 
 
-def cross_entropy(args: Any, batch: dict[str, Any], logits: Tensor, mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return mean(torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")), {}
-
-
-@by_name("losses")
+@by_name(DATA["losses"])
 def test_loss(case: dict[str, Any]) -> None:
-    kind, given = case["loss"], {name: to_tensors(name, value) for name, value in case["tokens"].items()}
-    args = run_args({"loss_type": "policy_loss" if kind == "value_loss" else kind} | case.get("args", {}))
-    args.advantage_estimator = case.get("estimator", "grpo")
-    args.custom_loss_function_path = f"{__file__}:cross_entropy"
-    leaf = given[{"value_loss": "values", "custom_loss": "logits"}.get(kind, "log_probs")].requires_grad_()
-    lengths, siblings = given["response_lengths"], case.get("siblings", 1)
-    sums = torch.stack([part.sum() for part in given["loss_mask"].split(lengths)]).float()
-    tokens = TokenBatch(
-        total_lengths=[n + 2 for n in lengths],
-        rollout_mask_sums=torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)]),
-        **given,
-    )
-    settings = LossSettings.from_args(args)
-    loss, _ = compute_loss(settings, tokens, num_rollouts=len(lengths) / siblings, num_tokens=float(sums.sum()))
-    assert close(loss.item(), case["expected"]), loss
-    loss.backward()
-    assert leaf.grad is not None and close(leaf.grad.tolist(), case["gradient"]), leaf.grad
+    check_loss(case)
 
 
 def test_nothing_is_missing_from_the_file() -> None:
-    functions, estimators, losses = DATA["functions"], DATA["estimators"], DATA["losses"]
-    assert {case["function"] for case in functions} == set(FUNCTIONS)
-    assert {case["estimator"] for case in estimators} == set(ALGORITHMS)
-    assert {case["loss"] for case in losses} == set(LOSSES)
+    check_all_are_there(DATA, FUNCTIONS, CORE)
+    functions = DATA["functions"]
+    assert {case["loss"] for case in DATA["losses"]} == set(LOSSES)
     assert {case["inputs"].get("kl_loss_type") for case in functions} >= set(KL_TYPES)
-    shared = attrgetter("ppo_kl", "policy_loss", "pg_reducer")
-    with_own_loss = {name for name, one in ALGORITHMS.items() if shared(one) != shared(ALGORITHMS["grpo"])}
-    assert {case.get("estimator") for case in losses} >= with_own_loss
     settings = [case["args"] for case in functions if case["function"] == "compute_mis_weights"]
     assert {(a["tis_level"], a["tis_mode"]) for a in settings if "tis_mode" in a} == set(
         product(get_args(mis.Level), get_args(mis.Mode))
     )
-    for case in [*functions, *estimators, *losses]:
-        assert case["formula"] and str(case["worked"]), case

@@ -474,7 +474,7 @@ def test_signals_of_a_program_are_its_own_outside_of_a_phase(in_program: bool) -
 def test_a_notebook_shows_the_curve_and_a_table_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), "rich would show it elsewhere"
-    pytest.importorskip("matplotlib", reason="pip install 'slime[plots]'")
+    pytest.importorskip("matplotlib", reason="pip install 'slime-rl[plots]'")
     from slime.observability.charts import reward_curve
 
     figure: Any = reward_curve(summary_of([0.1, 0.5]))

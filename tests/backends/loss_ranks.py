@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import LossSettings, compute_loss, is_max_metric
 from slime.backends.token_batch import TokenBatch
 from slime.config.args import Args
+from tests.every_algorithm import ALGORITHMS
 
 LENGTHS = [5, 1, 4, 6, 2, 3]
 FIELDS = ("log_probs", "entropy", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns",

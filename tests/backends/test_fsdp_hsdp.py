@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hsdp_ranks import MICRO_BATCHES, VARIANTS, worker
+from hsdp_ranks import MICRO_BATCHES, READERS, VARIANTS, worker
 from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 from test_fsdp_ranks import assert_close, assert_equal, assert_same_metrics
@@ -122,11 +122,7 @@ def test_export_of_replicas(ranks: Ranks, paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        *(
-            (writer, reader)
-            for writer in ("flat", "hybrid", "async")
-            for reader in ("flat", "hybrid", "replicas_of_one")
-        ),
+        *((writer, reader) for writer, readers in READERS.items() for reader in readers),
         ("hybrid", "two"),
         ("hybrid", "two_replicas"),
         ("two", "hybrid"),

@@ -26,10 +26,10 @@ from torch.func import functional_call
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
 from slime.cli.errors import CommandError
-from slime.cli.merge_lora import merge_lora
 from slime.data.fields import RankBatch
 from slime.models.lora import merged
 from slime.models.shards import ModelError
+from slime.plugins.tools.commands.merge_lora import merge_lora
 
 
 def lora_args(checkpoint: Path, **changes: Any) -> Any:

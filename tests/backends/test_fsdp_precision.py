@@ -21,7 +21,7 @@ from slime.models.loading import ModelError
 
 @pytest.fixture
 def torchao() -> None:
-    pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+    pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
 
 
 @pytest.fixture(scope="module")

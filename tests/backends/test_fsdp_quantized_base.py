@@ -18,11 +18,11 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.fsdp.hf_weights import iter_hf_weights
 from slime.backends.fsdp.quantized_base import quantize_base, quantized_layers
 from slime.backends.train_loop import train_on_rollout
-from slime.cli.merge_lora import merge_lora
 from slime.models.loading import ModelError
 from slime.models.lora import merged
+from slime.plugins.tools.commands.merge_lora import merge_lora
 
-torchao = pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+torchao = pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
 FORMS = ("int8", "nf4")
 
 

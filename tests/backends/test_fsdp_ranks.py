@@ -92,7 +92,7 @@ def test_offloaded_shards_train_as_others(results: Results) -> None:
 
 @pytest.mark.parametrize("scenario", ["small_states", "small_states_of_experts"])
 def test_moments_of_8_bits_on_ranks(results: Results, scenario: str) -> None:
-    pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
+    pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
     two, one = results[scenario, 2], results[scenario, 1]
     for got, want in zip(two["metrics"], one["metrics"], strict=True):
         assert_same_metrics(got, want, rel=1e-3)

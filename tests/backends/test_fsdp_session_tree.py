@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from fsdp_helpers import VOCAB, make_args, make_backend, save_tiny_llama
 
-from slime.agent.trajectory import Tree, Turn
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
@@ -19,6 +18,7 @@ from slime.data.fields import RankBatch
 from slime.data.sample import Sample
 from slime.models import scorer
 from slime.models import token_log_probs as token_log_probs_module
+from slime.plugins.agents.trajectory import Tree, Turn
 
 
 class NoText:

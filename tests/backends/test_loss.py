@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS
 from slime.backends import advantages, loss
 from slime.backends.advantages import AdvantageSettings
 from slime.backends.loss import LossSettings, divide_by_weights, is_max_metric, rescale_diagnostics
 from slime.backends.token_batch import TokenBatch
 from slime.config.args import FLAGS, Args
+from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args as resolved_args
+from tests.plugins.estimators import scalar_losses
 
 quick = settings(deadline=None, max_examples=40)
 
@@ -119,11 +120,15 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
         kl = {j: old[j] - t.log_probs[j] for j in inside}
         mean_kl = sum(kl.values()) / max(len(inside), 1)
         for j in inside:
-            ppo_kl = mean_kl if a.advantage_estimator == "gspo" else kl[j]
+            of_sequence = {"gspo": mean_kl, "luspo": mean_kl, "vespo": sum(kl.values())}
+            ppo_kl = of_sequence.get(a.advantage_estimator, kl[j])
             ratio, advantage = torch.exp(-ppo_kl), t.advantages[j]
             bounded = torch.clamp(ratio, 1 - a.eps_clip, 1 + high)
             if a.advantage_estimator == "cispo":
                 pg, clipped = -bounded.detach() * advantage * t.log_probs[j], float(bounded != ratio)
+            elif a.advantage_estimator in scalar_losses.LOSSES:
+                of_token = scalar_losses.LOSSES[a.advantage_estimator]
+                pg, clipped = of_token(a, ppo_kl, t.log_probs[j], float(advantage))
             else:
                 pg = torch.max(-ratio * advantage, -bounded * advantage)
                 clipped = float(-bounded * advantage > -ratio * advantage)
@@ -148,8 +153,9 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
                 "tis_clipfrac": float(kept != weight), "train_rollout_logprob_abs_diff": abs(gap),
                 "opd_reverse_kl": t.opd_reverse_kl[j],
             }  # fmt: skip
-            if a.advantage_estimator == "dr_grpo":  # its own divisor, for the policy loss alone
-                terms["pg_loss"] = pg = pg * (divisor / a.rollout_max_response_len)
+            own_divisor = {"dr_grpo": a.rollout_max_response_len, "luspo": 1}.get(a.advantage_estimator)
+            if own_divisor is not None:  # for the policy loss alone
+                terms["pg_loss"] = pg = pg * (divisor / own_divisor)
             terms["loss"] = pg - a.entropy_coef * t.entropy[j] + (a.kl_loss_coef * ref_kl if a.use_kl_loss else 0)
             for name, x in terms.items():
                 sums[name] = sums[name] + x / divisor

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import async_simulation as benchmark
 
-from slime.plan import simulation
-from slime.plan.simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
-from slime.plan.simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
+from slime.plugins.tools.plan import simulation
+from slime.plugins.tools.plan.simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
+from slime.plugins.tools.plan.simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
 
 SMALL = Setting(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slime.algorithms.registry import ALGORITHMS
 from slime.config.parser import parse_args as parse_train_args
+from tests.every_algorithm import ALGORITHMS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "estimators.py"
 
@@ -43,7 +43,7 @@ def test_every_estimator_of_the_registry_has_a_run(bench: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_commands_are_ones_that_train_py_takes(bench: Any, smollm2: Path, tmp_path: Path, device: str) -> None:
-    from slime.cli.make_data import make_products
+    from slime.plugins.tools.commands.make_data import make_products
 
     rows, _ = make_products(tmp_path / "data")
     words = ["--model", str(smollm2), "--output-dir", str(tmp_path), "--device", device]

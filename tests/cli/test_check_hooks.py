@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli.check_hooks import check_hooks
 from slime.cli.errors import CommandError
-from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import HOOK_THREAD, Watch
 from slime.cli.main import main
 from slime.config.hooks import load_function
+from slime.plugins.tools.hooks.bench import Bench
+from slime.plugins.tools.hooks.check import check_hooks
+from slime.plugins.tools.hooks.guard import HOOK_THREAD, Watch
 
 pytestmark = pytest.mark.timeout(200)
 

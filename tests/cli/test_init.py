@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from slime.cli.errors import CommandError
-from slime.cli.init import STARTERS, TASKS, init
 from slime.cli.main import main
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
+from slime.plugins.tools.commands.init import STARTERS, TASKS, init
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-ELSEWHERE = dict.fromkeys(("single-turn", "agent"), pytest.mark.long)
-"""Starters whose training is of the long circle."""
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -65,7 +63,8 @@ def test_the_script_passes_every_check(task: str, tmp_path: Path, smollm2: Path)
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("task", [pytest.param(task, marks=ELSEWHERE.get(task, ())) for task in TASKS])
+@pytest.mark.long
+@pytest.mark.parametrize("task", TASKS)
 def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
     init(tmp_path / "mine", task)
     assert "hooks satisfy their contract" in run(tmp_path, smollm2, "check-hooks")

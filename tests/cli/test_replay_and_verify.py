@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from slime.cli import replay as replay_command
-from slime.cli import verify as verify_command
 from slime.cli.main import main
-from slime.cli.replay import ReplayOptions
-from slime.replay import recorded, step
-from slime.verify import run as verify_run
-from slime.verify.check import Check
-from slime.verify.run import Verified
-from slime.verify.small import SmallModel
+from slime.plugins.tools.commands import replay as replay_command
+from slime.plugins.tools.commands import verify as verify_command
+from slime.plugins.tools.commands.replay import ReplayOptions
+from slime.plugins.tools.replay import recorded, step
+from slime.plugins.tools.verify import run as verify_run
+from slime.plugins.tools.verify.check import Check
+from slime.plugins.tools.verify.run import Verified
+from slime.plugins.tools.verify.small import SmallModel
 
 
 def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, bool]:

@@ -9,8 +9,8 @@ import pytest
 
 from slime.cli.errors import CommandError
 from slime.cli.main import main
-from slime.cli.translate import TARGET, tables, translate
 from slime.config.parser import read_command_line
+from slime.plugins.compat.translate import TARGET, tables, translate
 from tools.translations_page import PAGE, page
 
 SLIME = """

@@ -13,13 +13,13 @@ from make_args import make_args
 from slime.checkpoint import snapshot
 from slime.cluster.checks import (
     check_checkpoints,
-    check_environment,
     check_save_folder,
     check_schedules,
     check_snapshots,
 )
 from slime.cluster.memory_estimate import snapshot_bytes
 from slime.config.args import Args
+from slime.plugins.agents.environments.check import check_environment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8
@@ -182,7 +182,7 @@ def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_leng
 def test_an_environment_that_cannot_be_created_or_needs_a_template_is_told(tmp_path: Path) -> None:
     file = tmp_path / "one.py"
     file.write_text(
-        "from slime.environments.base import Environment, Task\n"
+        "from slime.plugins.agents.environments.base import Environment, Task\n"
         "class One(Environment):\n"
         "    def __len__(self):\n        return 1\n"
         "    def task(self, number):\n        return Task([{'role': 'user', 'content': 'x'}])\n"

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from slime.cluster import checks
 from slime.cluster.dry_run import dry_run, own_answer
 from slime.cluster.memory_estimate import memory_lines, snapshot_bytes
+from slime.cluster.parameters import count_parameters
 from slime.data.sample import Sample
 from slime.engines.background import run
-from slime.plan import warn
-from slime.plan.gpus import KINDS
-from slime.plan.parameters import count_parameters
+from slime.plugins.tools.plan import warn
+from slime.plugins.tools.plan.gpus import KINDS
 from slime.rollout.rm_hub import async_rm
 
 MESSAGES = [{"role": "user", "content": "What is 3 times 2?"}]

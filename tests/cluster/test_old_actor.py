@@ -15,7 +15,7 @@ from make_args import make_args
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.trainer import OldActor
 from slime.config.args import Args
-from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_loop, old_actor_lag
+from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_old_actor, old_actor_lag
 from slime.rollout.admission import Admission
 
 
@@ -153,9 +153,9 @@ def test_the_old_actor_made_the_samples_also_after_a_resume(
 ) -> None:
     args = arguments(buffered, interval, interval - 1 + more if bounded else None)
     if old_actor_lag(args) is None:
-        assert any("--keep-old-actor" in problem for problem in check_loop(args, asynchronous=True))
+        assert any("--keep-old-actor" in problem for problem in check_old_actor(args))
         return
-    assert check_loop(args, asynchronous=True) == []
+    assert check_old_actor(args) == []
     whole = Loop(args, making)
     made_with, scored_with = zip(*whole.run(training), strict=True)
     assert scored_with == made_with
@@ -187,8 +187,8 @@ def test_lag(buffered: int, interval: int, bound: int | None, in_flight: bool, l
     function = {"rollout_function_path": FULLY_ASYNC_FUNCTION} if in_flight else {}
     args = arguments(buffered, interval, bound, **function)
     assert old_actor_lag(args) == lag
-    problems = check_loop(args, asynchronous=True)
-    assert len(problems) == (lag is None) and check_loop(arguments(3, 1, None), asynchronous=False) == []
+    problems = check_old_actor(args)
+    assert len(problems) == (lag is None)
     if lag is None:
         advice = re.findall(r"--(async-buffer-size|max-weight-staleness) (\d+)", problems[0].partition(": pass ")[2])
         assert advice

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from needs import of_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
@@ -147,13 +148,14 @@ def test_groups_are_divided_as_the_engines_are() -> None:
 
 
 def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engine: SmallEngine) -> None:
-    """Samples, ledger and schedule with 1, 2 and 4 workers are those of a single process, and staleness is as bounded.
+    """Samples, ledger and schedule with 2 workers, and in the long circle with 1 and 4, are those of a single process,
+    and staleness is as bounded.
 
     The same workers serve synchronous rollouts and standing pools, because their start is what takes time.
     """
     engine.version = "0.0"
     made = []
-    for count in (0, 1, 2, 4):
+    for count in (0, 2, 1, 4)[: of_all(4, 2)]:
         own = {**ACCOUNTED, "phase_timeout": 200.0}
         own |= {"custom_generate_function_path": hook("generate"), "custom_rm_path": hook("reward")}
         args = begin(count, deterministic=True, rollout_batch_size=8, **own)
@@ -177,7 +179,7 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
         assert {int(file.name.removeprefix("pid-")) for file in files} == processes
         for file in files:
             file.unlink()
-    assert made[0] == made[1] == made[2] == made[3]
+    assert all(each == made[0] for each in made[1:])
     assert len(made[0][1]) >= 16 and len(made[0][3]) >= 3 * 8
 
 
@@ -305,7 +307,8 @@ def test_the_groups_of_lost_workers_are_generated_again(
     assert values(flatten(output.samples)) == values(flatten(rollout(undisturbed, source_of(undisturbed)).samples))
 
 
-def test_a_group_that_ends_every_worker_ends_the_run(begin, hook) -> None:
+def test_a_group_that_ends_every_worker_ends_the_run(begin, hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.cluster.rollout_workers.MOST_TRIES", 2)
     args = begin(2, custom_generate_function_path=hook("deadly"), phase_timeout=200.0)
     with pytest.raises(WorkersLost, match="rollout worker"):
         rollout(args, source_of(args))

@@ -12,6 +12,7 @@ import pytest
 from make_args import make_args
 
 from slime.config.args import FLAGS, Args
+from slime.registry import sections
 
 
 def test_a_copy_with_run_time_values_leaves_the_original_as_it_is() -> None:
@@ -42,9 +43,10 @@ def test_made_args_refuse_unknown_names_and_contradictions() -> None:
 
 
 def test_the_type_of_every_flag_says_whether_it_can_be_none() -> None:
-    hints = get_type_hints(Args)
-    optional = {name for name in FLAGS if type(None) in get_args(hints[name])}
-    declared = {name for name, flag in FLAGS.items() if flag.default is None and not flag.derived}
+    hints = {name: hint for one in (Args, *sections()) for name, hint in get_type_hints(one).items()}
+    own = {name: flag for name, flag in FLAGS.items() if name in hints}  # the others are a table
+    optional = {name for name in own if type(None) in get_args(hints[name])}
+    declared = {name for name, flag in own.items() if flag.default is None and not flag.derived}
     assert declared - optional == set(), "None is their default and their type says that they are never None"
 
 

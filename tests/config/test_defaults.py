@@ -172,13 +172,13 @@ def test_the_paths_of_slimes_own_functions_are_the_same_in_both_forms(workplace)
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("--custom-tis-function-path mine.py:f", "without --use-tis"),
+        ("--custom-tis-function-path mine.py:f", "needs --use-tis"),
         ("--custom-tis-function-path mine.py:f --use-tis", ""),
         ("--custom-tis-function-path mine.py:f --custom-config-path own.yaml", ""),
-        ("--custom-update-weight-post-write-path mine.py:g", "without --update-weight-transport disk"),
+        ("--custom-update-weight-post-write-path mine.py:g", "needs --update-weight-transport disk"),
         (
             "--custom-reward-post-process-path mine.py:h --custom-convert-samples-to-train-data-path mine.py:h",
-            "with --custom-convert-samples-to-train-data-path",
+            "the first is never called",
         ),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_function_that_is_never_called_is_told(workplace, flags: str, why: str
     code = "def f(args, **more): pass\ndef g(args, folder, engines): pass\ndef h(args, samples): pass\n"
     line = flags.replace("mine.py", workplace.write("mine.py", code))
     line = line.replace("own.yaml", workplace.write("own.yaml", "use_rs: true\n"))
-    told = [notice for notice in workplace.load(line).notices if "is never called" in notice]
+    told = [notice for notice in workplace.load(line).notices if "has no effect" in notice]
     assert len(told) == bool(why) and why in "".join(told)
 
 

@@ -36,17 +36,25 @@ def test_words_that_are_not_utf8(workplace) -> None:
     one_problem(workplace, ["--run-name", "caf\udce9"], "--run-name: 'caf\\udce9' is not UTF-8")
 
 
-@pytest.mark.parametrize("option", ["--override", "--custom-config-path", "--sglang-config", "--eval-config"])
+DEEP = b"[" * 1500
+READERS = ("--override", "--custom-config-path", "--sglang-config", "--eval-config")
+NO_YAML = [
+    ("é: 1".encode("latin-1"), "UTF-8"),
+    (DEEP, "not valid YAML"),
+    (b"a: 2001-99-99", ""),
+    (b"a: &a [*a]", ""),
+    (b"!!python/object:os.system x", "not valid YAML"),
+    (b"a: \x00", "not valid YAML"),
+    (b"- 1", ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        ("é: 1".encode("latin-1"), "UTF-8"),
-        (b"[" * 5000, "not valid YAML"),
-        (b"a: 2001-99-99", ""),
-        (b"a: &a [*a]", ""),
-        (b"!!python/object:os.system x", "not valid YAML"),
-        (b"a: \x00", "not valid YAML"),
-        (b"- 1", ""),
+    ("option", "content", "part"),
+    [  # PyYAML takes seconds for what is nested deeply
+        pytest.param(option, *case, marks=[pytest.mark.long] if case[0] == DEEP and option != "--override" else [])
+        for option in READERS
+        for case in NO_YAML
     ],
 )
 def test_yaml_that_is_none(workplace, option: str, content: bytes, part: str) -> None:

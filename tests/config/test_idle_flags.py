@@ -6,7 +6,6 @@ import pytest
 from config_parts import Workplace
 
 from slime.config.args import FLAGS
-from slime.config.idle_flags import DOUBTFUL, IDLE
 from slime.config.parser import check_args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION
 
@@ -80,7 +79,7 @@ def notices(workplace: Workplace, line: str) -> str:
     return "\n".join(args.notices)
 
 
-@pytest.mark.parametrize("name", [name for row in IDLE for name in row.flags])
+@pytest.mark.parametrize("name", LINES)
 def test_a_flag_without_effect_is_told_and_one_with_an_effect_is_not(workplace: Workplace, name: str) -> None:
     typed, working, idle = LINES[name]
     said = f"{FLAGS[name].option}"
@@ -90,7 +89,7 @@ def test_a_flag_without_effect_is_told_and_one_with_an_effect_is_not(workplace: 
     assert not [line for line in text.splitlines() if line.strip().startswith(said + " ")], text
 
 
-@pytest.mark.parametrize("name", [name for row in DOUBTFUL for name in row.flags])
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_value_that_is_probably_a_mistake_is_told(workplace: Workplace, name: str) -> None:
     wrong, right = MISTAKES[name]
     assert f"{FLAGS[name].option}" in notices(workplace, wrong) and "not meant" in notices(workplace, wrong)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from config_parts import Workplace
-from make_args import make_args
+from make_args import make_args, rule_problems
 
 from slime.config import precision, trainer
 from slime.config.lora import (
@@ -44,7 +44,7 @@ def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pyte
     monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
     monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
-    (problem,) = precision.check_precision_packages(args, GPU)
+    (problem,) = precision.check_torchao(args)
     assert "--lora-base-quantization: torchao" in problem
     for form, compiled in (("nf4", False), (None, True)):
         args.lora_base_quantization, args.compile_layers = form, None
@@ -57,7 +57,7 @@ def test_routed_experts_have_no_codes(tmp_path: Path) -> None:
     args = make_args(
         train_backend="fsdp", lora_rank=8, lora_base_quantization="int8", hf_checkpoint=str(tmp_path), ref_load=None
     )
-    assert any("routed experts" in problem for problem in check_lora(args))
+    assert any("routed experts" in problem for problem in rule_problems(args))
 
 
 def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> None:
@@ -77,24 +77,22 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--lora-alpha 16", "--lora-alpha has no effect without --lora-rank"),
-        ("--use-rslora", "--use-rslora has no effect without --lora-rank"),
+        ("--lora-alpha 16", "--lora-alpha 16.0 needs --lora-rank"),
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
-        (MEGATRON + "--lora-dropout 0.1", "adapters of --train-backend megatron have no dropout"),
-        ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "of routed experts have no dropout"),
+        (MEGATRON + "--lora-dropout 0.1", "--lora-dropout 0.1 and --train-backend megatron exclude"),
+        ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "--lora-target-modules experts exclude"),
         ("--lora-rank 8 --lora-target-modules experts --lora-sync adapter", "need merged weights of routed experts"),
-        ("--lora-base-quantization nf4", "--lora-base-quantization has no effect without --lora-rank"),
+        ("--lora-base-quantization nf4", "--lora-base-quantization nf4 needs --lora-rank"),
         (MEGATRON + "--lora-base-quantization nf4", "Megatron's parallel layers have no quantized weights"),
-        (INT8 + "--actor-num-gpus-per-node 2", "FSDP would shard the base over 2 ranks"),
+        (INT8 + "--actor-num-gpus-per-node 2", "several training ranks exclude"),
         (INT8 + "--compile-layers", "torchao's tensors are not compiled"),
         (INT8 + "--ref-load {other}", "is not the base"),
         # --load is the base then, and the reference is --hf-checkpoint
         (INT8 + "--load {other} --use-kl-loss --kl-loss-coef 0.1", "is not the base {other}"),
-        (MEGATRON + "--ckpt-format torch", "--ckpt-format torch writes whole models"),
-        (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate changes the base"),
-        ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list excludes --lora-rank"),
-        ("--lora-rank 8 --freeze-params-name-list q_proj", "--freeze-params-name-list excludes --lora-rank"),
+        (MEGATRON + "--ckpt-format torch", "--ckpt-format torch exclude"),
+        (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate 0.1 exclude"),
+        ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list q_proj exclude"),
         (
             "--lora-rank 8 --lora-sync adapter --update-weight-transport disk --update-weight-disk-dir /tmp/x",
             "--update-weight-transport disk writes whole models",

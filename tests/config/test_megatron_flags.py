@@ -9,8 +9,8 @@ from config_parts import Workplace
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--end-weight-decay 0.2", "0.1 to 0.2"),
-        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+        ("--end-weight-decay 0.2", "a weight decay that changes need --weight-decay-incr-style"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay or --end-weight-decay"),
         ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2", None),
         ("--start-weight-decay 0.1 --end-weight-decay 0.1", None),
         ("", None),

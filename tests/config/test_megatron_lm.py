@@ -88,8 +88,15 @@ print("training", training and training.origin)
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("is_regular", [False, True])
+@pytest.mark.parametrize(
+    ("is_regular", "place"),
+    [
+        (False, "first"),
+        (True, "last"),
+        pytest.param(False, "last", marks=pytest.mark.long),
+        pytest.param(True, "first", marks=pytest.mark.long),
+    ],
+)
 def test_the_installed_core_is_imported_beside_a_checkout(tmp_path: Path, is_regular: bool, place: str) -> None:
     pytest.importorskip("megatron.core.package_info")
     checkout = fake_checkout(tmp_path, is_regular)

@@ -30,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def gsm8k(tmp_path: Path) -> Path:
     """A folder in the place of the data set of the hub, with two configurations."""
-    pytest.importorskip("datasets", reason="pip install 'slime[datasets]'")
+    pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")
     folder = tmp_path / "openai" / "gsm8k"
     folder.mkdir(parents=True)
     for name, rows in {"main_train": ROWS, "main_test": ROWS[:2], "socratic_train": ROWS[:1]}.items():
@@ -98,7 +98,7 @@ def test_evaluation_sets_have_names_too(gsm8k: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_users_is_a_name_with_its_own_columns(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="pip install 'slime[datasets]'")
+    datasets = pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")
     datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a", "label": "b"}])}).save_to_disk("mine")
     args = make_args(prompt_data="mine:default:train", rm_type="f1")
     assert Dataset(str(args.prompt_data)).samples[0].label == "b"
@@ -125,11 +125,11 @@ def problems_of(name: str) -> str:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'slime[datasets]'" in problems_of("openai/gsm8k")
+    assert "pip install 'slime-rl[datasets]'" in problems_of("openai/gsm8k")
 
 
 def test_without_a_network_the_error_says_what_to_do() -> None:
-    pytest.importorskip("datasets", reason="pip install 'slime[datasets]'")  # the tests set HF_HUB_OFFLINE
+    pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")  # the tests set HF_HUB_OFFLINE
     said = problems_of("openai/gsm8k:main:train")
     assert "the hub" in said and "--repo-type dataset openai/gsm8k" in said
 
@@ -161,12 +161,12 @@ def test_columns_are_paths_texts_or_objects(columns: dict[str, Any], expected: d
 
 
 def test_the_table_is_well_formed() -> None:
-    from slime.config.data import RM_TYPES
+    from slime.registry import parts
 
     for name, entry in known_sets().items():
         assert data_name(name) is not None, name
         assert entry.keys() <= {"config", "split", "prompt", "label", "metadata", "rm_type"} and "prompt" in entry
-        assert entry.get("rm_type", "math") in RM_TYPES
+        assert entry.get("rm_type", "math") in parts("reward")
 
 
 def test_the_columns_of_the_table_are_those_of_the_real_sets(datasets_dir: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from config_parts import Workplace
-from make_args import make_args
+from make_args import make_args, rule_problems
 
 from slime.config import precision
 from slime.config.machine import Machine
@@ -47,18 +47,21 @@ def test_float16(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--rollout-quantization-scale tensor", "without --rollout-quantization"),
-        (FP8 + "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /tmp/x", "excludes"),
-        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "with --rollout-external-engine-addrs"),
-        ("--fp16 --train-dtype bfloat16", "--fp16 and --train-dtype bfloat16"),
+        ("--rollout-quantization-scale tensor", "needs --rollout-quantization"),
+        (
+            FP8 + "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir x",
+            "delta exclude",
+        ),
+        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "--rollout-external-engine-addrs 127.0.0.1:1 exclude"),
+        ("--fp16 --train-dtype bfloat16", "--fp16 needs --train-dtype float16"),
         ("--fp16 --bf16", "--fp16 and"),
         ("--fp16 --train-backend megatron", "megatron-core"),
-        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--initial-loss-scale 1 is below --min-loss-scale 2"),
-        ("--loss-scale 8", "without --fp16"),
-        ("--bf16-master-weights", "--bf16-master-weights with --train-dtype float32"),
-        ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam keeps"),
-        ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "on --lora-rank"),
-        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit: only"),
+        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--initial-loss-scale 1.0 (below --min-loss-scale 2.0)"),
+        ("--loss-scale 8", "--loss-scale 8.0 needs"),
+        ("--bf16-master-weights", "--bf16-master-weights needs --train-dtype bfloat16"),
+        ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam and --optimizer-8bit"),
+        ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "--lora-rank 4 exclude"),
+        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit needs --train-backend fsdp"),
         ("--fsdp-cpu-offload", "CPU memory"),
         ("--float8-training rowwise --train-dtype bfloat16", "8-bit floats"),
     ],
@@ -73,63 +76,45 @@ def test_what_cannot_be_had_is_refused(workplace: Workplace, line: str, said: st
     ("flags", "said"),
     [
         (dict(rollout_quantization_scale="channel"), "--rollout-quantization-scale"),
-        (dict(sglang={"quantization": "fp8"}), "--sglang-quantization itself"),
-        (dict(rollout_dtype="float32"), "need --rollout-dtype bfloat16 or float16"),
+        (dict(sglang={"quantization": "fp8"}), "--sglang-quantization fp8"),
+        (dict(rollout_dtype="float32"), "use --rollout-dtype bfloat16 or float16"),
     ],
 )
 def test_what_sglang_cannot_do_is_refused(flags: dict[str, object], said: str) -> None:
     given = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16") | flags
-    (problem,) = precision.check_rollout_quantization(make_args(machine=GPU, **given))
-    assert said in problem
-
-
-@pytest.mark.parametrize("backend", ["embedded", "sglang"])
-def test_an_adapter_is_refused_with_quantized_engines(backend: str) -> None:
-    args = make_args(machine=GPU, rollout_quantization="fp8", rollout_backend=backend, rollout_dtype="bfloat16")
-    assert not precision.check_rollout_quantization(args)
-    (problem,) = precision.check_rollout_quantization(args.with_values(lora_rank=8))
-    assert "--rollout-quantization fp8 excludes --lora-rank" in problem
+    (problem,) = rule_problems(make_args(machine=GPU, **given), machine=GPU)
+    assert "--rollout-quantization fp8" in problem and said in problem
 
 
 def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
     args = make_args(machine=GPU, hf_checkpoint=str(tmp_path), **flags)
-    (problem,) = precision.check_rollout_quantization(args)
+    (problem,) = precision.check_quantized_model(args)
     assert "DeepseekV3ForCausalLM" in problem
-    (problem,) = precision.check_quantization_device(args, on_cpu=True)
-    assert "use --rollout-backend embedded" in problem and not precision.check_quantization_device(args, on_cpu=False)
+    (problem,) = rule_problems(args)
+    assert "--rollout-backend embedded" in problem and not rule_problems(args, machine=GPU)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    (problem,) = precision.check_rollout_quantization(args)
+    (problem,) = precision.check_quantized_model(args)
     assert "LlamaForCausalLM" in problem
     embedded = args.with_values(rollout_backend="embedded")
-    assert not precision.check_rollout_quantization(embedded)
+    assert not precision.check_quantized_model(embedded)
 
 
-def test_combinations_that_would_be_wrong_are_refused() -> None:
-    megatron = make_args(machine=GPU, train_backend="megatron", loss_scale_window=10)
-
-    def problems(**flags: object) -> str:
-        return "\n".join(precision.check_training_precision(make_args(machine=GPU, train_backend="fsdp", **flags)))
-
-    assert problems(bf16_master_weights=True, optimizer_8bit=True) == ""
-    assert "replicas" in problems(bf16_master_weights=True, fsdp_shard_size=1, actor_num_gpus_per_node=2)
-    assert problems(bf16_master_weights=True, fsdp_shard_size=2, actor_num_gpus_per_node=2) == ""
-    assert "without --fp16" in "\n".join(precision.check_training_precision(megatron))
-    assert "excludes --lora-rank" in problems(float8_training="rowwise", lora_rank=4)
-    assert "16 tokens" in problems(float8_training="rowwise", data_pad_size_multiplier=8)
-    assert "needs --train-dtype bfloat16" in problems(float8_training="rowwise", train_dtype="float32")
-    assert "--fsdp-cpu-offload excludes --optimizer-8bit" in problems(fsdp_cpu_offload=True, optimizer_8bit=True)
-    assert "whole gradients" in problems(fsdp_cpu_offload=True, fsdp_accumulate_unsharded_gradients=True)
+def test_shards_over_all_ranks_are_no_replicas() -> None:
+    flags = dict(train_backend="fsdp", bf16_master_weights=True, actor_num_gpus_per_node=2)
+    args = make_args(machine=GPU, fsdp_shard_size=1, **flags)
+    assert ["--fsdp-shard-size" in problem for problem in rule_problems(args)] == [True]
+    assert not rule_problems(args.with_values(fsdp_shard_size=2))
 
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(machine=GPU, train_backend="fsdp", optimizer_8bit=True)
     monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
-    (problem,) = precision.check_precision_packages(args, GPU)
+    (problem,) = precision.check_torchao(args)
     assert "--optimizer-8bit: torchao" in problem
     monkeypatch.setattr(precision, "installed", lambda name: True)
-    assert not precision.check_precision_packages(args, CPU), "it runs on a CPU, only not compiled"
+    assert not precision.check_torchao(args), "it runs on a CPU, only not compiled"
 
 
 def test_sglang_is_told_of_the_quantization() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
-import re
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slime.config.args import FLAGS, Args
+from slime.config.flag import Flag
 from slime.config.hf_config import SHAPE
-from tools.flags_page import FOR_USERS, PAGE, _names_read, readers
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+FOR_USERS = ("eval_max_context_len",)  # no room reads them: they are for the user's functions
+DERIVED = tuple(f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser"))
+OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
 OWN_NAMESPACE = ("slime/cli/", "slime/config/")  # argparse namespaces of other commands
 
 
@@ -34,6 +37,55 @@ def attributes_of_args(text: str) -> set[str]:
     return names
 
 
+def readers(flag: Flag) -> list[str]:
+    """The files that read a flag's attribute: those of the rooms, else where other settings are derived from it."""
+    files = reads_by_name().get(flag.name, [])
+    return [f for f in files if not f.startswith(OTHERS)] or [f for f in files if f in DERIVED or derives(f, flag.name)]
+
+
+def derives(file: str, name: str) -> bool:
+    """Whether a value is derived from a flag, or chosen by it, in a file that has checks, too."""
+    functions = [n for n in ast.parse((CHECKOUT / file).read_text()).body if isinstance(n, ast.FunctionDef)]
+    return any(name in names_read(n) for n in functions if n.name.startswith(("derive_", "chosen_")))
+
+
+@functools.cache
+def reads_by_name() -> dict[str, list[str]]:
+    """Names read of the arguments, by file: ``args.name`` and ``getattr(args, "name")``. In a file that reads names
+    from a table (``getattr(args, attribute)``), every string that names a flag."""
+    found: dict[str, list[str]] = {}
+    for path in sorted([*CHECKOUT.glob("slime/**/*.py"), *CHECKOUT.glob("train*.py")]):
+        for name in names_read(ast.parse(path.read_text())):
+            found.setdefault(name, []).append(path.relative_to(CHECKOUT).as_posix())
+    return found
+
+
+def names_read(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    strings: set[str] = set()
+    from_table = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_args(node.value):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and is_args(node.args[0]):
+            if isinstance(node.args[1], ast.Constant):
+                names.add(str(node.args[1].value))
+            else:
+                from_table = True
+    return names | (strings & FLAGS.keys() if from_table else set())
+
+
+def is_args(node: ast.expr) -> bool:
+    """``args``, ``self.args``, ``_target(self._args)``: the arguments, by the names that they go by; ``own``: those of
+    an estimator's own flags."""
+    if isinstance(node, ast.Call) and node.args:
+        return is_args(node.args[0])
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name in ("args", "_args", "own")
+
+
 def test_every_flag_that_works_is_read_somewhere() -> None:
     unread = [
         flag.option
@@ -47,16 +99,6 @@ def test_every_flag_that_works_is_read_somewhere() -> None:
     assert unread == []
 
 
-def test_the_page_names_files_that_read_the_flag() -> None:
-    """New readers may be missing until the page is made again; one that is named must be there."""
-    rows = re.findall(r"(?m)^\| `(--[a-z0-9-]+)[^|]*\|[^|]*\|.*\| ([^|]*) \|$", PAGE.read_text())
-    named = {option: re.findall(r"`([^`]+\.py)`", files) for option, files in rows}
-    assert sum(map(bool, named.values())) > 200
-    by_option = {flag.option: flag for flag in FLAGS.values()}
-    gone = [(o, f) for o, files in named.items() for f in files if f not in readers(by_option[o])]
-    assert gone == [], "run: python tools/flags_page.py"
-
-
 @pytest.mark.parametrize(
     ("code", "found"),
     [
@@ -67,7 +109,7 @@ def test_the_page_names_files_that_read_the_flag() -> None:
     ],
 )
 def test_what_counts_as_reading(code: str, found: set[str]) -> None:
-    assert _names_read(ast.parse(code)) == found
+    assert names_read(ast.parse(code)) == found
 
 
 def is_known(args: Args, name: str) -> bool:

@@ -7,10 +7,12 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from make_args import make_args
+from make_args import make_args, rule_problems
 
 from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
+from slime.config.facts import Run
+from slime.config.idle_flags import idle_flags
 from slime.config.machine import Machine
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
@@ -111,9 +113,6 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
 
     assert problems() == ""
     assert "2 GPUs, but --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
-    assert "needs --rollout-backend sglang" in problems(rollout_backend="embedded")
-    assert "prefill group" in problems(prefill_num_servers=1)
-    assert "--rollout-external-engine-addrs" in problems(rollout_external_engine_addrs=["h:1"])
     assert "No such file" in problems(sglang_config=str(tmp_path / "none.yaml"))
     assert "must decode" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
 
@@ -121,9 +120,9 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
 def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     cpu, gpu = Machine(0, 2, False), Machine(1, 2, False)
     args = make_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
-    assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
-    assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
-    assert any("--embedded-max-total-tokens: " in notice for notice in args.notices)
+    (problem,) = rule_problems(args, machine=cpu)
+    assert "--deterministic" in problem and rule_problems(args, machine=gpu) == []
+    assert "--embedded-max-total-tokens 9" in dict(idle_flags(Run(args, False, gpu)))
 
 
 ON_GPU, ON_CPU = Machine(gpus=8, cores=8, in_cluster=False), Machine(gpus=0, cores=8, in_cluster=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -59,18 +60,20 @@ CALL = answer(None, tool_calls=[{"type": "function", "function": {"name": "add",
 RESULT = {"role": "tool", "content": "1"}
 
 
-@pytest.fixture
-def model(smollm2: Path, tmp_path: Path) -> Any:
-    """Returns a function that makes a folder with SmolLM2's tokenizer and a template."""
+@pytest.fixture(scope="module")
+def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function that gives a folder with SmolLM2's tokenizer and a template, the same one for the same
+    ``settings`` of the model, because slime keeps what it has read of a folder."""
 
-    def make(template: str) -> str:
-        folder = tmp_path / "model"
-        folder.mkdir(exist_ok=True)
+    @functools.cache
+    def make(template: str, **settings: tuple[int, ...]) -> str:
+        folder = tmp_path_factory.mktemp("model")
         for file in smollm2.glob("*.json"):
             shutil.copyfile(file, folder / file.name)
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        load_tokenizer.__globals__["load_cached"].cache_clear()  # it keeps what it has read of a folder
+        for name in ("generation_config.json", "config.json") if settings else ():
+            (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | settings))
         return str(folder)
 
     return make
@@ -215,16 +218,14 @@ def test_fine_tuning_reads_conversations_in_every_form(model: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("stops", "trained"), [([2], ["one", "two<|im_end|>"]), ([1, 2], ["one<|im_start|>", "two<|im_start|>"])]
+    ("stops", "trained"), [((2,), ["one", "two<|im_end|>"]), ((1, 2), ["one<|im_start|>", "two<|im_start|>"])]
 )
 def test_fine_tuning_trains_the_end_at_which_the_engine_stops(
-    model: Any, tmp_path: Path, stops: list[int], trained: list[str]
+    model: Any, tmp_path: Path, stops: tuple[int, ...], trained: list[str]
 ) -> None:
     asks = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-    folder = model("{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}" + asks)
-    for name in ("generation_config.json", "config.json"):
-        config = json.loads((Path(folder) / name).read_text())
-        (Path(folder) / name).write_text(json.dumps(config | {"eos_token_id": stops}))
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}" + asks
+    folder = model(template, eos_token_id=stops)
     file = write(tmp_path / "rows.jsonl", [[user("q"), answer("one"), user("r"), answer("two")]])
     args = arguments(folder, file, **SFT, rollout_batch_size=1, n_samples_per_prompt=1, rollout_global_dataset=True)
     ((sample,),) = generate_rollout(args, 0, RolloutDataSource(args)).samples

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.registry import ALGORITHMS
+from slime.algorithms.grpo import Grpo
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Sample
+from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args
 
 
@@ -29,7 +30,9 @@ def by_formula(rewards: list[float], std: bool, estimator: str = "grpo") -> np.n
     centred = values - values.mean()
     if estimator == "rloo":
         return centred * len(values) / max(len(values) - 1, 1)
-    std = std and estimator in ("grpo", "gspo", "cispo") and len(values) > 1
+    if estimator == "maxrl":
+        return centred / values.mean() if values.mean() > 1e-6 else np.zeros(len(values))
+    std = std and ALGORITHMS[estimator].group_baseline is Grpo.group_baseline and len(values) > 1
     return centred / (values.std(ddof=1) + 1e-6) if std else centred
 
 
@@ -158,5 +161,5 @@ def test_custom_hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_estimator_does_not_train_on_raw_rewards() -> None:
-    with pytest.raises(ValueError, match="--advantage-estimator 'maxrl'"):
-        post_process({"advantage_estimator": "maxrl"}, [1.0, 0.0], [0, 0])
+    with pytest.raises(ValueError, match="--advantage-estimator 'maxlr'"):
+        post_process({"advantage_estimator": "maxlr"}, [1.0, 0.0], [0, 0])

@@ -34,7 +34,7 @@ from slime.utils.processing_utils import (
 from slime.utils.types import MultimodalTypes, Sample
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "en" / "reference" / "import_paths.md"
-PATHS = re.findall(r"^\| `(slime\.[\w.]+)` \| (`.+`) \|$", PAGE.read_text(), re.MULTILINE)
+PATHS = re.findall(r"^- `(slime\.[\w.]+)`: (`.+`)$", PAGE.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(("module", "names"), PATHS)

@@ -1,6 +1,6 @@
-"""Limits of what ``tools/measure_code.py`` counts in the package. A new capability may raise ``code_lines``.
+"""Limits of what ``tools/measure_code.py`` counts in the package. They are lowered when it shrinks.
 
-The other limits may be lowered, and are not to be raised.
+Only a capability that an issue names may raise the tokens of its room; a new one is a plug-in, with a row of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,37 @@ LIMITS = {
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
-    "functions_that_take_args": 363,
-    "code_lines": 59_660,
+    "functions_that_take_args": 343,
+    "files": 628,
 }
+
+TOKENS = {
+    "agent": 54,
+    "algorithms": 6_841,
+    "api": 7_472,
+    "backends": 70_075,
+    "checkpoint": 9_059,
+    "cli": 762,
+    "cluster": 51_281,
+    "config": 42_499,
+    "data": 41_095,
+    "engines": 19_060,
+    "environments": 44,
+    "models": 39_813,
+    "observability": 21_545,
+    "ray": 13,
+    "rollout": 43_549,
+    "utils": 1_089,
+    "weights": 34_878,
+    "plugins/agents": 39_204,
+    "plugins/compat": 2_412,
+    "plugins/delta": 5_823,
+    "plugins/embedded": 41_650,
+    "plugins/estimators": 2_150,
+    "plugins/rewards": 11_066,
+    "plugins/tools": 82_651,
+}
+"""The most tokens of each room and plug-in."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +68,13 @@ def test_the_package_stays_within_its_limits(tool: ModuleType) -> None:
     assert not above, f"counted, limit: {above}"
 
 
+def test_no_room_grows(tool: ModuleType) -> None:
+    found = tool.tokens_by_room()
+    assert found.keys() == TOKENS.keys(), "a new plug-in needs a row here"
+    above = {room: (tokens, TOKENS[room]) for room, tokens in found.items() if tokens > TOKENS[room]}
+    assert not above, f"counted, limit: {above}"
+
+
 def test_what_is_counted(tool: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         '"""A docstring\nof two lines."""\n\nfrom typing import Any\n\n# a comment\n'
@@ -49,6 +84,7 @@ def test_what_is_counted(tool: ModuleType, tmp_path: Path) -> None:
     )
     found = tool.show(tmp_path)
     assert (found["code_lines"], found["comment_lines"], found["total_lines"]) == (7, 1, 15)
+    assert found["tokens"] == 58
     assert (found["functions"], found["functions_with_any_parameter"], found["functions_that_take_args"]) == (2, 1, 1)
     assert (found["getattr_of_args_with_default"], found["attributes_any_none"]) == (1, 1)
     assert found["any_parameter_percent"] == 50.0

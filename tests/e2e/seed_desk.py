@@ -2,7 +2,7 @@
 
 ``--override FILE`` at the end scales model and sizes to this machine; ``/path/to/...`` is a folder of the test. Where
 the specification leaves something to the user (a helper, a data row, a path), the test supplies it. What each test adds
-to the commands is listed in docs/en/reference/specification.md.
+to the commands is listed in README.md beside this file.
 """
 
 from __future__ import annotations
@@ -86,8 +86,33 @@ class Desk:
         assert result.code == 0, f"{text}\n{result.output}"
         return result
 
-    def train(self, entry: str, *fragments: str, before: str = "", **scale: object) -> Any:
-        result = self.type(f"{before}\n{self.command(entry, *fragments, **scale)}")
+    def run_here(self, text: str) -> Any:
+        """Let bash read ``text``, and do in this process what it would have Python do."""
+        typed = self.root / "typed"
+        self.write("typed/python", f"#!/bin/sh\nprintf '%s\\0' \"$@\" >{typed}/words\n").chmod(0o755)
+        path = os.pathsep.join([str(typed), str(Path(sys.executable).parent), os.environ["PATH"]])
+        done = self.runner.finish(self.start(text, PATH=path), "latest")
+        assert done.code == 0, f"{text}\n{done.output}"
+        script, *argv = (typed / "words").read_text().rstrip("\0").split("\0")
+        places, modules = list(sys.path), set(sys.modules)
+        try:
+            result = self.runner.here(argv, "latest", script)
+        finally:  # the next test has modules of the same names
+            sys.path[:] = places
+            for name in sys.modules.keys() - modules:
+                if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{self.root}/"):
+                    del sys.modules[name]
+        assert result.code == 0, f"{text}\n{result.output}"
+        return result
+
+    def train(self, entry: str, *fragments: str, before: str = "", here: bool = True, **scale: object) -> Any:
+        """Type a command that trains, and see it end. One that is inline runs in the process of the test.
+
+        Args:
+            here: False for a script that finds Python by itself.
+        """
+        text = f"{before}\n{self.command(entry, *fragments, **scale)}"
+        result = self.run_here(text) if here and scale.get("inline", True) else self.type(text)
         assert len(result.metrics()) == 2, result.output
         assert self.runner.wait_gone() == []
         return result

@@ -15,6 +15,7 @@ PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_later_iteration_uses_no_more_memory_than_an_earlier_one(runner, flags) -> None:
     result = runner.run(*flags, "--colocate", "--num-rollout", 12)
     assert result.code == 0, result.output

@@ -41,6 +41,7 @@ def texts(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(runner, flags, smollm2: Path) -> None:
     """Without the variables of an engine's process, the inline engine would compute row by row, with other bits."""
     threads = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
@@ -59,8 +60,8 @@ def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(runner
     ("script", "more"),
     [
         ("train.py", ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)),
-        ("train.py", ("--lora-rank", 4, "--lora-sync", "adapter")),
-        ("train_async.py", ()),
+        pytest.param("train.py", ("--lora-rank", 4, "--lora-sync", "adapter"), marks=pytest.mark.long),
+        pytest.param("train_async.py", (), marks=pytest.mark.long),
     ],
     ids=["ppo", "lora", "async"],
 )
@@ -74,17 +75,14 @@ def test_the_numbers_are_those_of_a_run_with_ray(runner, flags, script: str, mor
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_inline_and_with_ray_from_the_snapshots_of_the_other(runner, flags) -> None:
+def test_a_run_with_ray_goes_on_from_the_snapshot_of_an_inline_one(runner, flags) -> None:
+    """The other way round is in ``test_train.py``, after a kill."""
     saves = (*flags, "--save-interval", 2, "--num-rollout", 4, "--save")
     whole = runner.inline(*saves, "whole", name="whole")
     assert whole.code == 0, whole.output
-    begun = runner.run(*saves, "with_ray", "--num-rollout", 2, name="begun")
-    assert begun.code == 0, begun.output
-    inline = runner.inline(*saves, "on", "--load", "with_ray", name="inline")
-    with_ray = runner.run(*saves, "on2", "--load", "whole", "--ckpt-step", 1, name="with_ray")
-    for run in (inline, with_ray):
-        assert run.code == 0, run.output
-        assert numbers(run.folder)[-2:] == numbers(whole.folder)[-2:]
+    with_ray = runner.run(*saves, "on", "--load", "whole", "--ckpt-step", 1, name="with_ray")
+    assert with_ray.code == 0, with_ray.output
+    assert numbers(with_ray.folder)[-2:] == numbers(whole.folder)[-2:]
 
 
 def listening() -> set[object]:
@@ -151,13 +149,13 @@ def test_an_error_of_a_users_function_ends_in_its_line(runner, flags, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--actor-num-gpus-per-node", 2), "--inline excludes --actor-num-gpus-per-node"),
-        (("--rollout-num-gpus", 2), "--inline excludes --rollout-num-gpus"),
-        (("--use-fault-tolerance",), "--inline excludes --use-fault-tolerance"),
-        (("--train-backend", "megatron"), "--inline excludes --train-backend megatron"),
-        (("--rollout-workers", 2), "--inline excludes --rollout-workers"),
-        (("--use-router",), "--inline excludes --use-router"),
-        (("--train-env-vars", '{"A": "1"}'), "--inline excludes --train-env-vars"),
+        (("--actor-num-gpus-per-node", 2), "several training ranks exclude"),
+        (("--rollout-num-gpus", 2), "--rollout-num-gpus"),
+        (("--use-fault-tolerance",), "--use-fault-tolerance"),
+        (("--train-backend", "megatron"), "--train-backend megatron"),
+        (("--rollout-workers", 2), "--rollout-workers"),
+        (("--use-router",), "--use-router"),
+        (("--train-env-vars", '{"A": "1"}'), "--train-env-vars"),
     ],
 )
 def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object, ...], said: str) -> None:
@@ -166,7 +164,7 @@ def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object
 
 
 @pytest.mark.parametrize(
-    "where", ["reward", *(pytest.param(x, marks=pytest.mark.long) for x in ("generate", "loss")), "slime"]
+    "where", ["reward", *(pytest.param(x, marks=pytest.mark.long) for x in ("generate", "loss", "slime"))]
 )
 def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp_path: Path, where: str) -> None:
     """As on a terminal: commands are typed, an expression is printed, and the run goes on to its end."""

@@ -28,7 +28,7 @@ def engines():
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("SLIME_TEST_RUN") == RUN and "slime.engines.embedded.server" in process.cmdline():
+            if process.environ().get("SLIME_TEST_RUN") == RUN and "slime.plugins.embedded.server" in process.cmdline():
                 found.append(process.pid)
         except psutil.Error:
             continue
@@ -137,6 +137,7 @@ def test_ranks_of_an_asynchronous_run(runner, sabotage, fully) -> None:
         assert numbers(result.metrics()) == numbers(whole.metrics())
 
 
+@pytest.mark.long
 def test_before_the_first_snapshot_the_whole_run_is_restarted(runner, sabotage) -> None:
     result = runner.run(*sabotage(("train", 0, 0, KILL)), "--save", runner.tmp / "saved", timeout=500)
     assert_accounted(result, 7)

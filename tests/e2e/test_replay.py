@@ -68,6 +68,7 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
     assert code == 1 and "DIFFERS, first in rollout/" in said, said
 
 
+@pytest.mark.long
 def test_steps_of_ppo_with_a_kl_penalty_are_replayed_with_both_roles(runner, flags) -> None:
     """The critic's returns need the actor's log-probs, and the actor's advantages the critic's values."""
     ppo = ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--num-rollout", 2]

@@ -91,6 +91,7 @@ def test_multi_turn_with_the_list_form(desk: Desk) -> None:
     assert "sets no tokens" in (result.folder / "logs" / "inline.log").read_text()
 
 
+@pytest.mark.long
 def test_colocate_with_what_troubleshooting_adds(desk: Desk) -> None:
     fragments = ("engine_dies", "hangs_after_rollout", "out_of_memory")
     data = str(desk.root / "path/to/data.jsonl")
@@ -234,6 +235,7 @@ def test_the_recipe(desk: Desk) -> None:
     alone = dict.fromkeys(("tensor_model_parallel_size", "sequence_parallel", "recompute_method"))
     result = desk.train(
         "recipe",
+        here=False,
         train_backend="fsdp",
         rollout_backend="embedded",
         rollout_num_gpus_per_engine=1,

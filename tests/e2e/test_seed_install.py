@@ -68,8 +68,10 @@ def test_pre_commit_runs_what_ci_runs() -> None:
         subprocess.run([sys.executable, "-m", module, "--version"], check=True, timeout=60, capture_output=True)
 
 
-def test_the_search_examples_logic_is_where_the_guide_has_it() -> None:
+def test_the_search_examples_logic_is_where_the_guide_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.config.hooks import load_function
+
+    monkeypatch.delitem(sys.modules, "generate_with_search", raising=False)  # of another test
 
     file = CHECKOUT / "examples" / "search-r1" / "search_r1_logic.py"
     generate, reward = (load_function(f"{file}:{name}") for name in ("generate", "exact_match"))

@@ -86,7 +86,7 @@ def assert_saved_in_order(runner, process: subprocess.Popen[str]) -> None:
     assert runner.wait_gone() == []
 
 
-ALWAYS = [("train.py", 1, "train"), ("train_async.py", 2, "generate")]
+ALWAYS = [("train_async.py", 2, "generate")]
 CELLS = list(product(["train.py", "train_async.py"], [1, 2], ["generate", "train", "save"]))
 FURTHER = pytest.mark.long
 

@@ -104,7 +104,7 @@ def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
     listening: dict[str, set[str]] = {}
     answers: dict[str, int] = {}
     keys: set[str] = set()
-    asked = {"slime.engines.embedded.server": "server_info", "slime.engines.router_server": "workers"}
+    asked = {"slime.plugins.embedded.server": "server_info", "slime.engines.router_server": "workers"}
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and len(answers) == 3):
         for each in runner.alive():
@@ -279,6 +279,7 @@ def test_ppo_trains_a_critic(runner, flags) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_seed_commands.py has one of two nodes
 def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) -> None:
     """`ray start --head` on this machine stands for a cluster; the run leaves it alive and empty."""
     import shutil

@@ -24,20 +24,15 @@ def on_cpu() -> list[object]:
 ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]
 
 
-@pytest.mark.parametrize(
-    ("layout", "more"),
-    [
-        ("--tensor-model-parallel-size", []),
-        pytest.param("--pipeline-model-parallel-size", [], marks=pytest.mark.long),
-        pytest.param("--tensor-model-parallel-size", ADAPTER, marks=pytest.mark.long),  # only the factors are sent
-    ],
-)
-def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:
-    """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token."""
-    common = [*flags, *more, "--num-rollout", 2, "--check-weight-update-equal"]
+def trains_as_fsdp(runner, flags: list[object], *more: object) -> Path:
+    """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token.
+
+    Returns the folder of the run with two ranks.
+    """
+    common = [*flags, "--num-rollout", 2, "--check-weight-update-equal"]
     one = runner.inline(*common, name="fsdp")
     assert one.code == 0, one.output
-    two = runner.run(*common, "--actor-num-gpus-per-node", 2, layout, 2, *on_cpu(), name="megatron", timeout=600)
+    two = runner.run(*common, "--actor-num-gpus-per-node", 2, *more, *on_cpu(), name="megatron", timeout=600)
     assert two.code == 0, two.output
     ours, theirs = two.metrics(), one.metrics()
     assert len(ours) == len(theirs) == 2
@@ -48,19 +43,26 @@ def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[o
         assert row["perf/audit_logprob_diff"] < 1e-3
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-3
     assert runner.wait_gone() == []
+    return two.folder
 
 
-def test_a_step_of_two_ranks_is_replayed_by_them_and_by_one(runner, flags) -> None:
-    ran = runner.run(
-        *flags, "--num-rollout", 2, "--save", "saved", "--save-interval", 1, "--dump-details", "details",
-        "--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, *on_cpu(), timeout=600,
-    )  # fmt: skip
-    assert ran.code == 0, ran.output
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("--pipeline-model-parallel-size", []), ("--tensor-model-parallel-size", ADAPTER)],  # only the factors are sent
+)
+def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:
+    trains_as_fsdp(runner, [*flags, *more], layout, 2)
+
+
+def test_two_ranks_train_as_one_of_fsdp_and_their_step_is_replayed_by_them_and_by_one(runner, flags) -> None:
+    kept = ["--save", "saved", "--save-interval", 1, "--dump-details", "details"]
+    folder = trains_as_fsdp(runner, flags, "--tensor-model-parallel-size", 2, *kept)
 
     def replay(*words: object) -> str:
-        command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", *map(str, words)]
+        command = [sys.executable, "-m", "slime.cli.main", "replay", str(folder), "--step", "1", *map(str, words)]
         command += on_cpu()[2:]  # a run records no values of --train-env-vars
-        result = runner.finish(runner.spawn(command), "run")
+        result = runner.finish(runner.spawn(command), "megatron")
         assert result.code == 0, result.output
         return result.output
 

@@ -32,7 +32,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [*pip, "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     run(build, folder)
     run([sys.executable, "-m", "venv", "--without-pip", str(env)], folder)
-    (wheel,) = folder.glob("slime-*.whl")
+    (wheel,) = folder.glob("slime_rl-*.whl")
     run([*pip, "--python", str(env / "bin" / "python"), "install", "--no-index", "--no-deps", str(wheel)], folder)
     shutil.rmtree(source)
     (site,) = env.glob("lib/python3*/site-packages")

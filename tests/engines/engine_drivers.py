@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from slime.engines.embedded.loading import EngineOptions, Loaded, load_engine
-from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
-from slime.engines.embedded.sequence import Sequence
+from slime.plugins.embedded.loading import EngineOptions, Loaded, load_engine
+from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
+from slime.plugins.embedded.sequence import Sequence
 
 
 def load(model: Path, **options: Any) -> Loaded:

@@ -11,9 +11,9 @@ from typing import Any
 from aiohttp import web
 from engine_drivers import load
 
-from slime.engines.embedded.app import make_app
-from slime.engines.embedded.loading import Loaded
 from slime.engines.http import session
+from slime.plugins.embedded.app import make_app
+from slime.plugins.embedded.loading import Loaded
 from slime.utils.async_utils import run
 
 

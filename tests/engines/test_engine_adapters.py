@@ -11,15 +11,15 @@ from engine_drivers import finish, load, make, reference_logprobs, result
 from test_engine_families import saved
 from transformers import AutoModelForCausalLM
 
-from slime.engines.embedded import routes_openai
-from slime.engines.embedded.adapters import load_named, read_settings, set_layers
-from slime.engines.embedded.fields import BadRequest
-from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import parse_generate
-from slime.engines.embedded.weights import WeightError
 from slime.models.cpu_linear import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, lora_layers, merged
 from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
+from slime.plugins.embedded import routes_openai
+from slime.plugins.embedded.adapters import load_named, read_settings, set_layers
+from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.embedded.loading import Loaded
+from slime.plugins.embedded.protocol import parse_generate
+from slime.plugins.embedded.weights import WeightError
 
 SETTINGS = LoraSettings(rank=3, alpha=6.0)
 NAMES = [

@@ -416,7 +416,7 @@ def test_update_from_disk(handle: EngineHandle, contract_engine: ContractEngine,
 def test_update_over_gloo(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
     from datetime import timedelta
 
-    from slime.engines.embedded.routes_weights import join_group
+    from slime.plugins.embedded.routes_weights import join_group
 
     state, port, name = tensors(contract_engine.other_model), free_port(), "contract-group"
     before = greedy_ids(handle.url)
@@ -565,7 +565,7 @@ def test_neither_its_command_lines_nor_its_log_show_the_keys(engine_url: str, co
     assert process.log_path is not None
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     words = " ".join(word for part in tree for word in part.cmdline())
-    assert "slime.engines" in words and "sesame" not in words and "sesame" not in process.log_path.read_text()
+    assert "-m slime." in words and "sesame" not in words and "sesame" not in process.log_path.read_text()
 
 
 def test_openai_forms(engine_url: str) -> None:

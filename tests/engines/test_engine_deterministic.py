@@ -16,12 +16,13 @@ from engine_drivers import finish, load, make, result, step
 from engine_parts import make_tokenizer, save_tiny_llama
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
 
-from slime.engines.embedded import deterministic
-from slime.engines.embedded.loading import Loaded
+from slime.plugins.embedded import deterministic
+from slime.plugins.embedded.loading import Loaded
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {},  # hidden 44, intermediate 76: elementwise loops have tails
@@ -80,7 +81,10 @@ def expected(engine: Loaded) -> list[Any]:
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=of_all(12, 4),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
 )
 @given(
     chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4)
@@ -130,7 +134,7 @@ def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None
     """As in a notebook that has computed something, so that MKL no longer reads ``MKL_CBWR``."""
     code = (
         "import os, sys, torch; torch.randn(300, 300) @ torch.randn(300, 300)\n"
-        "from slime.engines.embedded.loading import EngineOptions, load_engine\n"
+        "from slime.plugins.embedded.loading import EngineOptions, load_engine\n"
         "loaded = load_engine(EngineOptions(sys.argv[1], deterministic=True, max_total_tokens=512))\n"
         "print(max(loaded.engine.runner.row_counts))"
     )

@@ -15,13 +15,13 @@ from engine_parts import make_tokenizer
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import save_tiny
 
-from slime.engines.embedded import attention, row_attention, states
-from slime.engines.embedded.kv_cache import KVCache
 from slime.models.inputs import InputBuilder
 from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer
+from slime.plugins.embedded import attention, row_attention, states
+from slime.plugins.embedded.kv_cache import KVCache
 
 SIZE = len(make_tokenizer())
 

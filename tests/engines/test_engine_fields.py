@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from served_engine import Served, served
 
-from slime.engines.embedded import images, routes_weights
-from slime.engines.embedded.fields import BadRequest
-from slime.engines.embedded.images import load_image
+from slime.plugins.embedded import images, routes_weights
+from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.embedded.images import load_image
 
 WRONG: list[Any] = [
     *("x", "", "1", [], [5], [[5]], ["a"], [None], [{}], {}, {"a": 1}, True, False, 0, -1, 1.5, -0.5, 1e308, -1e308),
@@ -238,7 +238,7 @@ def test_a_batch_with_one_that_cannot_fit_leaves_nothing_running(engine: Served)
 
 
 def test_a_full_queue_answers_503(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.engines.embedded.engine.MAX_WAITING", 0)
+    monkeypatch.setattr("slime.plugins.embedded.engine.MAX_WAITING", 0)
     status, answer = engine.ask("/generate", body_for("/generate", "n", 1))
     assert status == 503 and "waiting" in answer["error"]["message"]
 

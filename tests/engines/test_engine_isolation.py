@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from served_engine import Served, served
 
-from slime.engines.embedded import engine as engine_module
-from slime.engines.embedded.sampling import sample_tokens
+from slime.plugins.embedded import engine as engine_module
+from slime.plugins.embedded.sampling import sample_tokens
 
 Fault = Callable[[list[Any]], bool]
 """Whether sampling for these sequences raises."""

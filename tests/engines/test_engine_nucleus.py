@@ -15,11 +15,11 @@ from make_args import make_args
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample
 from slime.data.wire import to_rank_batch
-from slime.engines.embedded.answers import build_answer
 from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer
+from slime.plugins.embedded.answers import build_answer
 from slime.rollout.generate import append_output, build_generate_body
 from slime.rollout.settings import RequestSettings
 
@@ -89,7 +89,7 @@ def test_only_the_embedded_engine_is_asked_and_only_where_something_is_cut() -> 
 
 
 def test_without_a_filter_nothing_is_listed(tiny_llama: Path) -> None:
-    from slime.engines.embedded.protocol import parse_generate
+    from slime.plugins.embedded.protocol import parse_generate
 
     body = {"input_ids": [1, 2], "return_top_p_token_ids": True, "sampling_params": {"top_p": 1.0}}
     assert not parse_generate(body, 100).requests[0].return_top_p_token_ids

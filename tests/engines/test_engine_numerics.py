@@ -11,9 +11,9 @@ from engine_drivers import finish, load, make, reference_logprobs, step
 from engine_parts import make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from slime.engines.embedded import loading
-from slime.engines.embedded.scheduler import Scheduler
 from slime.models.loading import ModelError
+from slime.plugins.embedded import loading
+from slime.plugins.embedded.scheduler import Scheduler
 
 TOLERANCE = 1e-4
 

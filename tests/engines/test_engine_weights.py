@@ -16,10 +16,10 @@ from test_engine_families import saved
 from test_engine_numerics import architectures, save_random
 from transformers import AutoModelForCausalLM
 
-from slime.engines.embedded.loading import EngineOptions, load_engine
-from slime.engines.embedded.weights import WeightError, Weights, overall_checksum
 from slime.models.digest import tensor_digest
 from slime.models.stored import StoredWeights
+from slime.plugins.embedded.loading import EngineOptions, load_engine
+from slime.plugins.embedded.weights import WeightError, Weights, overall_checksum
 
 
 @pytest.fixture(params=["qwen3", "qwen3-moe", "mistral-window", "GLM-5", "Llama 4"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.engines.embedded import attention, routes_generate
-from slime.engines.embedded.web import LOADED
+from slime.plugins.embedded import attention, routes_generate
+from slime.plugins.embedded.web import LOADED
 
 
 class BusyEngine:

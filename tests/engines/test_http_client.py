@@ -16,6 +16,7 @@ from slime.engines import http
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineError, choose_api_version
 from slime.utils import async_utils, http_utils
+from tests.make_args import make_args
 
 
 class Flaky:
@@ -210,3 +211,9 @@ def test_a_process_with_a_request_under_way_ends_without_a_complaint() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_does_not_count_the_retries_of_the_run_before_it_in_this_process() -> None:
+    http.add_retries(3)
+    http.init_http_client(make_args())
+    assert http.take_retries() == 0

@@ -16,7 +16,6 @@ from make_args import make_args
 
 from slime.config.passthrough import check
 from slime.engines import keys as module
-from slime.engines.embedded import routes_control, routes_generate, routes_openai, routes_weights
 from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, get, post, request_blocking
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys, auth_headers, control_key, send_key, worker_key
@@ -25,6 +24,7 @@ from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess
 from slime.engines.router import RouterProcess, start_router
 from slime.engines.settings import EngineSettings, RouterSettings
+from slime.plugins.embedded import routes_control, routes_generate, routes_openai, routes_weights
 from slime.utils.async_utils import run
 
 ROUTES = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.engines.embedded.protocol import (
+from slime.plugins.embedded.protocol import (
     MAX_SCORES,
     BadRequest,
     SamplingParams,

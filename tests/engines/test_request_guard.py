@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 from served_engine import Served, served
 
-from slime.agent.server import AgentServer
 from slime.engines.http import session
+from slime.plugins.agents.server import AgentServer
 from slime.utils.async_utils import run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -383,9 +383,7 @@ def test_a_proxy_of_the_environment_is_not_used(
             monkeypatch.setenv(name, proxy)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        engines = [start_engine(tiny_llama, wait=False) for _ in range(2)]
-        for engine in engines:
-            engine.wait_ready(120)
+        engines = [start_engine(tiny_llama)]
         router = start_router(router_settings(), [engine.url for engine in engines], log_path=tmp_path / "log")
         try:
             assert run(post(f"{router.url}/generate", request(1, 3), max_retries=1))["output_ids"]

@@ -9,7 +9,7 @@ from engine_drivers import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.sampling import inverse_cdf, sample_tokens, token_logprobs, uniforms
+from slime.plugins.embedded.sampling import inverse_cdf, sample_tokens, token_logprobs, uniforms
 
 
 def test_uniforms_depend_on_seed_and_step_only() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.protocol import BadRequest, GenerateRequest, SamplingParams
-from slime.engines.embedded.scheduler import Plan, SampledToken, Scheduler
-from slime.engines.embedded.sequence import Sequence, VersionEvent, version_spans
-from slime.engines.embedded.slots import Copy
+from slime.plugins.embedded.protocol import BadRequest, GenerateRequest, SamplingParams
+from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
+from slime.plugins.embedded.sequence import Sequence, VersionEvent, version_spans
+from slime.plugins.embedded.slots import Copy
 
 
 def sequence(rid: str, ids: list[int], **params: object) -> Sequence:

@@ -9,10 +9,10 @@ from engine_parts import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.answers import build_answer
-from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
-from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.text import Detokenizer, StreamedText
+from slime.plugins.embedded.answers import build_answer
+from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
+from slime.plugins.embedded.sequence import Sequence
+from slime.plugins.embedded.text import Detokenizer, StreamedText
 
 TOKENIZER = make_tokenizer()
 DETOKENIZER = Detokenizer(TOKENIZER)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from served_engine import Served, served
 
-import slime.engines.embedded
-from slime.engines.embedded.protocol import BadRequest
-from slime.engines.embedded.tensor_wire import read_tensors
+import slime.plugins.embedded
 from slime.engines.flat import Bucket
 from slime.engines.tensor_payload import handles
+from slime.plugins.embedded.protocol import BadRequest
+from slime.plugins.embedded.tensor_wire import read_tensors
 
 
 def bucket() -> Bucket:
@@ -158,7 +158,7 @@ def test_pickles_are_refused_and_run_nothing(
 
 def test_the_engine_has_no_unpickler() -> None:
     """Neither a pickle module nor torch.load is named anywhere in the embedded engine."""
-    folder = Path(slime.engines.embedded.__file__).parent
+    folder = Path(slime.plugins.embedded.__file__).parent
     found = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -18,10 +18,10 @@ async def serving(model: Path) -> AsyncIterator[str]:
     """``http://127.0.0.1:<port>`` of an engine that serves ``model`` in float32."""
     from aiohttp import web
 
-    from slime.engines.embedded import routes_generate
-    from slime.engines.embedded.loading import EngineOptions, load_engine
-    from slime.engines.embedded.web import LOADED, errors_as_json
     from slime.engines.http import close_session
+    from slime.plugins.embedded import routes_generate
+    from slime.plugins.embedded.loading import EngineOptions, load_engine
+    from slime.plugins.embedded.web import LOADED, errors_as_json
 
     loaded = load_engine(EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096))
     app = web.Application(middlewares=[errors_as_json])

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.cli.make_data import make_products
 from slime.config.args import Args
+from slime.plugins.tools.commands.make_data import make_products
 
 curriculum = load_example("custom_data_source/curriculum.py")
 

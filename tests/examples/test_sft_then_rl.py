@@ -9,8 +9,8 @@ from pathlib import Path
 
 from example_scripts import CHECKOUT, EXAMPLES, LAPTOP, dry_run, load_example, parse
 
-from slime.cli.make_data import make_products
 from slime.data.sample import Sample
+from slime.plugins.tools.commands.make_data import make_products
 from slime.rollout.rm_hub.last_number import last_number_reward
 
 transcripts = load_example("sft_then_rl/transcripts.py")

@@ -14,9 +14,9 @@ import pytest_asyncio
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 from odd_values import numbers, value
 
-from slime.agent.server import AgentServer
 from slime.data.sample import Sample
 from slime.engines.http import close_session
+from slime.plugins.agents.server import AgentServer
 from slime.rollout.state import GenerateState
 
 CHUNKS = 10

@@ -16,10 +16,10 @@ from engine_parts import save_tiny_llama
 from odd_values import numbers, value
 from safetensors.torch import load_file, save_file
 
-from slime.engines.embedded.weights import WeightError, Weights
 from slime.models.checked import check_checkpoint_once
 from slime.models.loading import load_hf_model
 from slime.models.shards import INDEX, ModelError, read_headers
+from slime.plugins.embedded.weights import WeightError, Weights
 
 CHUNKS = 10
 BUILT = 5  # every so many cases the whole model is built to compare the headers with it: that takes longest

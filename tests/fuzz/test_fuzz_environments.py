@@ -10,12 +10,12 @@ import pytest
 import yaml
 from odd_values import TEXTS, numbers, value
 
-from slime.environments.base import EnvironmentProblem
-from slime.environments.registry import Spec, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem
+from slime.plugins.agents.environments.registry import Spec, environment, own_seed
 
 CHUNKS = 10
 OWN = """
-from slime.environments.base import Environment, Task
+from slime.plugins.agents.environments.base import Environment, Task
 
 class Own(Environment):
     def __init__(self, tasks=3, **more):

@@ -1,7 +1,7 @@
 """Damaged folders of runs: the page and the commands that read them say what is wrong, never with a traceback.
 
-The folder is that of ``tests/ui``, with a record of its attempts. A case damages up to three files, then runs one
-of the commands and asks for some addresses of ``slime ui``.
+The folder is that of ``tests/plugins/tools/ui``, with a record of its attempts. A case damages up to three files, then
+runs one of the commands and asks for some addresses of ``slime ui``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from odd_values import TEXTS, numbers, value
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_record import Settled
-from slime.ui.runs import NoRuns, Runs
-from slime.ui.site import NotFound, answer, as_json, path_of
+from slime.plugins.tools.ui.runs import NoRuns, Runs
+from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 CHUNKS = 10
-MADE = Path(__file__).parents[1] / "ui" / "tiny"
+MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 SETTLED = Settled(True, False, 4, 1, None, None, 0, None, "/nowhere")
 COMMANDS = (
     ("doctor",),

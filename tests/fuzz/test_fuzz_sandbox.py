@@ -12,8 +12,8 @@ from make_args import make_args
 from odd_values import TEXTS, numbers, value
 
 from slime.data.sample import Sample
+from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
 from slime.rollout.rm_hub import async_rm, check_label
-from slime.rollout.sandbox import Sandbox, SandboxUnavailable
 
 CHUNKS = 10
 EACH = 5  # a program costs a process, so that there are fewer of them than cases of the other fuzzers

@@ -17,11 +17,11 @@ import pytest
 from aiohttp.http_exceptions import HttpProcessingError
 from odd_values import TEXTS, numbers
 
-from slime.ui.runs import Runs
-from slime.ui.server import Door, bind, serve
+from slime.plugins.tools.ui.runs import Runs
+from slime.plugins.tools.ui.server import Door, bind, serve
 
 CHUNKS = 10
-FOLDER = Path(__file__).parents[1] / "ui" / "tiny"
+FOLDER = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 PARTS = (
     *(
         "api",

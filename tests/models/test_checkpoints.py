@@ -305,7 +305,7 @@ def test_rotary_embeddings_that_transformers_leaves_out_are_refused(
     if not refused:
         empty_model(config)
         return
-    with pytest.raises(ModelError, match="full_attention.*sliding_attention.*olmo3"):
+    with pytest.raises(ModelError, match=r"full_attention.*sliding_attention.*olmo3"):
         empty_model(config)
 
 

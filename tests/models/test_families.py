@@ -61,7 +61,7 @@ def test_a_layer_of_no_known_kind_is_refused() -> None:
     with pytest.raises(ModelError, match="hybrid"):
         layers_of(beside, "")
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
-    with pytest.raises(ModelError, match="linear_attention.*--attn-implementation"):
+    with pytest.raises(ModelError, match=r"linear_attention.*--attn-implementation"):
         prepare_packing(mamba)
     hybrid = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))
     hybrid.model.layers[0].linear_attn = nn.Linear(32, 32)

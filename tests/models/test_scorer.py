@@ -72,7 +72,7 @@ def test_a_backward_pass_that_a_kernel_refuses(
     mlp = scorer.hf.model.layers[1].mlp
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda x: Refuses.apply(plain(x)))
-    with pytest.raises(ModelError, match="LlamaForCausalLM.*cpu.*tilelang"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*cpu.*tilelang"):
         check_backward(scorer, builder)
 
 

@@ -150,7 +150,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 
 def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, offline: what it wrote is read back from its own file."""
-    wandb = pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="pip install 'slime-rl[wandb]'")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -182,7 +182,7 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
         log.log({}, 0, "step")
     log.close()
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(MetricsError, match=r"slime\[wandb\]"):
+    with pytest.raises(MetricsError, match=r"slime-rl\[wandb\]"):
         logger(tmp_path, use_wandb=True)
 
 

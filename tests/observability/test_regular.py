@@ -17,10 +17,10 @@ from slime.cli.main import main
 from slime.observability.debug_data import DebugDataError, file_of_rollout, find_dump, load_rollout
 from slime.observability.regular import DEEPEST, MOST_BYTES, MOST_SETTINGS, parse_json, parse_settings, regular, shown
 from slime.observability.run_dir import UnreadableRun, read_settings
-from slime.ui.runs import NoRuns, Runs
-from slime.ui.site import NotFound, answer, as_json, path_of
+from slime.plugins.tools.ui.runs import NoRuns, Runs
+from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
-MADE = Path(__file__).parents[1] / "ui" / "tiny"
+MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 DEEP = "[" * 100_000
 PAGES = ("overview", "doctor", "steps", "step/0", "prompts", "evaluations", "ledger", "engines", "sample/rollout/0/0")
 COMMANDS = (["doctor"], ["doctor", "--json"], ["summary"], ["summary", "--json"], ["ledger"], ["ledger", "--json"])

@@ -8,8 +8,8 @@ import pytest
 from make_args import make_args
 
 from slime.data.sample import Sample
+from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
 from slime.rollout.rm_hub import async_rm, check_label
-from slime.rollout.sandbox import Sandbox, SandboxUnavailable
 
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HUMAN_EVAL = {

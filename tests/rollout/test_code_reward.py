@@ -11,12 +11,12 @@ from make_args import make_args
 
 from slime.config.parser import read_command_line
 from slime.data.sample import Sample
+from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
+from slime.plugins.rewards.code import program_of
+from slime.plugins.rewards.code_tests import BadTests, read_tests, same_output
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.rm_hub import async_rm, check_label
 from slime.rollout.rm_hub.checks import check_rewards
-from slime.rollout.rm_hub.code import program_of
-from slime.rollout.rm_hub.code_tests import BadTests, read_tests, same_output
-from slime.rollout.sandbox import Sandbox, SandboxUnavailable
 
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HUMAN_EVAL = {
@@ -143,7 +143,7 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_sandbox_that_starts_too_late_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.sandbox.START_SECONDS", 0.0)
+    monkeypatch.setattr("slime.plugins.agents.sandbox.START_SECONDS", 0.0)
     sample = await score(FUNCTION, MBPP)
     assert sample.reward is None and sample.remove_sample
     assert sample.metadata["reward_failure"] == "error: a sandbox was not set up within 0 s"
@@ -153,14 +153,14 @@ def test_a_machine_without_isolation_is_told_before_the_start(monkeypatch: pytes
     def refuse(*limits: object) -> None:
         raise SandboxUnavailable("no namespaces")
 
-    monkeypatch.setattr("slime.rollout.rm_hub.code.sandbox", refuse)
+    monkeypatch.setattr("slime.plugins.rewards.code.sandbox", refuse)
     assert check_rewards(make_args(rm_type="code")) == ["--rm-type code: no namespaces (--code-isolation process)"]
     assert not check_rewards(make_args(rm_type="math"))
 
 
 def test_the_isolation_is_that_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("slime.rollout.rm_hub.code.sandbox", lambda *limits: asked.append(limits[-1]))
+    monkeypatch.setattr("slime.plugins.rewards.code.sandbox", lambda *limits: asked.append(limits[-1]))
     check_rewards(make_args(rm_type="code", code_isolation="process"))
     check_rewards(make_args(rm_type="code"))
     assert asked == ["process", "full"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rollout_parts import arguments, make_tokenizer
 
-from slime.agent.trajectory import Tree, Turn
 from slime.data.sample import Sample
+from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout import generate as generate_module
 from slime.rollout.custom_generate import call_single
 from slime.rollout.generate import append_output

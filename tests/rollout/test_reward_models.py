@@ -14,7 +14,7 @@ from slime.rollout.sglang_rollout import generate_rollout_async
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
 
-ENCODER = "slime.rollout.rm_hub.encoder.EmbeddingSimilarity"
+ENCODER = "slime.plugins.rewards.encoder.EmbeddingSimilarity"
 SCORER = "slime.rollout.rm_hub.sglang_scorer"
 
 
@@ -32,7 +32,7 @@ async def test_an_encoder_ranks_answers_by_their_meaning(minilm):
 
 async def test_an_encoders_batch_does_not_change_its_scores(minilm):
     """Padding to the longest of a batch must not leak into the mean of the others."""
-    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+    from slime.plugins.rewards.encoder import EmbeddingSimilarity
 
     model = EmbeddingSimilarity(str(minilm))
     texts = ["short", "a sentence of some length about nothing", "word " * 300]
@@ -48,7 +48,7 @@ def test_an_encoder_without_all_its_weights_is_refused(minilm, tmp_path):
 
     from safetensors.torch import load_file, save_file
 
-    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+    from slime.plugins.rewards.encoder import EmbeddingSimilarity
 
     shutil.copytree(minilm, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -73,8 +73,8 @@ async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
 
 @pytest.fixture(scope="module")
 def judge(smollm2, tmp_path_factory):
-    from slime.engines.process import start_embedded_engine
     from slime.engines.settings import EngineSettings
+    from slime.plugins.embedded.launch import start_embedded_engine
 
     args = arguments(
         smollm2, rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", embedded_max_running_requests=8,

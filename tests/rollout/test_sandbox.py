@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.rollout.sandbox import Limits, Sandbox, SandboxUnavailable
+from slime.plugins.agents.sandbox import Limits, Sandbox, SandboxUnavailable
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -195,7 +195,7 @@ async def test_a_call_that_is_cancelled_while_its_snippet_begins_ends_too(turns)
 def test_a_snippet_dies_with_the_process_that_asked_for_it(isolation):
     python, me = make(isolation).python, mark()
     program = (
-        "import asyncio\nfrom slime.rollout.sandbox import Limits, Sandbox\n"
+        "import asyncio\nfrom slime.plugins.agents.sandbox import Limits, Sandbox\n"
         f"async def main(): await Sandbox(Limits(seconds=100), 1, {isolation!r}, python={python!r}).run("
         f"{RENAME.format(me) + 'import time; time.sleep(100)'!r})\nasyncio.run(main())"
     )
@@ -428,7 +428,7 @@ async def test_readable_folders_can_be_imported(full, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(), reason="needs root, to become somebody else")
 def test_a_plain_user_gets_it_by_a_user_namespace():
-    import slime.rollout.sandbox as module
+    import slime.plugins.agents.sandbox as module
 
     with tempfile.TemporaryDirectory() as package:  # a copy that anybody may read; tmp_path is root's alone
         os.chmod(package, 0o755)
@@ -461,10 +461,10 @@ def run_as_nobody(package):
 def test_a_machine_that_gives_no_namespaces_is_told_at_start():
     """The same attempt under a filter that refuses unshare, as containers have it."""
     program = (
-        "from slime.rollout import sandbox_child as child\n"
+        "from slime.plugins.agents import sandbox_child as child\n"
         "child._REFUSED = {'unshare': child._REFUSED['unshare']}; child._PRCTL = (None, None)\n"
         "child.refuse_system_calls(True, False)\n"
-        "from slime.rollout.sandbox import Sandbox, SandboxUnavailable\n"
+        "from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable\n"
         "try: Sandbox()\nexcept SandboxUnavailable as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -537,7 +537,7 @@ async def test_roots_sandboxes_are_nobodys(isolation):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
 def test_root_without_cap_sys_admin_makes_a_user_namespace():
     program = (
-        "import asyncio\nfrom slime.rollout.sandbox import Sandbox\n"
+        "import asyncio\nfrom slime.plugins.agents.sandbox import Sandbox\n"
         "code = 'import os; print(os.getuid(), os.path.exists(\"/etc/passwd\"))'\n"
         "print(asyncio.run(Sandbox().run(code)))"
     )

@@ -21,6 +21,9 @@ from _pytest.mark.expression import Expression
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
+compiled = functools.cache(Expression.compile)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One call of a test script: which marks it selects, and the files that it is limited to or ignores."""
@@ -31,7 +34,7 @@ class Stage:
 
     def runs(self, file: str, marks: frozenset[str]) -> bool:
         wanted = not self.only or file.startswith(self.only)
-        return wanted and file not in self.ignored and Expression.compile(self.marks).evaluate(lambda m: m in marks)
+        return wanted and file not in self.ignored and compiled(self.marks).evaluate(lambda m: m in marks)
 
 
 def marks_of_script(name: str) -> str:
@@ -150,12 +153,12 @@ def test_the_tests_of_a_file_run_in_one_process() -> None:
 def test_what_a_change_can_break() -> None:
     from affected import affected_tests
 
-    views = affected_tests(["slime/ui/views.py"])
-    assert "tests/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
+    views = affected_tests(["slime/plugins/tools/ui/views.py"])
+    assert "tests/plugins/tools/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
     kl = affected_tests(["slime/algorithms/kl.py"])
     assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(kl)
-    assert "tests/ui/test_site.py" not in kl
-    assert affected_tests(["tests/ui/test_site.py"]) == ["tests/ui/test_site.py"]
+    assert "tests/plugins/tools/ui/test_site.py" not in kl
+    assert affected_tests(["tests/plugins/tools/ui/test_site.py"]) == ["tests/plugins/tools/ui/test_site.py"]
     assert {test.split("/")[1] for test in affected_tests(["docs/en/plan.md"])} == {"docs"}
     assert len(affected_tests(["tests/conftest.py"])) == len(list(CHECKOUT.glob("tests/**/test_*.py")))
     assert affected_tests(["LICENSE"]) == []

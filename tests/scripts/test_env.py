@@ -176,6 +176,7 @@ def test_a_call_waits_while_another_makes_the_environment(tiny: Tiny) -> None:
     assert call.returncode == 0, err
 
 
+@pytest.mark.long
 def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on_with(tiny: Tiny) -> None:
     tiny.start_and_kill_once_there_is("include")
     (tiny.root / ".venv" / "pyvenv.cfg").unlink(missing_ok=True)
@@ -198,6 +199,7 @@ def test_files_that_replace_a_failed_install_are_never_wiped(tiny: Tiny) -> None
     assert (folder / "thesis.txt").read_text() == "x"
 
 
+@pytest.mark.long
 def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(tmp_path: Path) -> None:
     one, two = Tiny(tmp_path / "one"), Tiny(tmp_path / "two")
     shared = str(tmp_path / "env")
@@ -272,6 +274,7 @@ def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_pa
     assert code == 1 and "SLIME_INSTALLER=conda: use uv or pip" in err
 
 
+@pytest.mark.long
 def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(tiny: Tiny, tmp_path: Path) -> None:
     make_wheel(tiny.wheels, "second", "2.0")
     (tiny.root / "requirements" / "cpu-sglang.txt").write_text("# download-mb: 1\nsecond==2.0\n")

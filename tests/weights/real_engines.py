@@ -10,8 +10,9 @@ from make_args import make_args
 
 from slime.config.args import Args
 from slime.engines.handle import EngineHandle
-from slime.engines.process import EngineProcess, start_embedded_engine
+from slime.engines.process import EngineProcess
 from slime.engines.settings import EngineSettings
+from slime.plugins.embedded.launch import start_embedded_engine
 from slime.weights.settings import WeightSyncSettings
 
 VOCAB = 64

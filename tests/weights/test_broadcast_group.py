@@ -30,7 +30,7 @@ def _member(pipe: Connection) -> None:
     """A process with as much of an engine as a broadcast needs; one command after the other."""
     import torch.distributed as dist
 
-    from slime.engines.embedded.routes_weights import join_group
+    from slime.plugins.embedded.routes_weights import join_group
 
     torch.set_num_threads(1)
     groups: dict[str, Any] = {}

@@ -14,9 +14,10 @@ from test_delta import hf_folder, make, send
 from test_node_copy import RANKS, Ranks
 
 from slime.engines.flat import layout
-from slime.weights import delta_loader, pinning
-from slime.weights.delta import HostBucket
-from slime.weights.node_copy import shared_buckets
+from slime.plugins.delta import loader as delta_loader
+from slime.plugins.delta.delta import HostBucket
+from slime.plugins.delta.node_copy import shared_buckets
+from slime.weights import pinning
 from slime.weights.published import PublishedBucket
 
 __all__ = ["hf_folder"]

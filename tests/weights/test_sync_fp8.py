@@ -141,7 +141,7 @@ def test_an_engine_with_other_values_is_found(process: EngineProcess, model: Pat
 
 
 def test_values_without_scales_are_refused(process: EngineProcess) -> None:
-    from slime.engines.embedded.weights import WeightError, Weights
+    from slime.plugins.embedded.weights import WeightError, Weights
 
     weights = Weights(new_model(0))
     name = "model.layers.0.mlp.up_proj.weight"

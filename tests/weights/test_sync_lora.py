@@ -48,6 +48,12 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     engines.stop()
 
 
+@pytest.fixture(scope="module")
+def engine(fleet: Engines) -> EngineHandle:
+    """The first sync of each trainer sends it everything."""
+    return fleet.start(1)[0]
+
+
 def trainer(model: Path, lora_sync: str, **changes: Any) -> FsdpBackend:
     flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
     args = backend_args(model, **flags, lora_sync=lora_sync, **changes)
@@ -87,11 +93,10 @@ def sync(
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
-def test_only_the_adapter_travels(model: Path, fleet: Engines, base: str | None) -> None:
+def test_only_the_adapter_travels(model: Path, engine: EngineHandle, base: str | None) -> None:
     """Also to an engine that has the rounded weights of a base in 4 bits."""
     if base is not None:
-        pytest.importorskip("torchao", reason="pip install 'slime[torchao]'")
-    (engine,) = fleet.start(1)
+        pytest.importorskip("torchao", reason="pip install 'slime-rl[torchao]'")
     backend = trainer(model, "adapter", lora_base_quantization=base)
     weights = {name for name, _ in backend.named_weights()}
     gathered: list[str] = []
@@ -111,8 +116,9 @@ def test_only_the_adapter_travels(model: Path, fleet: Engines, base: str | None)
     assert sync(backend, model, engine, "1.0").tensors == len(weights)
 
 
-def test_an_engine_with_another_factor_is_found(model: Path, fleet: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine,) = fleet.start(1)
+def test_an_engine_with_another_factor_is_found(
+    model: Path, engine: EngineHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = trainer(model, "adapter")
     sync(backend, model, engine, "0.0")
     train(backend, 1)
@@ -128,6 +134,7 @@ def test_an_engine_with_another_factor_is_found(model: Path, fleet: Engines, mon
 
 
 def test_merged_weights_of_its_layers_travel(model: Path, fleet: Engines) -> None:
+    """To an engine that has never had an adapter."""
     (engine,) = fleet.start(1)
     backend = trainer(model, "merged")
     whole = sync(backend, model, engine, "0.0").tensors
@@ -139,9 +146,8 @@ def test_merged_weights_of_its_layers_travel(model: Path, fleet: Engines) -> Non
 
 
 def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
-    model: Path, fleet: Engines, tmp_path: Path
+    model: Path, engine: EngineHandle, tmp_path: Path
 ) -> None:
-    (engine,) = fleet.start(1)
     mine, other = trainer(model, "adapter"), trainer(model, "adapter")
     tokens = audit.probe_tokens(VOCAB)
     train(mine, 1)

@@ -29,7 +29,8 @@ def prepare() -> str:
     version = version_of("megatron-core")
     if version is None:
         raise MegatronError(
-            "--train-backend megatron needs megatron-core: pip install 'slime[megatron]', or use --train-backend fsdp"
+            "--train-backend megatron needs megatron-core: pip install 'slime-rl[megatron]', or use "
+            "--train-backend fsdp"
         )
     if not version.startswith(SUPPORTED):
         raise MegatronError(f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from slime.backends.megatron.modules import Offsets, Pack, device_of, gather_or_copy, scatter_or_reduce
-from slime.models.layer_kinds import gated_delta_net
+from slime.models.layer_kinds.kinds import GATED_DELTA_NET
 from slime.models.packed_layers import run_sequences
 from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import ByHead, Layout
@@ -56,7 +56,7 @@ class DeltaNets:
         """Return the module of transformers for layer ``index``, without memory and with one of ``ranks`` equal parts
         of the heads."""
         module = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(self.hf_config)])
-        (name,) = (name for name in vars(module) if name.endswith(gated_delta_net.KIND.mixers))
+        (name,) = (name for name in vars(module) if name.endswith(GATED_DELTA_NET.mixers))
         config = copy.copy(self.hf_config)
         config.linear_num_key_heads //= ranks
         config.linear_num_value_heads //= ranks

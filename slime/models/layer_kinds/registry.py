@@ -1,11 +1,7 @@
-"""All kinds of layers, and those of a model.
-
-A new kind is one file with a ``KIND``, and its name in :data:`KINDS`.
-"""
+"""All kinds of layers, and those of a model."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,26 +12,12 @@ from transformers import PreTrainedModel
 from slime.models.decoder import decoder_layers
 from slime.models.layer_kinds.kind import LayerKind, Place, Sees
 from slime.models.loading import ModelError
-
-KINDS = (
-    "full_attention",
-    "sliding_window",
-    "attention_sinks",
-    "soft_cap",
-    "gated_delta_net",
-    "short_convolution",
-    "mamba2",
-    "no_mixing",
-    "sparse_indexer",
-    "chunked_attention",
-    "temperature_tuning",
-)
-"""The modules of the kinds. Each has an attribute ``KIND``."""
+from slime.registry import find, parts
 
 
 @cache
 def all_kinds() -> tuple[LayerKind, ...]:
-    return tuple(importlib.import_module(f"slime.models.layer_kinds.{name}").KIND for name in KINDS)
+    return tuple(find("layer kind", name) for name in parts("layer kind"))
 
 
 def _ending(layer: nn.Module, endings: tuple[str, ...]) -> Iterator[nn.Module]:

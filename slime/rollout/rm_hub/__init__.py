@@ -5,15 +5,15 @@ result is marked (``reward_timed_out``); it never gets the reward 0 for that.
 """
 
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
-from slime.rollout.rm_hub.dispatch import REWARD_TYPES, async_rm, batched_async_rm, scores_whole_groups
+from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.labels import check_label
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, extract_boxed_answer, grade_answer_verl
+from slime.rollout.rm_hub.reward import Reward, check_label
 
 __all__ = [
-    "REWARD_TYPES", "async_rm", "batched_async_rm", "check_label", "compute_gpqa_reward", "compute_score_dapo",
+    "Reward", "async_rm", "batched_async_rm", "check_label", "compute_gpqa_reward", "compute_score_dapo",
     "extract_answer", "extract_boxed_answer", "f1_score", "get_deepscaler_rule_based_reward", "grade_answer_verl",
     "scores_whole_groups",
 ]  # fmt: skip

@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from slime.data.eval_config import resolve_eval_datasets
-from slime.rollout.rm_hub import code, model_rm
+from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.dispatch import load_reward
-from slime.rollout.sandbox import Isolation, SandboxUnavailable
+from slime.rollout.rm_hub.reward import reward_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -25,19 +25,10 @@ def check_rewards(args: Args) -> list[str]:
     with contextlib.suppress(ValueError, TypeError, OSError):  # the check of the data reports these
         rewards += [(f"evaluation set {one.name}: ", one.custom_rm_path) for one in resolve_eval_datasets(args)]
     problems = [line for where, path in rewards if path for line in _class_problem(where, path, args.rm_model_path)]
-    return list(dict.fromkeys([*problems, *_code_problem(args)]))
-
-
-def _code_problem(args: Args) -> list[str]:
-    """Try out the sandbox of ``--rm-type code`` on this machine."""
-    if args.rm_type != "code" or args.custom_rm_path:
-        return []
-    isolation: Isolation = "full" if args.code_isolation == "full" else "process"
-    try:
-        code.sandbox(args.code_timeout, args.code_memory_mb, 1, isolation)
-    except SandboxUnavailable as error:
-        return [f"--rm-type code: {error} (--code-isolation process)"]
-    return []
+    reward = None if args.custom_rm_path else reward_of(args.rm_type or "")
+    if reward is not None and reward.check is not None:
+        problems += reward.check(args)
+    return list(dict.fromkeys(problems))
 
 
 def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:

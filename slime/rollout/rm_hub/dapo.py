@@ -7,11 +7,13 @@ Source: the rule-based reward of DAPO (Yu et al. 2025, arXiv:2503.14476), sectio
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.answers import same_answer, value_of
+from slime.rollout.rm_hub.reward import Reward, missing_label
 from slime.rollout.rm_hub.text import as_latex, last_boxed, normalize_math
 
 _TAIL = 300
@@ -54,3 +56,17 @@ def _plain(text: str) -> str:
     text = text if boxed is None else boxed
     text = text.strip().strip("*").removesuffix(".").strip()
     return as_latex(text[2:-2] if text.startswith("\\(") and text.endswith("\\)") else text)
+
+
+def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
+    missing = missing_label(label)
+    return missing or (None if "\n" not in str(label).strip() else f"label {str(label)[:80]!r} has more than one line")
+
+
+DAPO = Reward(
+    dapo_reward,
+    label_problem=_label_problem,
+    needs_label=True,
+    own_answer=lambda label, sample: f"Answer: {label}",
+    boxed=lambda boxed, response: f"Answer: {boxed}",
+)

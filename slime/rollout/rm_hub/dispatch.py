@@ -12,38 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
 from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
+from slime.registry import parts
 from slime.rollout.end_token import local_tokenizer, spoken
 from slime.rollout.hooks import parameters
 from slime.rollout.prompts import render
-from slime.rollout.rm_hub import code, dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
+from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
 from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
+from slime.rollout.rm_hub.reward import BOXED, reward_of
 from slime.rollout.rm_hub.text import last_boxed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.types import Tokenizer
-
-_MODULES = (code, dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
-
-
-def _built_in(name: str) -> Callable[[Args, Sample], Any]:
-    """Return ``<name>_reward`` of one of the modules as a function of ``(args, sample)``; some take only a sample."""
-    function = next(getattr(module, f"{name}_reward") for module in _MODULES if hasattr(module, f"{name}_reward"))
-    return function if "args" in parameters(function)[0] else lambda _, sample: function(sample)
-
-
-REWARD_TYPES = {name: _built_in(name) for name in RM_TYPES}
-_BOXED = "boxed_"
-_WHOLE = ("random", "remote_rm")  # these read the reasoning as well, or nothing
-_COMPARED = ("math", "deepscaler", "dapo", "f1")  # the other types check their label themselves
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
@@ -139,25 +126,27 @@ async def by_type(args: Args, sample: Sample) -> Any:
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"sample {sample.index} has no reward: set --rm-type ({', '.join(REWARD_TYPES)}), --custom-rm-path "
+            f"sample {sample.index} has no reward: set --rm-type ({', '.join(parts('reward'))}), --custom-rm-path "
             'or metadata {"rm_type": ...} in its row'
         )
-    plain = name.removeprefix(_BOXED)
-    if plain not in REWARD_TYPES:
-        known = ", ".join(REWARD_TYPES)
+    reward_type = reward_of(name)
+    if reward_type is None:
+        known = ", ".join(parts("reward"))
         raise ValueError(
-            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also with prefix {_BOXED})"
+            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also with prefix {BOXED})"
         )
-    if plain in _COMPARED and sample.label is None:
+    if reward_type.needs_label and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
     scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
-    if plain not in _WHOLE or plain != name:
+    if not reward_type.reads_reasoning or name.startswith(BOXED):
         opened = opened_reasoning(local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample)
         if opened is not None and opened.end not in scored.response:
             scored.response = ""  # it never leaves the reasoning
-    if plain != name:
-        scored.response = _boxed_only(plain, scored.response)
-    result = REWARD_TYPES[plain](args, scored)
+    if name.startswith(BOXED):
+        boxed = last_boxed(after_thinking(scored.response))
+        scored.response = "" if boxed is None else reward_type.boxed(boxed, scored.response)
+    takes_args = "args" in parameters(reward_type.score)[0]
+    result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
     reward = await result if inspect.isawaitable(result) else result
     if scored.reward_timed_out:
         sample.reward, sample.reward_timed_out, sample.remove_sample = None, True, True
@@ -177,15 +166,3 @@ def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None
     if tokenizer is None or not tokenizer.chat_template:
         return None
     return opened_by(render(tokenizer, sample, sample.prompt))
-
-
-def _boxed_only(rm_type: str, response: str) -> str:
-    """Return the last boxed part of a response, in the form that the reward type expects.
-
-    ``math`` and ``deepscaler`` look for a box themselves, so they get one.
-    """
-    boxed = last_boxed(after_thinking(response))
-    if boxed is None:
-        return ""
-    forms = {"math": f"\\boxed{{{boxed}}}", "deepscaler": response, "dapo": f"Answer: {boxed}"}
-    return forms.get(rm_type, boxed)

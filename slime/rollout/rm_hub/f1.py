@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.reward import Reward, missing_label
 from slime.rollout.rm_hub.text import without_styles
 
 
@@ -56,3 +58,12 @@ def normalize_answer(text: str) -> str:
     text = without_styles(text).lower()
     words = re.sub(r"\b(a|an|the)\b", " ", text.translate(_PUNCTUATION)).split()
     return " ".join(words or text.split())
+
+
+def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
+    if isinstance(label, list) and label:
+        return next((problem for part in label if (problem := missing_label(part))), None)
+    return missing_label(label)
+
+
+F1 = Reward(f1_reward, label_problem=_label_problem, needs_label=True)

@@ -16,6 +16,7 @@ from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
 from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.reward import Reward
 from slime.rollout.rm_hub.text import last_boxed, without_styles
 
 _LETTERS = string.ascii_uppercase[:10]
@@ -219,3 +220,15 @@ def _correct_text(label: object, metadata: Mapping[str, object], letter: str | N
         return str(text)
     said = str(label).strip() if isinstance(label, str | int | float) else ""
     return said if len(said) > 1 or (said and letter is None) else None
+
+
+def _label_problem(label: object, metadata: Mapping[str, object]) -> str | None:
+    return unreadable(label, metadata) if compute_gpqa_reward("", label, metadata) is None else None
+
+
+def _own_answer(_: object, sample: Sample) -> str | None:
+    letter = correct_letter(sample.label, sample.metadata, valid_letters(sample.metadata))
+    return None if letter is None else f"Answer: {letter}"
+
+
+GPQA = Reward(gpqa_reward, label_problem=_label_problem, own_answer=_own_answer)

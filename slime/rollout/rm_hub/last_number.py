@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.reward import Reward, missing_label
 from slime.rollout.rm_hub.text import as_number, last_number
 
 
@@ -28,3 +30,11 @@ def number_label(label: object) -> Fraction | None:
     """
     value = as_number(str(label))
     return value if value is not None and last_number(str(label)) == value else None
+
+
+def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
+    missing = missing_label(label)
+    return missing or (None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number")
+
+
+LAST_NUMBER = Reward(last_number_reward, label_problem=_label_problem)

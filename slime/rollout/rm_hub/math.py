@@ -11,12 +11,15 @@ verifier process, because a symbolic comparison can hang.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slime.data.reasoning import after_thinking, answer_after_reasoning
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.answers import decide
 from slime.rollout.rm_hub.outcome import verify
+from slime.rollout.rm_hub.reward import Reward, missing_label
 from slime.rollout.rm_hub.text import (
     as_latex,
     as_number,
@@ -84,3 +87,40 @@ async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float 
 
 def _as_reward(value: bool | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
+    missing = missing_label(label)
+    if missing:
+        return missing
+    gold = gold_answer(label)
+    if not normalize_math(gold):
+        return f"label {str(label)[:80]!r} contains nothing but spaces and signs"
+    braces = re.sub(r"\\.", "", gold, flags=re.DOTALL)
+    if braces.count("{") != braces.count("}"):
+        return f"label {gold[:80]!r} has unbalanced braces"
+    prose = re.sub(r"\\[A-Za-z]+", " ", gold)
+    if not re.search(r"[\d=^_+*/<>\\]", gold) and len(re.findall(r"[A-Za-z]{2,}", prose)) > 4:
+        return f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (type f1 compares texts)"
+    return None
+
+
+def _own_answer(label: object, _: Sample) -> str:
+    return f"\\boxed{{{gold_answer(label)}}}"
+
+
+MATH = Reward(
+    math_reward,
+    label_problem=_label_problem,
+    needs_label=True,
+    own_answer=_own_answer,
+    boxed=lambda boxed, response: f"\\boxed{{{boxed}}}",
+)
+DEEPSCALER = Reward(
+    deepscaler_reward,
+    label_problem=_label_problem,
+    needs_label=True,
+    needs_reasoning=True,
+    own_answer=_own_answer,
+    boxed=lambda boxed, response: response,
+)

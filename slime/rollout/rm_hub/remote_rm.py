@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.reward import Reward
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -115,3 +116,6 @@ class _Server:
 
 
 _servers: dict[str, _Server] = {}
+
+
+REMOTE_RM = Reward(remote_rm_reward, reads_reasoning=True, own_answer=None)

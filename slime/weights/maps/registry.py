@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
+from slime.registry import find, parts
 from slime.weights.maps.family import Family, HfConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v3"),
-    *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5", "gemma3_text", "phi3", "olmo3", "granite", "seed_oss"),
-    "smollm3",
-)
-"""The modules of the families. Each has an attribute ``FAMILY``."""
 
 
 def get_family(model_type: str, model_name: str | None = None) -> Family:
@@ -30,12 +23,12 @@ def get_family(model_type: str, model_name: str | None = None) -> Family:
         ValueError: There is no map for it. The error lists the families.
     """
     for wanted in (model_name, model_type):
-        for name in FAMILIES:
-            family: Family = importlib.import_module(f"slime.weights.maps.{name}").FAMILY
+        for name in parts("model family"):
+            family: Family = find("model family", name)
             if wanted is not None and (wanted == family.name or wanted in family.model_types):
                 return family
     raise ValueError(
-        f"there is no Megatron map for the model type {model_type!r}, only for {', '.join(FAMILIES)}: "
+        f"there is no Megatron map for the model type {model_type!r}, only for {', '.join(parts('model family'))}: "
         "use --train-backend fsdp, or give --model-name of a family with the same architecture"
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.models.fp8_format import layout_of
-from slime.weights.published import claim
+from slime.registry import find
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.transports.base import SendResult, Transport
+from slime.weights.transports.base import SendResult, Transport, TransportKind
+from slime.weights.transports.direct import by_handle, on_cuda
 
-__all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines"]
+__all__ = ["SendResult", "Transport", "TransportKind", "create_transport", "ranks_of_engines", "transport_kind"]
 
 ENGINES_PER_SENDER = 16
 """The most engines per sender, if ``--update-weight-senders`` is not given. The engines of one sender wait for one
@@ -35,9 +35,9 @@ def ranks_of_engines(
         ValueError: A colocated engine is on a GPU without a training rank.
     """
     rank_0 = {url: range(1) for url in urls}
-    if settings.transport == "disk":
+    if settings.transport != "nccl":
         return rank_0
-    if not _by_handle(settings, same_host):
+    if not by_handle(settings, same_host):
         return _divided(settings.senders, urls, slots, world_size)
     if not settings.colocate or world_size == 1:
         return rank_0
@@ -71,20 +71,17 @@ def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range
     return {url: range(rank, rank + 1) for url, rank in ranks.items()}
 
 
-def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
-    """Return whether engines open the trainer's memory. Otherwise they take part in broadcasts."""
-    if settings.same_process:
-        return True
-    if on_cuda():
-        return bool(settings.colocate or (same_host and gpus_of_this_host() == 1))
-    return same_host
+def transport_kind(settings: WeightSyncSettings) -> TransportKind:
+    """Return what the flags name: the delta transport with ``--update-weight-mode delta``."""
+    kind: TransportKind = find("transport", "delta" if settings.delta else settings.transport)
+    return kind
 
 
 def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
     """Choose a transport from the flags and the placement, also for an adapter that engines load by name.
 
     The factors of such an adapter go to engines on the host of rank 0 through shared memory, to others in the body of
-    the request, and with ``--update-weight-transport disk`` through files. See :func:`_weight_transport` for weights.
+    the request, and with ``--update-weight-transport disk`` through files.
 
     Args:
         colocated_host: Whether all engines run on the host of rank 0.
@@ -92,12 +89,13 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
     Raises:
         ValueError: A transport with files has no folder, or one that another run uses.
     """
-    base = _weight_transport(settings, colocated_host)
+    base = transport_kind(settings).create(settings, colocated_host)
     if settings.adapter is None or settings.adapter_name is None:
         return base
     from slime.weights.transports.adapter import AdapterTransport
 
-    folder = Path(settings.disk_dir) if settings.transport == "disk" and settings.disk_dir else None
+    through_folder = transport_kind(settings).through_folder
+    folder = Path(settings.disk_dir) if through_folder and settings.disk_dir else None
     return AdapterTransport(
         base,
         settings.adapter_name,
@@ -109,62 +107,3 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         keep_files=settings.keep_files,
         written=settings.on_written,
     )
-
-
-def _weight_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
-    """Choose a transport for weights.
-
-    With GPUs, IPC is used for engines on the *same* GPU as the trainer (``--colocate``, on any host), because NCCL
-    refuses two ranks on one GPU. Between GPUs, NCCL is faster and needs no peer access by handle.
-
-    Args:
-        colocated_host: Whether all engines run on the host of rank 0.
-
-    Raises:
-        ValueError: A transport with files has no folder.
-    """
-    if settings.transport == "disk":
-        return _through_folder(settings)
-    if _by_handle(settings, colocated_host):
-        from slime.weights.transports.ipc import IpcTransport
-
-        return IpcTransport(settings.step_seconds, settings.same_process)
-    from slime.weights.transports.distributed import DistributedTransport
-
-    return DistributedTransport("nccl" if on_cuda() else "gloo", settings.step_seconds)
-
-
-def gpus_of_this_host() -> int:
-    """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this process."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-def on_cuda() -> bool:
-    """Return whether this process has a CUDA device."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _through_folder(settings: WeightSyncSettings) -> Transport:
-    if not settings.disk_dir:
-        raise ValueError(
-            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
-        )
-    model = Path(settings.model).expanduser()
-    if not model.is_dir():
-        from huggingface_hub import snapshot_download
-
-        model = Path(snapshot_download(settings.model, local_files_only=True))
-    folder, deadline = Path(settings.disk_dir), settings.step_seconds
-    claim(folder)
-    keep, written = settings.keep_files, settings.on_written
-    if settings.delta:
-        from slime.weights.transports.delta import DeltaTransport
-
-        encoding, checksum = settings.delta_encoding, settings.delta_checksum
-        return DeltaTransport(folder, model, deadline, encoding, checksum, keep, written)
-    from slime.weights.transports.disk import DiskTransport
-
-    layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
-    return DiskTransport(folder, model, deadline, keep, written, layout, settings.rollout_dtype)

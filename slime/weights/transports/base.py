@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slime.engines.fan_out import Failures
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.weights.settings import WeightSyncSettings
 from slime.weights.update import WeightUpdate
 
 
@@ -70,6 +71,20 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Release process groups, shared memory and files. The transport can connect again afterwards."""
+
+
+@dataclass(frozen=True)
+class TransportKind:
+    """A value of ``--update-weight-transport``, as :func:`slime.registry.register` takes it.
+
+    Attributes:
+        create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells whether all engines run
+            on the host of rank 0. A :class:`ValueError` says what the settings lack.
+        through_folder: Whether rank 0 writes files that all engines read.
+    """
+
+    create: Callable[[WeightSyncSettings, bool], Transport]
+    through_folder: bool = False
 
 
 async def stream(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:

@@ -12,11 +12,11 @@ from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.models.fp8 import name_quantization
-from slime.models.fp8_format import Fp8Layout
+from slime.models.fp8_format import Fp8Layout, layout_of
 from slime.models.shards import ModelError, read_headers, shorten
-from slime.weights.published import publishing
-from slime.weights.settings import Written
-from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.published import claim, publishing
+from slime.weights.settings import WeightSyncSettings, Written
+from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
@@ -136,3 +136,33 @@ def write_index(folder: Path, files: dict[str, str], nbytes: int) -> None:
     """Write the index, which names the file of each tensor."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def claimed_folder(settings: WeightSyncSettings) -> tuple[Path, Path]:
+    """Claim the folder of ``--update-weight-disk-dir`` for this run, and return it and the local folder of the model.
+
+    Raises:
+        ValueError: There is no folder, or another run uses it.
+    """
+    if not settings.disk_dir:
+        raise ValueError(
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
+        )
+    model = Path(settings.model).expanduser()
+    if not model.is_dir():
+        from huggingface_hub import snapshot_download
+
+        model = Path(snapshot_download(settings.model, local_files_only=True))
+    folder = Path(settings.disk_dir)
+    claim(folder)
+    return folder, model
+
+
+def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:
+    folder, model = claimed_folder(settings)
+    layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
+    keep, written = settings.keep_files, settings.on_written
+    return DiskTransport(folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype)
+
+
+DISK = TransportKind(_create, through_folder=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_ranks import (
     TP,
     VPP,
     Layout,
+    check_each_model_once,
     leave_groups,
     make_arguments,
     rank_batch,
@@ -33,6 +34,7 @@ class Case:
 
     saved: Layout
     readers: tuple[Layout, ...]
+    further: tuple[Layout, ...] = ()  # readers of the long circle
     async_save: bool = False  # training goes on meanwhile
 
 
@@ -58,57 +60,65 @@ def one_layer(model: str, **megatron: Any) -> Layout:
 CASES = [
     Case(
         layout("qwen3", **{TP: 2, SP: True}),
-        (
-            layout("qwen3", **{TP: 2, SP: True}),
-            layout("qwen3", **{PP: 2}),
-            layout("qwen3", **{CP: 2}),
-            layout("qwen3", **{PP: 2, VPP: 2}),
-            layout("qwen3", **OVERLAP),
-        ),
+        (layout("qwen3", **{TP: 2, SP: True}), layout("qwen3", **{PP: 2, VPP: 2}), layout("qwen3", **OVERLAP)),
+        further=(layout("qwen3", **{PP: 2}), layout("qwen3", **{CP: 2})),
     ),
     Case(
         layout("qwen3_moe", **{EP: 2}),
-        tuple(layout("qwen3_moe", **sizes) for sizes in ({EP: 2}, {TP: 2, ETP: 1}, {TP: 2}, {PP: 2})),
+        (layout("qwen3_moe", **{EP: 2}), layout("qwen3_moe", **{TP: 2, ETP: 1})),
+        further=(layout("qwen3_moe", **{TP: 2}), layout("qwen3_moe", **{PP: 2})),
         async_save=True,
     ),
-    Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
-    Case(layout("minimax_m2", **{TP: 2}), (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2}))),
+    Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{EP: 2}),), further=(layout("glm4_moe", **{PP: 2}),)),
     Case(
         layout("gpt_oss", **{TP: 2, ETP: 1}),
-        tuple(layout("gpt_oss", **sizes) for sizes in ({TP: 2, ETP: 1}, {EP: 2}, {PP: 2})),
+        (layout("gpt_oss", **{EP: 2}),),
+        further=(layout("gpt_oss", **{TP: 2, ETP: 1}), layout("gpt_oss", **{PP: 2})),
     ),
-    Case(layout("qwen3_next", **{EP: 2}), tuple(layout("qwen3_next", **sizes) for sizes in ({EP: 2}, {TP: 2}))),
-    Case(layout("qwen3_5", **{TP: 2}), tuple(layout("qwen3_5", **sizes) for sizes in ({TP: 2}, {CP: 2}, {PP: 2}))),
+    Case(
+        layout("qwen3_next", **{EP: 2}), (layout("qwen3_next", **{TP: 2}),), further=(layout("qwen3_next", **{EP: 2}),)
+    ),
+    Case(
+        layout("qwen3_5", **{TP: 2}),
+        (layout("qwen3_5", **{PP: 2}),),
+        further=(layout("qwen3_5", **{TP: 2}), layout("qwen3_5", **{CP: 2})),
+    ),
     Case(
         layout("llama", use_distributed_optimizer=False, **{TP: 2}),
-        (
-            layout("llama", use_distributed_optimizer=False, **{TP: 2}),
-            layout("llama", **{TP: 2}),
-            layout("llama", **{PP: 2}),
-        ),
+        (layout("llama", use_distributed_optimizer=False, **{TP: 2}), layout("llama", **{PP: 2})),
+        further=(layout("llama", **{TP: 2}),),
         async_save=True,
     ),
+    Case(in_bf16("qwen3", use_distributed_optimizer=False), (in_bf16("qwen3", **OFFLOAD),)),
+    Case(
+        in_bf16("qwen3_moe", **{EP: 2}),
+        (in_bf16("qwen3_moe", **{EP: 2}),),
+        further=(in_bf16("qwen3_moe", **{EP: 2, **OFFLOAD}),),
+    ),
+    Case(
+        layout("qwen3", **{TP: 2, **OFFLOAD}),
+        (layout("qwen3", **{PP: 2, **OFFLOAD}),),
+        further=(layout("qwen3", **OFFLOAD),),
+    ),
+    Case(one_layer("qwen3", **{PP: 2}), (one_layer("qwen3", **{PP: 2}),)),
+    Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
+    Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
+]
+"""Each layout, optimizer and kind of file writes and reads at each commit; ``FURTHER`` has more of their pairs."""
+FURTHER = [
+    Case(layout("minimax_m2", **{TP: 2}), (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2}))),
     Case(
         in_bf16("qwen3", use_distributed_optimizer=False),
         (in_bf16("qwen3", use_distributed_optimizer=False), in_bf16("qwen3")),
     ),
-    Case(
-        in_bf16("qwen3", **OFFLOAD),
-        (in_bf16("qwen3", **OFFLOAD), in_bf16("qwen3")),
-    ),
-    Case(
-        in_bf16("qwen3_moe", **{EP: 2}),
-        (in_bf16("qwen3_moe", **{EP: 2}), in_bf16("qwen3_moe", **{EP: 2, **OFFLOAD})),
-    ),
-    Case(layout("qwen3", **{TP: 2, **OFFLOAD}), (layout("qwen3", **OFFLOAD), layout("qwen3", **{PP: 2, **OFFLOAD}))),
-    Case(one_layer("qwen3", **{PP: 2}), (one_layer("qwen3", **{PP: 2}),)),
-    Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
-    Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
+    Case(in_bf16("qwen3", **OFFLOAD), (in_bf16("qwen3", **OFFLOAD), in_bf16("qwen3"))),
     Case(
         rank_files("llama", use_distributed_optimizer=False, **{TP: 2}),
         (rank_files("llama", use_distributed_optimizer=False, **{TP: 2}),),
     ),
 ]
+if os.environ.get("SLIME_TESTS") == "all":
+    CASES = [*(replace(case, readers=(*case.readers, *case.further)) for case in CASES), *FURTHER]
 REFUSED = [
     Case(rank_files("qwen3", **{TP: 2}), (layout("qwen3", **{PP: 2}), layout("qwen3", **{TP: 2}))),
 ]
@@ -121,6 +131,7 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    check_each_model_once()
     results: list[Any] = []
     for number, case in enumerate([*CASES, *REFUSED]):
         folder = paths["output"] / f"case{number}"

@@ -20,16 +20,17 @@ from megatron_ranks import (
     TP_OVERLAP,
     VPP,
     Layout,
+    check_each_model_once,
     leave_groups,
     make_arguments,
     rank_batch,
 )
 from pairwise import pairwise
 
-from slime.verify.rank import leave_model
+from slime.plugins.tools.verify.rank import leave_model
 
 LARGE, STEP = 1e6, 16.0
-"""As in ``slime/verify/rank.py``: one step of Adam changes each factor by ``-STEP`` times its gradient."""
+"""As in ``slime/plugins/tools/verify/rank.py``: a step of Adam changes a factor by ``-STEP`` times its gradient."""
 LORA: dict[str, Any] = dict(
     lora_rank=3,
     lora_alpha=6.0,
@@ -116,7 +117,8 @@ LATER = [
 ]
 """Pairs that also take more steps in a row, each with the weights that the step before gathers in its time."""
 LATER_LAYOUTS = [layout for pair in LATER for layout in pair]
-PLAN = pairwise([*PLAN, *LATER_LAYOUTS], kept=[*LATER_LAYOUTS, *OF_EXPERTS[1:3]])
+EVERY_LAYOUT = [*PLAN, *LATER_LAYOUTS]
+PLAN = pairwise(EVERY_LAYOUT, kept=[*LATER_LAYOUTS, *OF_EXPERTS[1:3]])
 KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
 KEPT += [layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)] + OF_EXPERTS[1:3]
 """Those that also write and read files."""
@@ -237,6 +239,7 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    check_each_model_once()
     results: dict[str, Any] = {}
     for number, layout in sorted(enumerate(PLAN), key=lambda item: -item[1].world):
         if rank >= layout.world:

@@ -1,4 +1,4 @@
-"""Part of a product of model families and layouts: each pair of properties once, instead of each combination."""
+"""A part of all layouts of all model families: each pair of properties once, instead of each combination."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")
 DENSE_LAYERS = ("first_k_dense_replace", "mlp_only_layers")
+AMOUNTS = ("log_probs_max_tokens_per_gpu", "entropy_coef", "kl_coef")
+"""Flags of which one value is as good as another."""
 
 
 def traits(config: PreTrainedConfig) -> set[str]:
@@ -39,27 +41,36 @@ def traits(config: PreTrainedConfig) -> set[str]:
 
 
 def pairwise(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout]:
-    """Return ``kept`` and a part of ``plan`` that has each family, and each pair of properties that the plan has.
+    """Return ``kept`` and a part of ``plan`` that has all :func:`properties` of the plan.
 
-    The properties of a layout are the traits of its model, its sizes and its flags; two traits of one model are no
-    pair. The long circle (``SLIME_TESTS=all``) has the whole plan.
+    The long circle (``SLIME_TESTS=all``) has the whole plan.
     """
     if os.environ.get("SLIME_TESTS") == "all":
         return list(plan)
+    of = {layout.name: properties(layout) for layout in plan}
     chosen = list(kept)
-    missing = set().union(*map(_properties, plan)).difference(*map(_properties, kept))
+    missing = set().union(*of.values()).difference(*(of[layout.name] for layout in kept))
     while missing:  # the layout that adds most for each rank that it needs
-        chosen.append(max(plan, key=lambda layout: len(missing & _properties(layout)) / layout.world))
-        missing -= _properties(chosen[-1])
+        chosen.append(max(plan, key=lambda layout: len(missing & of[layout.name]) / layout.world))
+        missing -= of[chosen[-1].name]
+    for layout in sorted(chosen, key=lambda layout: -layout.world):  # those chosen later may have all that it has
+        others = [other for other in chosen if other != layout]
+        if layout not in kept and of[layout.name] <= set().union(*(of[other.name] for other in others)):
+            chosen = others
     return [layout for layout in plan if layout in chosen]
 
 
-def _properties(layout: Layout) -> set[frozenset[str]]:
-    """The family, the family with its matrices divided (where errors of maps show), and all pairs."""
+def properties(layout: Layout) -> set[frozenset[str]]:
+    """The family, each size and flag with its value, each pair of them, and each of the model's traits with each size.
+
+    A pair is one of names: ``TP`` and ``PP`` together, not 2 of the one and 4 of the other. Two traits of one model
+    are no pair.
+    """
     from tiny_families import CONFIGS
 
-    own = [f"{name}={value}" for name, value in {**layout.megatron, **layout.flags}.items()]
-    own += [layout.role, *(["rehearsed"] if layout.rehearse else [])]
-    families = [(layout.model,), (layout.model, "divided")][: 1 + ("tensor_model_parallel_size" in layout.megatron)]
-    crossed = product(traits(CONFIGS[layout.model]), own)
-    return {*map(frozenset, families), *map(frozenset, combinations(own, 2)), *map(frozenset, crossed)}
+    own = {**layout.megatron, **layout.flags}
+    names = [*own, layout.role, *(["rehearsed"] if layout.rehearse else [])]
+    sizes = [name for name in layout.megatron if name.endswith("_size")] or ["one rank or replicas"]
+    alone = [(layout.model,), *((f"{name}={value}",) for name, value in own.items() if name not in AMOUNTS)]
+    crossed = product(traits(CONFIGS[layout.model]), sizes)
+    return {*map(frozenset, alone), *map(frozenset, combinations(names, 2)), *map(frozenset, crossed)}

@@ -27,10 +27,10 @@ from tiny_families import CONFIGS, save_family
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.megatron.core import MegatronError
 from slime.backends.tensor_shards import StoredTensors, TensorShard
-from slime.cli.merge_lora import merge_lora
 from slime.models.lora import LoraSettings
 from slime.models.peft_files import Factors, factor_names, write_adapter
 from slime.models.shards import ModelError
+from slime.plugins.tools.commands.merge_lora import merge_lora
 from slime.weights.maps.registry import family_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]

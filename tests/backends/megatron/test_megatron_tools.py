@@ -1,4 +1,8 @@
-"""The converters as commands: Hugging Face → torch_dist → Hugging Face, and back from what training saved."""
+"""The converters: Hugging Face → torch_dist → Hugging Face, and back from what training saved.
+
+They run in processes that have imported what they need; ``command`` starts one as a user does. The commands of
+``tests/e2e/test_seed_conversions.py`` are typed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,21 +26,24 @@ from tiny_checkpoints import FP8_CONFIG, read_tensors, rewrite, to_block_fp8  # 
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
-
 CPU_SITE = Path(__file__).parent / "cpu_site"
 """On PYTHONPATH it makes megatron-core run on the CPU."""
 
 
-def run(*words: object, ranks: int = 1, path: Path | None = None) -> str:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def run(*words: object, ranks: int = 1) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ranks("tool_ranks:script", ranks, list(map(str, words)), ranks, folder)
+        said = "".join(file.read_text() for file in sorted(folder.glob("*.txt")))
+        assert [(folder / f"{rank}.code").read_text() for rank in range(ranks)] == ["0"] * ranks, said
+
+
+def command(*words: object, ranks: int) -> None:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CPU_SITE), os.environ.get("PYTHONPATH")]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def assert_same_tensors(left: Path, right: Path) -> None:
@@ -67,13 +75,13 @@ def test_the_trainer_reads_a_quantized_checkpoint_as_plain_weights(tmp_path: Pat
     assert expected.is_quantized
     flags = ["--hf-checkpoint", source, "--load", source, "--train-backend", "megatron"]
     out = ["--tensor-model-parallel-size", 2, "--output-dir", tmp_path / "out"]
-    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2, path=CPU_SITE)
+    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2)
     got = HfFolder(tmp_path / "out")
     assert set(got.shapes()) == set(expected.shapes()) and not got.is_quantized
     assert all(torch.equal(got.get(name).float(), expected.get(name).float()) for name in got.shapes())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     out = ["--tensor-model-parallel-size", 2, "--output-dir", tmp_path / "again", "--save-hf-dtype", "source"]
-    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2, path=CPU_SITE)
+    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2)
     again = read_tensors(tmp_path / "again")
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name].float(), tensor.float()) for name, tensor in tensors.items())
@@ -103,9 +111,9 @@ def test_training_reads_it_and_what_it_saves_is_converted(tmp_path: Path) -> Non
 
     # --ckpt-format torch: the trainer itself reads it, under its own layout
     flags = ["--hf-checkpoint", source, "--train-backend", "megatron", "--tensor-model-parallel-size", 2]
-    run(
+    command(
         CHECKOUT / "tools" / "convert_to_hf.py", *flags, "--load", tmp_path / "trained_torch",
-        "--output-dir", tmp_path / "by_trainer", ranks=2, path=CPU_SITE,
+        "--output-dir", tmp_path / "by_trainer", ranks=2,
     )  # fmt: skip
     assert_same_tensors(tmp_path / "exported", tmp_path / "by_trainer")
     with pytest.raises(AssertionError, match=r"saved with --ckpt-format torch.*tools/convert_to_hf\.py"):

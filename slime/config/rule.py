@@ -1,0 +1,128 @@
+"""Rules about flags that depend on each other: how one is written, when it is broken, and what is told then."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slime.config.args import FLAGS, all_sections
+from slime.config.facts import FACTS, Run
+from slime.config.flag import Flag
+from slime.config.passthrough import options
+from slime.config.settings import redacted
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+_COMPARISONS: dict[str, tuple[Any, str]] = {
+    ">=": (operator.ge, "not below"),
+    "<=": (operator.le, "not above"),
+    "==": (operator.eq, "the same as"),
+    ">": (operator.gt, "above"),
+    "<": (operator.lt, "below"),
+}
+
+
+class Rule(NamedTuple):
+    """One rule. It is broken if ``when`` holds, and ``excludes`` too if there is one, but neither ``needs`` nor
+    ``unless``.
+
+    These four are conditions as a user would type them: ``--lora-rank`` (given, and not its default),
+    ``--train-backend fsdp`` (this value), ``--lora-sync !=merged``, ``--rollout-top-p <1``, ``--min-lr >--lr``
+    (compared to another flag), and the names in :data:`slime.config.facts.FACTS`. They are joined by ``and``, which
+    binds more tightly, and ``or``.
+
+    Attributes:
+        because: The reason, which follows the flags in the message.
+        instead: What to do; by default to leave one of the flags out.
+        typed: Whether only values of ``when`` and ``excludes`` count that the user has set, not derived ones.
+    """
+
+    when: str
+    because: str = ""
+    instead: str = ""
+    excludes: str = ""
+    needs: str = ""
+    unless: str = ""
+    typed: bool = False
+
+    def broken(self, run: Run) -> list[tuple[list[str], list[str]]]:
+        """Return the flags of ``when`` and ``excludes`` that break the rule, with their values, in pairs."""
+        if holding(self.needs, run) or holding(self.unless, run):
+            return []
+        others = holding(self.excludes, run, self.typed) if self.excludes else [[]]
+        return [(flags, other) for flags in holding(self.when, run, self.typed) for other in others]
+
+    def sentences(self, run: Run) -> list[str]:
+        """Return what is told about a run: nothing, or a line for each pair of flags that breaks the rule."""
+        return [self._sentence(flags, other) for flags, other in self.broken(run)]
+
+    def _sentence(self, flags: list[str], other: list[str]) -> str:
+        told, instead = _listed(flags + other), self.instead
+        if self.needs:
+            told += f" {'needs' if len(flags) == 1 else 'need'} {self.needs}"
+            instead = instead or f"add it, or leave {flags[-1]} out"
+        elif other:
+            told += " exclude each other"
+            instead = instead or "leave one of them out"
+        return f"{told}: {self.because}" + (f"; {instead}" if instead else "")
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def holding(conditions: str, run: Run, typed: bool = False) -> list[list[str]]:
+    """Return those of the conditions between ``or`` that hold: their flags with their values."""
+    found = ([_words(part, run, typed) for part in one.split(" and ")] for one in conditions.split(" or ") if one)
+    return [[word for word in words if word is not None] for words in found if None not in words]
+
+
+def _words(part: str, run: Run, typed: bool) -> str | None:
+    """Return a part of a condition with the value of its flag; None if it does not hold."""
+    if part in FACTS:
+        return part if FACTS[part](run) else None
+    option, _, wanted = part.partition(" ")
+    value, flag, family, sets = look_up(option, run.args)
+    if typed and not family and flag.name not in run.args.explicit:
+        return None
+    if flag.is_bool:
+        return option if value is sets else None
+    shown = redacted(flag.name, value)
+    words = f"{option} {' '.join(map(str, shown)) if isinstance(shown, list) else shown}"
+    sign = next((sign for sign in _COMPARISONS if wanted.startswith(sign)), None)
+    if sign is not None:
+        return _compared(words, value, sign, wanted.removeprefix(sign), run.args)
+    if wanted:
+        values = map(str, value if isinstance(value, list) else [value])
+        return words if (wanted.removeprefix("!=") in values) is not wanted.startswith("!=") else None
+    # Of a derived value, 0 means off, as in --lora-rank 0.
+    given = bool(value) or (isinstance(value, int | float) and (typed or not flag.derived))
+    return words if given and value != flag.default else None
+
+
+def _compared(words: str, value: Any, sign: str, wanted: str, args: Args) -> str | None:
+    holds, says = _COMPARISONS[sign]
+    other = look_up(wanted, args)[0] if wanted.startswith("--") else float(wanted)
+    if value is None or other is None or not holds(value, other):
+        return None
+    return f"{words} ({says} {wanted} {other})" if wanted.startswith("--") else words
+
+
+def look_up(option: str, args: Args) -> tuple[Any, Flag, str, bool]:
+    """Return the value of a flag that is named as it is typed, its definition, the family of an option that is passed
+    through, and the value that a switch sets."""
+    flag, family, sets = _known(all_sections())[option]
+    values = getattr(args, family) if family else vars(args)
+    return values.get(flag.name), flag, family, sets
+
+
+@functools.cache
+def _known(parts: tuple[type, ...]) -> dict[str, tuple[Flag, str, bool]]:
+    """All options; ``parts`` are the registered ones, whose flags are among them."""
+    found = {option: (entry.flag, str(entry.family), entry.sets is not False) for option, entry in options().items()}
+    for flag in FLAGS.values():
+        found[f"--no-{flag.option[2:]}"] = flag, "", False
+        found[flag.option] = flag, "", flag.kind != "negative"
+    return found

@@ -1,0 +1,24 @@
+"""Black-box agents: unmodified programs that call the model through an OpenAI or Anthropic endpoint.
+
+:mod:`rollout` runs the program for a sample, :mod:`server` is the endpoint that it calls, :mod:`session` generates
+its turns with the engines, and :mod:`trajectory` stores the turns as a tree and converts its leaves to samples.
+"""
+
+from slime.registry import register
+
+
+def parts() -> None:
+    """Register the environments of other packages, and the check of the flags that name one."""
+    for name, module in (
+        ("gymnasium", "gymnasium"),
+        ("openenv", "openenv"),
+        ("reasoning_gym", "reasoning_gym"),
+        ("verifiers", "verifiers"),
+    ):
+        register("environment", name, f"slime.plugins.agents.environments.{module}:make")
+    register(
+        "check",
+        "environment",
+        "slime.plugins.agents.environments.check:check_environment",
+        when=("environment", "mcp_server"),
+    )

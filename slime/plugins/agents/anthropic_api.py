@@ -1,0 +1,223 @@
+"""Anthropic's Messages API: translate its requests to the common form, and answers back."""
+
+from __future__ import annotations
+
+import json
+
+from slime.plugins.agents.demands import anthropic_choice, demand_of, schema_of
+from slime.plugins.agents.fields import (
+    CONTENT,
+    FLAG,
+    LIST,
+    OBJECT,
+    TEXT,
+    ApiError,
+    Reply,
+    check_fields,
+    event,
+    inner_object,
+    note,
+    objects,
+    strings,
+    whole_number,
+)
+from slime.plugins.agents.messages import Ask, Message, Tool, call, fold_system, text_of, tool
+from slime.plugins.agents.trajectory import Turn
+from slime.types import JsonObject, JsonValue
+
+_FIELDS = {
+    **dict.fromkeys(("messages", "tools", "stop_sequences"), LIST),
+    **dict.fromkeys(("tool_choice", "thinking", "output_config", "output_format"), OBJECT),
+    "system": CONTENT,
+    "stream": FLAG,
+    "model": TEXT,
+}
+_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+def anthropic_error(error: ApiError) -> Reply:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class Messages:
+    """``POST /v1/messages``."""
+
+    error = staticmethod(anthropic_error)
+
+    @staticmethod
+    def read(body: JsonObject) -> Ask:
+        """The request in the common form."""
+        check_fields(body, _FIELDS)
+        messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+        for raw in objects(body, "messages"):
+            messages += _messages(raw)
+        choice = inner_object(body, "tool_choice")
+        tools = [] if (choice or {}).get("type") == "none" else _tools(body)
+        config = inner_object(body, "output_config") or {}
+        # The beta version of the API has the format in a separate field.
+        form = inner_object(body, "output_format") or inner_object(config, "format", "output_config.")
+        return Ask(
+            messages=fold_system(messages),
+            tools=tools,
+            demand=demand_of(anthropic_choice(choice), schema_of(form, "output_config.format"), tools),
+            max_tokens=whole_number(body, "max_tokens"),
+            stop=strings(body, "stop_sequences"),
+            stream=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+            reasoning=(inner_object(body, "thinking") or {}).get("type") in ("enabled", "adaptive"),
+        )  # fmt: skip
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
+        """The complete answer as one JSON object."""
+        turn = turns[0]
+        return {
+            **_head(ask),
+            "content": _blocks(turn, ask.reasoning),
+            **_reason(ask, turn),
+            "usage": _usage(turn),
+        }
+
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
+        self.ask, self.prompt_tokens = ask, prompt_tokens
+        self.open: str | None = None  # type of the open content block
+        self.index = -1  # index of the open content block
+
+    def begin(self) -> bytes:
+        """Return the first event of a stream. The number of cached tokens is known only at the end."""
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
+        head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**head, "usage": usage})
+
+    def ping(self) -> bytes:
+        """Return an event that keeps the connection alive."""
+        return _event("ping")
+
+    def think(self, new: str) -> bytes:
+        """Return events with new reasoning; the first ones also open a block."""
+        opened = self._block({"type": "thinking", "thinking": "", "signature": ""})
+        return opened + self._delta({"type": "thinking_delta", "thinking": new})
+
+    def text(self, new: str) -> bytes:
+        """Return events with new text; the first ones also open a block."""
+        return self._block({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": new})
+
+    def end(self, turn: Turn) -> bytes:
+        """Return the last events: tool calls, the stop reason and the token counts."""
+        parts = []
+        for block in _blocks(turn, reasoning=False):
+            if block["type"] == "tool_use":
+                parts.append(self._close() + self._block({**block, "input": {}}))
+                parts.append(self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])}))
+            else:  # for an empty answer, which had no text to open the block
+                parts.append(self._block({"type": "text", "text": ""}))
+        parts.append(self._close())
+        parts.append(_event("message_delta", delta=_reason(self.ask, turn), usage=_usage(turn)))
+        return b"".join([*parts, _event("message_stop")])
+
+    def _block(self, block: Reply) -> bytes:
+        """Return the events that open a block of another type, after closing the open one; nothing if it is open."""
+        if self.open == block["type"]:
+            return b""
+        closed = self._close()
+        self.open, self.index = str(block["type"]), self.index + 1
+        return closed + _event("content_block_start", index=self.index, content_block=block)
+
+    def _delta(self, delta: Reply) -> bytes:
+        return _event("content_block_delta", index=self.index, delta=delta)
+
+    def _close(self) -> bytes:
+        if self.open is None:
+            return b""
+        # Clients send thinking blocks back with their signature; any text will do, since it is never verified.
+        signed = self._delta({"type": "signature_delta", "signature": self.ask.id}) if self.open == "thinking" else b""
+        self.open = None
+        return signed + _event("content_block_stop", index=self.index)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return event(anthropic_error(error), "error")
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _head(ask: Ask) -> Reply:
+    return {"id": f"msg_{ask.id}", "type": "message", "role": "assistant", "model": ask.model}
+
+
+def _reason(ask: Ask, turn: Turn) -> Reply:
+    matched = turn.outputs[-1]["meta_info"]["finish_reason"].get("matched")
+    if turn.cut:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if turn.answer.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(matched, str) and matched in ask.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(turn: Turn) -> Reply:
+    cached = turn.cached_tokens
+    counts = {"input_tokens": turn.prompt_tokens - cached, "output_tokens": len(turn.output_ids)}
+    return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+
+
+def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:
+    calls = turn.answer.get("tool_calls", [])
+    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    blocks: list[Reply] = []
+    if thought and reasoning:
+        blocks.append({"type": "thinking", "thinking": thought, "signature": turn.id})
+    if text.strip() or not calls:
+        blocks.append({"type": "text", "text": text})
+    for entry in calls:
+        function = entry["function"]
+        blocks.append({"type": "tool_use", "id": entry["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
+
+
+def _tools(body: JsonObject) -> list[Tool]:
+    """Return the client's own tools. Tools of Anthropic's servers, and tools that its models know without a schema, are
+    left out."""
+    tools = []
+    for entry in objects(body, "tools", required=False):
+        if entry.get("type") in (None, "custom"):
+            check_fields(entry, {"input_schema": OBJECT}, "a tool's ")
+            tools.append(tool(entry.get("name"), entry.get("description"), entry.get("input_schema")))
+        else:
+            note(f"tool {entry['type']}", "is left out, because only tools with an input_schema are supported")
+    return tools
+
+
+def _messages(raw: JsonObject) -> list[Message]:
+    """Convert a message with content blocks to common messages. Each tool result becomes a separate message before the
+    others."""
+    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
+    role, content = raw.get("role"), raw.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"unknown role {role!r}")
+    text: JsonObject = {"type": "text", "text": content}
+    blocks = [text] if isinstance(content, str) else objects(raw, "content", required=content != [])
+    results: list[Message] = [
+        {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    texts: list[JsonValue] = [block for block in blocks if block.get("type") not in hidden]
+    calls = [
+        call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    message: Message = {"role": str(role), "content": text_of(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    thoughts = [thought for block in blocks if isinstance(thought := block.get("thinking"), str)]
+    if thoughts and role == "assistant":
+        message["reasoning_content"] = "".join(thoughts)
+    return [*results, *([message] if texts or calls or not results else [])]

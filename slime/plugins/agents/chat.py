@@ -1,0 +1,113 @@
+"""Convert conversations to token ids with the chat template, also only the part between two turns of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+
+from slime.data.json_text import clean
+from slime.plugins.agents.fields import ApiError
+from slime.plugins.agents.messages import Message, Tool, fold_system
+from slime.plugins.agents.tool_parsers import tools_in_words
+from slime.rollout.prompts import encode
+from slime.types import Tokenizer
+
+_MARK = "slime.7c2e.turn"  # placeholder for the model's last answer when the text after it is rendered
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    If the template does not support tools, they are described in the system message in the form of the Hermes models,
+    and earlier calls become part of the assistant's text.
+
+    Args:
+        kwargs: Template arguments, such as ``enable_thinking``.
+
+    Raises:
+        ValueError: The tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("agents need a chat template, but the tokenizer of --hf-checkpoint has none")
+        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.knows_tools = "tools" in str(tokenizer.chat_template)
+
+    def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
+        """Return the token ids of a conversation up to the model's turn. If the last message is the assistant's, the
+        model continues it."""
+        return encode(self.tokenizer, self._render(messages, tools))
+
+    def continuation(self, messages: list[Message], tools: list[Tool], known: int, last_id: int) -> list[int] | None:
+        """Return the token ids that follow the model's last answer in the conversation.
+
+        Only the text after message ``known - 1``, the model's answer, is tokenized: the end of its turn and the
+        messages from ``known`` on. The end token is left out if the model sampled it itself.
+
+        Args:
+            known: Number of messages whose ids are recorded; the last of them is the assistant's.
+            last_id: The last id that the model sampled.
+
+        Returns:
+            The ids, or None if the template fails on the placeholder or does not render it.
+        """
+        said: Message = {"role": "assistant", "content": _MARK}
+        try:
+            text = self._render([*messages[: known - 1], said, *messages[known:]], tools)
+        except ApiError:
+            return None
+        _, found, after = text.partition(_MARK)
+        if not found:
+            return None
+        ids = encode(self.tokenizer, after)
+        closed = bool(ids) and ids[0] == last_id and last_id in self.tokenizer.all_special_ids
+        return ids[1:] if closed else ids
+
+    def _render(self, messages: list[Message], tools: list[Tool]) -> str:
+        """Render the conversation as text. If the template rejects it, try again with the system messages folded into
+        one.
+
+        Raises:
+            ApiError: The template raised any error. Its input comes from clients, so it counts as their mistake.
+        """
+        if not self.knows_tools:
+            messages = _in_words(messages, tools)
+        try:
+            return self._apply(messages, tools)
+        except Exception as error:
+            folded = fold_system(messages)
+            if folded != messages:
+                with contextlib.suppress(Exception):
+                    return self._apply(folded, tools)
+            raise ApiError(400, f"the model's chat template rejected these messages: {error}") from error
+
+    def _apply(self, messages: list[Message], tools: list[Tool]) -> str:
+        prefilled = messages[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            **self.kwargs,
+        )
+        return clean(str(text))
+
+
+def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
+    """Describe the tools in the system message and write earlier calls as text, for templates that support neither."""
+    plain: list[Message] = []
+    for message in messages:
+        calls = "".join(
+            f"\n<tool_call>\n{json.dumps(c['function'])}\n</tool_call>" for c in message.get("tool_calls", [])
+        )
+        plain.append({"role": message["role"], "content": (message["content"] + calls).lstrip("\n")})
+    if not tools:
+        return plain
+    preamble = tools_in_words(tools)
+    if plain[0]["role"] == "system":
+        first: Message = {"role": "system", "content": f"{plain[0]['content']}\n\n{preamble}"}
+        return [first, *plain[1:]]
+    return [{"role": "system", "content": preamble}, *plain]

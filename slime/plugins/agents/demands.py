@@ -1,0 +1,179 @@
+"""Requirements of clients for an answer: tool calls (``tool_choice``) and the format of its text
+(``response_format``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.data.json_text import parse_json
+from slime.plugins.agents.fields import TEXT, ApiError, check_fields, inner_object, objects
+from slime.types import JsonObject, JsonValue
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+    from slime.plugins.agents.messages import Tool
+
+Schema = JsonObject | bool
+ANY_OBJECT: Schema = {"type": "object"}
+UNMET = "answer_not_as_required"
+"""Error code for an answer that does not satisfy the client's demand."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The requirements for an answer.
+
+    Attributes:
+        calls: Whether the answer must call at least one tool.
+        names: The tools that it may call; None allows all tools of the request.
+        schema: JSON schema of its text if it calls no tool; None allows any text.
+    """
+
+    calls: bool = False
+    names: tuple[str, ...] | None = None
+    schema: Schema | None = None
+
+    def unmet(self, content: str, called: list[str]) -> str | None:
+        """Explain why an answer does not satisfy the demand; None if it does.
+
+        Args:
+            content: The text of the answer, without tool calls.
+            called: The names of the tools that it calls.
+        """
+        if self.calls and not called:
+            return "tool_choice requires a tool call, but the answer has none that could be parsed"
+        others = [name for name in called if self.names is not None and name not in self.names]
+        if others:
+            allowed = ", ".join(self.names or ())
+            return f"the model called {', '.join(others)}, but tool_choice allows only {allowed}"
+        if self.schema is None or called:
+            return None
+        try:
+            value = parse_json(content.strip())
+        except ValueError as error:
+            return f"response_format requires JSON, but the text of the answer is not JSON: {error}"
+        return _violation(self.schema, value)
+
+
+def demand_of(
+    wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: Sequence[Tool]
+) -> Demand | None:
+    """Return the demand of a request; None if it has no requirements.
+
+    Args:
+        wanted: The result of :func:`openai_choice` or :func:`anthropic_choice`.
+        schema: The result of :func:`schema_of`.
+        tools: The tools in the model's prompt.
+
+    Raises:
+        ApiError: No answer can satisfy the demand.
+    """
+    calls, names = wanted
+    known = [entry["function"]["name"] for entry in tools]
+    for name in names or ():
+        if name not in known:
+            raise ApiError(400, f"tool_choice names {name!r}, but the request has no function tool of this name")
+    if calls and not known:
+        raise ApiError(400, "tool_choice requires a tool call, but the request has no function tools")
+    return Demand(calls, names, schema) if calls or names is not None or schema is not None else None
+
+
+def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
+    """Return whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows
+    (None for all)."""
+    if choice in (None, "auto", "none"):
+        return False, None
+    if choice == "required":
+        return True, None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return True, (_name(choice),)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        inner = inner_object(choice, "allowed_tools", "tool_choice.") or choice
+        entries = inner.get("tools")
+        if inner.get("mode") not in ("auto", "required") or not isinstance(entries, list):
+            raise ApiError(400, "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools")
+        return inner["mode"] == "required", tuple(map(_name, objects(inner, "tools", required=False)))
+    raise ApiError(400, f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[:200])
+
+
+def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
+    """Return the same as :func:`openai_choice` for ``tool_choice`` of Anthropic's Messages API."""
+    kind = (choice or {}).get("type")
+    if choice is None or kind in ("auto", "none"):
+        return False, None
+    if kind == "any":
+        return True, None
+    if kind == "tool":
+        return True, (_name(choice),)
+    raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r}"[:200])
+
+
+def schema_of(form: JsonObject | None, where: str) -> Schema | None:
+    """Return the JSON schema that ``response_format`` or an equivalent field requires; None if any text is allowed.
+
+    Args:
+        where: The name of the field for error messages.
+
+    Raises:
+        ApiError: The type is unknown, or the schema is invalid.
+    """
+    kind = (form or {}).get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise ApiError(400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200])
+    inner = inner_object(form, "json_schema", f"{where}.") if "json_schema" in form else form
+    schema = (inner or {}).get("schema")
+    if not isinstance(schema, dict | bool):
+        raise ApiError(400, f"{where}: json_schema must have a schema, which is an object")
+    _check(schema, where)
+    return schema
+
+
+def _name(entry: JsonObject) -> str:
+    inner = inner_object(entry, "function", "tool_choice.") or entry
+    check_fields(inner, {"name": TEXT}, "tool_choice.")
+    if not inner.get("name"):
+        raise ApiError(400, "tool_choice must have the name of each function")
+    return str(inner["name"])
+
+
+def _check(schema: Schema, where: str) -> None:
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        _validator(schema).check_schema(schema)
+    except (SchemaError, RecursionError) as error:
+        words = error.message if isinstance(error, SchemaError) else "nested too deeply"
+        raise ApiError(400, f"{where}: the JSON schema is invalid: {words}"[:500]) from error
+
+
+def _validator(schema: Schema) -> type[Validator]:
+    """Return the validator class for the ``$schema`` of a schema; the default is draft 2020-12."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    return validator_for(schema, default=Draft202012Validator)
+
+
+def _violation(schema: Schema, value: JsonValue) -> str | None:
+    """Describe where a value violates its schema; None if it is valid.
+
+    Raises:
+        ApiError: The schema cannot be used, for example because it refers to a URL, which is never fetched.
+    """
+    from jsonschema.exceptions import best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = best_match(_validator(schema)(schema, registry=Registry()).iter_errors(value))
+    except (Unresolvable, RecursionError) as unusable:
+        raise ApiError(400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]) from unusable
+    if error is None:
+        return None
+    return f"response_format: the answer violates the JSON schema at {error.json_path}: {error.message}"[:500]

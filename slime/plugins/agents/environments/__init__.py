@@ -1,0 +1,1 @@
+"""Environments: ready-made tasks with their prompts, rewards and turns. See :mod:`.base`."""

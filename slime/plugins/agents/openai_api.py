@@ -1,0 +1,400 @@
+"""OpenAI's two APIs: translate requests of Chat Completions and Responses to the common form, and answers back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+
+from slime.plugins.agents.demands import demand_of, openai_choice, schema_of
+from slime.plugins.agents.fields import (
+    CHOICE,
+    CONTENT,
+    FLAG,
+    LIST,
+    OBJECT,
+    STOPS,
+    TEXT,
+    ApiError,
+    Reply,
+    check_fields,
+    event,
+    inner_object,
+    note,
+    objects,
+    strings,
+    whole_number,
+)
+from slime.plugins.agents.messages import Ask, Message, Tool, ToolCall, call, text_of, tool
+from slime.plugins.agents.trajectory import Turn
+from slime.types import JsonObject
+
+_MOST_CHOICES = 128
+_ROLES = {"developer": "system", "function": "tool"}
+_CHAT_FIELDS = {
+    **dict.fromkeys(("messages", "tools"), LIST),
+    **dict.fromkeys(("stream_options", "response_format"), OBJECT),
+    "stop": STOPS,
+    "stream": FLAG,
+    "tool_choice": CHOICE,
+    "model": TEXT,
+}
+_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT, "tool_calls": LIST, "tool_call_id": TEXT}
+_RESPONSES_FIELDS = {
+    **dict.fromkeys(("input", "instructions"), CONTENT),
+    **dict.fromkeys(("previous_response_id", "model"), TEXT),
+    "tools": LIST,
+    "tool_choice": CHOICE,
+    "stream": FLAG,
+    "text": OBJECT,
+}
+
+
+def openai_error(error: ApiError) -> Reply:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+
+def _arguments(entry: ToolCall) -> str:
+    return json.dumps(entry["function"]["arguments"])
+
+
+class _OpenAi:
+    """The parts that both of OpenAI's APIs share."""
+
+    error = staticmethod(openai_error)
+
+    def ping(self) -> bytes:
+        """Return a comment, which keeps the connection alive and which clients skip."""
+        return b": ping\n\n"
+
+
+class Chat(_OpenAi):
+    """``POST /v1/chat/completions``."""
+
+    @staticmethod
+    def read(body: JsonObject) -> Ask:
+        """The request in the common form."""
+        check_fields(body, _CHAT_FIELDS)
+        if body.get("logprobs"):
+            note("logprobs", "are not sent to the program; they are only recorded for training")
+        if body.get("functions"):
+            raise ApiError(400, "functions is not supported: use tools")
+        choices = whole_number(body, "n") or 1
+        if choices > _MOST_CHOICES:
+            raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
+        if choices > 1 and body.get("stream"):
+            raise ApiError(400, "n above 1 cannot be streamed")
+        tools = _tools(inner_object(entry, "function", "a tool's ") or {} for entry in _functions(body))
+        schema = schema_of(inner_object(body, "response_format"), "response_format")
+        return Ask(
+            messages=[_chat_message(message) for message in objects(body, "messages")],
+            tools=tools,
+            demand=demand_of(openai_choice(body.get("tool_choice")), schema, tools),
+            max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
+            stop=strings(body, "stop"),
+            stream=bool(body.get("stream")),
+            choices=choices,
+            model=str(body.get("model") or ""),
+            usage=bool((inner_object(body, "stream_options") or {}).get("include_usage")),
+        )
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
+        """The complete answer as one JSON object."""
+        choices = [
+            {"index": i, "message": _chat_answer(turn), "finish_reason": _finish(turn), "logprobs": None}
+            for i, turn in enumerate(turns)
+        ]
+        return {**_head(ask, turns[0].created, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
+        self.ask, self.head = ask, _head(ask, int(time.time()), "chat.completion.chunk")
+
+    def begin(self) -> bytes:
+        """The first event of a stream."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def think(self, new: str) -> bytes:
+        """An event with new reasoning."""
+        return self._chunk({"reasoning_content": new})
+
+    def text(self, new: str) -> bytes:
+        """An event with new text."""
+        return self._chunk({"content": new})
+
+    def end(self, turn: Turn) -> bytes:
+        """The last events: tool calls, the finish reason, token counts if requested, and the end mark."""
+        parts = [self._chunk({"tool_calls": [{"index": i, **entry}]}) for i, entry in enumerate(_chat_calls(turn))]
+        parts.append(self._chunk({}, _finish(turn)))
+        if self.ask.usage:
+            parts.append(event({**self.head, "choices": [], "usage": _usage([turn])}))
+        return b"".join([*parts, b"data: [DONE]\n\n"])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return event(openai_error(error))
+
+    def _chunk(self, delta: Reply, finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return event({**self.head, "choices": [choice]})
+
+
+def _head(ask: Ask, created: int, kind: str) -> Reply:
+    return {"id": f"chatcmpl-{ask.id}", "object": kind, "created": created, "model": ask.model}
+
+
+def _functions(body: JsonObject) -> list[JsonObject]:
+    """Return the tools of a request that are functions.
+
+    Other tools run on the servers of an API provider, or need an input format that is not in the model's prompt. They
+    are left out.
+    """
+    if body.get("tool_choice") == "none":
+        return []
+    kept = []
+    for entry in objects(body, "tools", required=False):
+        if entry.get("type") in (None, "function"):
+            kept.append(entry)
+        else:
+            note(f"tool {entry['type']}", "is left out, because only functions are supported")
+    return kept
+
+
+def _tools(functions: Iterable[JsonObject]) -> list[Tool]:
+    return [tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions]
+
+
+def _chat_message(raw: JsonObject) -> Message:
+    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
+    role = _ROLES.get(str(raw.get("role")), raw.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ApiError(400, f"unknown role {role!r}")
+    message: Message = {"role": str(role), "content": text_of(raw.get("content"))}
+    entries = raw.get("tool_calls")
+    calls = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if calls:
+        message["tool_calls"] = [_chat_call(entry) for entry in calls]
+    reasoning = raw.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
+    if role == "tool":
+        message["tool_call_id"] = str(raw.get("tool_call_id") or "")
+    return message
+
+
+def _chat_call(entry: JsonObject) -> ToolCall:
+    function = inner_object(entry, "function", "a tool call's ") or {}
+    return call(str(function.get("name")), function.get("arguments"), str(entry.get("id") or ""))
+
+
+def _chat_answer(turn: Turn) -> Reply:
+    calls, content = _chat_calls(turn), turn.answer["content"]
+    message: Reply = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
+    if turn.answer.get("reasoning_content"):
+        message["reasoning_content"] = turn.answer["reasoning_content"]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _chat_calls(turn: Turn) -> list[Reply]:
+    """Return the tool calls in OpenAI's form, in which the arguments are JSON text."""
+    return [
+        {**entry, "function": {**entry["function"], "arguments": _arguments(entry)}}
+        for entry in turn.answer.get("tool_calls", [])
+    ]
+
+
+def _finish(turn: Turn) -> str:
+    return "length" if turn.cut else "tool_calls" if turn.answer.get("tool_calls") else "stop"
+
+
+def _usage(turns: list[Turn]) -> Reply:
+    prompt, output = turns[0].prompt_tokens, sum(len(turn.output_ids) for turn in turns)
+    details = {"prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens}}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
+
+
+class Responses(_OpenAi):
+    """``POST /v1/responses``."""
+
+    @staticmethod
+    def read(body: JsonObject) -> Ask:
+        """The request in the common form."""
+        check_fields(body, _RESPONSES_FIELDS)
+        if body.get("background") or body.get("conversation"):
+            raise ApiError(400, "background and conversation are not supported: use previous_response_id")
+        given = body.get("input")
+        question: JsonObject = {"role": "user", "content": given}
+        items = [question] if isinstance(given, str) else objects(body, "input")
+        messages = _from_items(items)
+        if body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
+        after = body.get("previous_response_id")
+        tools = _tools(_functions(body))
+        form = inner_object(inner_object(body, "text") or {}, "format", "text.")
+        return Ask(
+            messages=messages,
+            tools=tools,
+            demand=demand_of(openai_choice(body.get("tool_choice")), schema_of(form, "text.format"), tools),
+            max_tokens=whole_number(body, "max_output_tokens"),
+            stream=bool(body.get("stream")),
+            after=str(after).removeprefix("resp_") if after else None,
+            model=str(body.get("model") or ""),
+            reasoning=body.get("reasoning") is not None,
+        )
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
+        """The complete answer as one JSON object."""
+        turn = turns[0]
+        prompt, output = turn.prompt_tokens, len(turn.output_ids)
+        cached = {"cached_tokens": turn.cached_tokens}
+        details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
+        return {
+            **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
+            "output": _items(turn, ask.reasoning),
+            "usage": {"input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output, **details},
+        }
+
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
+        self.ask, self.number = ask, 0
+        self.thought: list[str] = []
+        self.said: list[str] = []
+        self.item = f"msg_{ask.id}"
+
+    def begin(self) -> bytes:
+        """The first event of a stream."""
+        return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
+
+    def think(self, new: str) -> bytes:
+        """Return events with new reasoning; the first ones also open an item."""
+        opened = b""
+        if not self.thought:
+            item = {**_reasoning_item(self.ask.id, ""), "content": [], "status": "in_progress"}
+            opened = self._event("response.output_item.added", output_index=0, item=item)
+        self.thought.append(new)
+        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
+        return opened + self._event("response.reasoning_text.delta", **place, delta=new)
+
+    def _thought(self) -> bytes:
+        """Return the events that complete the reasoning."""
+        text = "".join(self.thought)
+        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
+        done = self._event("response.reasoning_text.done", **place, text=text)
+        item = _reasoning_item(self.ask.id, text)
+        return done + self._event("response.output_item.done", output_index=0, item=item)
+
+    def _place(self) -> Reply:
+        return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
+
+    def text(self, new: str) -> bytes:
+        """Return events with new text; the first ones also complete the reasoning and open the message."""
+        place = self._place()
+        opened = b""
+        if not self.said:
+            opened = self._thought() if self.thought else b""
+            item = {"id": self.item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            opened += self._event("response.output_item.added", output_index=place["output_index"], item=item)
+            opened += self._event("response.content_part.added", **place, part=_part(""))
+        self.said.append(new)
+        return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
+
+    def end(self, turn: Turn) -> bytes:
+        """Return the last events: the end of the message, the tool calls, and the complete answer."""
+        parts = [self._thought()] if self.thought and not self.said else []
+        items = _items(turn, self.ask.reasoning)
+        if text := "".join(self.said):
+            place = self._place()
+            parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
+            parts.append(self._event("response.content_part.done", **place, part=_part(text)))
+            # The complete answer must contain the text that was streamed, also where that of the turn differs.
+            said = _message_item(turn, text)
+            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
+            thought = [item for item in items if item["type"] == "reasoning"]
+            items = [*thought, said, *(item for item in items if item["type"] == "function_call")]
+        for index, item in enumerate(items):
+            if item["type"] == "function_call":
+                place = {"item_id": item["id"], "output_index": index}
+                opened = {**item, "arguments": "", "status": "in_progress"}
+                parts.append(self._event("response.output_item.added", output_index=index, item=opened))
+                parts.append(self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]))
+                done = {"arguments": item["arguments"], "name": item["name"]}
+                parts.append(self._event("response.function_call_arguments.done", **place, **done))
+                parts.append(self._event("response.output_item.done", output_index=index, item=item))
+        response = {**self.whole(self.ask, [turn]), "output": items}
+        parts.append(self._event("response.incomplete" if turn.cut else "response.completed", response=response))
+        return b"".join(parts)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return self._event("error", code=error.code, message=error.message, param=None)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self.number += 1
+        return event({"type": kind, "sequence_number": self.number - 1, **fields}, kind)
+
+
+def _response(ask: Ask, created: int, status: str) -> Reply:
+    return {
+        "id": f"resp_{ask.id}",
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "model": ask.model,
+        "output": [],
+        "tools": [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools],
+        "tool_choice": "required" if ask.demand is not None and ask.demand.calls else "auto",
+        "parallel_tool_calls": True,
+        "metadata": {},
+        **dict.fromkeys(("error", "incomplete_details", "instructions", "top_p", "temperature")),
+    }
+
+
+def _part(text: str) -> Reply:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message_item(turn: Turn, text: str) -> Reply:
+    status = "incomplete" if turn.cut else "completed"
+    return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
+
+
+def _reasoning_item(turn_id: str, text: str) -> Reply:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{turn_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _items(turn: Turn, reasoning: bool) -> list[Reply]:
+    calls = turn.answer.get("tool_calls", [])
+    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
+    if text.strip() or not calls:
+        items.append(_message_item(turn, text))
+    for entry in calls:
+        head = {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"]}
+        items.append({**head, "name": entry["function"]["name"], "arguments": _arguments(entry)})
+    return items
+
+
+def _from_items(items: list[JsonObject]) -> list[Message]:
+    """Convert input items to messages. Consecutive text and calls of the assistant become one message."""
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            continue
+        if kind == "function_call_output":
+            output = text_of(item.get("output"))
+            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})
+        elif kind == "function_call":
+            entry = call(str(item.get("name")), item.get("arguments"), str(item.get("call_id") or ""))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(entry)
+        elif kind == "message":
+            messages.append(_chat_message(item))
+        else:
+            raise ApiError(400, f"input items of type {kind!r} are not supported")
+    return messages

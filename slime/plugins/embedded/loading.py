@@ -1,0 +1,210 @@
+"""Build an :class:`Engine` from the command-line options."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slime.config.hf_config import end_token_ids, rotary_limit
+from slime.models.loading import is_multimodal, load_hf_config, load_hf_model, plain_attention
+from slime.plugins.embedded import attention
+from slime.plugins.embedded.deterministic import make_reproducible, separate_rows_of_experts
+from slime.plugins.embedded.engine import Engine
+from slime.plugins.embedded.images import ImageReader
+from slime.plugins.embedded.linear import PackedLinears
+from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
+from slime.plugins.embedded.rows import row_context, rows_of, segment_context
+from slime.plugins.embedded.runner import Runner
+from slime.plugins.embedded.scheduler import Scheduler, Work
+from slime.plugins.embedded.sequence import Sequence
+from slime.plugins.embedded.states import use_slots
+from slime.plugins.embedded.text import Detokenizer
+from slime.plugins.embedded.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DETERMINISTIC_SEED = 42  # for requests without a seed, as in SGLang
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # the part of the memory free after loading that the KV cache may use
+
+
+@dataclass
+class EngineOptions:
+    """The command-line options about the model. Without ``max_total_tokens`` it is derived from the free memory."""
+
+    model_path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_running_requests: int = 64
+    max_total_tokens: int | None = None
+    deterministic: bool = False
+    trust_remote_code: bool = False
+    weight_version: str = "default"
+    random_seed: int = 0
+    allow_image_urls: bool = False
+
+
+@dataclass
+class Loaded:
+    """An engine with its tokenizer, config and image reader. ``images`` is None for text models."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    detokenizer: Detokenizer
+    config: PretrainedConfig
+    images: ImageReader | None
+    context_len: int
+    vocab_size: int
+    options: EngineOptions
+
+
+class UnsupportedModel(RuntimeError):
+    """The logits of the engine differ from those of the model in transformers."""
+
+
+def load_engine(options: EngineOptions) -> Loaded:
+    """Load model and tokenizer, and check that the engine computes the same logits as transformers.
+
+    Raises:
+        UnsupportedModel: The logits differ.
+        NotImplementedError: The model uses an option of attention that the engine does not support.
+    """
+    from transformers import AutoTokenizer
+
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    attention.register()
+    plain = plain_attention(load_hf_config(options.model_path, options.trust_remote_code))
+    model = load_hf_model(options.model_path, dtype, device, plain, options.trust_remote_code)
+    if options.deterministic:
+        separate_rows_of_experts(model)
+    config = model.config
+    tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    runner = Runner(model, dtype, device, options.deterministic)
+    reference = plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
+    _set_attention(model)
+    stateful = use_slots(model)
+    try:
+        _check_against(reference, runner, dtype)
+    except RuntimeError as error:
+        if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
+            raise
+        # Another RuntimeError may come from a model that needs contiguous activations, which fused layers do not give.
+        logger.info("fused linear layers are not used for this model (%s)", error)
+        runner.packed.drop()
+        runner.packed = PackedLinears(model, fuse=False)
+        _check_against(reference, runner, dtype)
+    if options.deterministic:
+        make_reproducible(runner, vocab_size, options.random_seed)
+        alone = ", rows attend one by one" if runner.attend_alone else ""
+        logger.info("deterministic mode: forward passes of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
+    detokenizer = Detokenizer(tokenizer)
+    context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
+    context_len = min(context_len, rotary_limit(text_config.to_dict()) or context_len)
+    scheduler = Scheduler(
+        max_running=options.max_running_requests,
+        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, options),
+        context_len=context_len,
+        eos_token_ids=end_token_ids(options.model_path, tokenizer.eos_token_id),
+        match_stop=detokenizer.match_stop,
+        weight_version=options.weight_version,
+        whole_prefixes=stateful,
+    )
+    seed = DETERMINISTIC_SEED if options.deterministic else None
+    engine = Engine(scheduler, runner, Weights(model), seed)
+    images = None
+    if is_multimodal(config):
+        trust, urls = options.trust_remote_code, options.allow_image_urls
+        images = ImageReader(options.model_path, device, dtype, trust, urls)
+    return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
+
+
+def _set_attention(model: PreTrainedModel) -> None:
+    """Set the attention of this engine for the language model. Image encoders keep their own attention."""
+    text = model.config.get_text_config()
+    key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")
+    model.set_attn_implementation({key: attention.NAME} if key else attention.NAME)
+    text._attn_implementation_internal = attention.NAME
+
+
+_PROBE_LENGTH = 12
+
+
+@torch.inference_mode()
+def plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
+    """Return the logits that transformers computes for a short sequence, ``[length, vocab]``."""
+    return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
+
+
+def _probe_tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (_PROBE_LENGTH,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) -> None:
+    """Compute all but the last two tokens as a prompt and these two by decode, and compare the logits.
+
+    Raises:
+        UnsupportedModel: The logits differ, so the architecture needs something that the engine does not implement.
+    """
+    request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
+    request.return_logprob, request.logprob_start_len = True, 0
+    got = [_probe_step(runner, request, 0, _PROBE_LENGTH - 2)]
+    got += [_probe_step(runner, request, start, start + 1) for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)]
+    runner.cache.clear()
+    difference = float((torch.cat(got) - reference).abs().max())
+    spread = float(reference.std())
+    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):  # also true for NaN
+        raise UnsupportedModel(
+            f"{type(runner.model).__name__}: the engine's logits differ from transformers' by {difference:.2g} "
+            f"(their spread is {spread:.2g}); this architecture is not supported by the embedded engine"
+        )
+
+
+def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) -> torch.Tensor:
+    """Compute the logits of the positions ``start`` to ``end - 1`` of one sequence."""
+
+    work = Work(Sequence(request, 0, 0, slot=0), start, end, True)
+    runner.cache.resize(1, 64)
+    if runner.packed is not None:
+        runner.packed.refresh()
+    rows = rows_of([work])
+    decode = end - start == 1
+    step = row_context(runner.cache, rows, fixed=False) if decode else segment_context(runner.cache, [work], rows)
+    logits = runner.forward(rows, step, list(range(end - start)))
+    assert logits is not None
+    return logits.float()
+
+
+def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -> int:
+    """Return how many tokens of KV cache fit into a share of the free memory, but at least one full context.
+
+    The memory per token is measured with a forward over a small cache. The states of recurrent layers need the memory
+    of as many slots as requests may run.
+    """
+    runner.cache.resize(1, 64)
+    _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
+    per_token = runner.cache.nbytes / (2 * 64)
+    states = runner.cache.slot_state_bytes * (options.max_running_requests + 1)
+    runner.cache.clear()
+    if runner.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(runner.device)
+    else:
+        import psutil
+
+        free = psutil.virtual_memory().available
+    room = free * MEMORY_SHARE[runner.device.type] - states
+    if room < per_token * context_len:
+        logger.warning(
+            "the KV cache of %d tokens and the states of %d slots need more than the free memory: use a smaller "
+            "--embedded-max-running-requests or a model with a shorter context",
+            context_len,
+            options.max_running_requests + 1,
+        )
+    return max(int(room / max(per_token, 1)), context_len)

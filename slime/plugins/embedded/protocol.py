@@ -1,0 +1,308 @@
+"""Requests of ``/generate``, with the names, defaults and checks of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slime.plugins.embedded import fields
+from slime.plugins.embedded.fields import BadRequest, Check, refuse
+
+API_VERSION = "0.5.23"
+"""The version of SGLang's native HTTP interface that this engine serves."""
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+MAX_SAMPLES = 1024  # the largest n of one prompt
+MAX_SCORES = 2**22  # per body: alternatives at all positions
+MAX_REQUESTS = 8192  # per body: the number of prompts times n
+MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
+_GREEDY_BELOW = 1e-6
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
+"""Sampling parameters of SGLang that this engine refuses."""
+_NOT_READ = ("input_embeds", "audio_data", "video_data", "custom_logit_processor", "session_params")
+_INT32 = 2**31 - 1
+_penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
+SAMPLING_CHECKS: dict[str, Check[object]] = {
+    "max_new_tokens": fields.whole(0, _INT32),
+    "min_new_tokens": fields.whole(0, _INT32),
+    "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
+    "stop_token_ids": fields.list_of(fields.whole(0, _INT32), 4096),
+    "temperature": fields.number(lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"),
+    "top_p": fields.number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
+    "top_k": fields.whole(-1, _INT32, "must be -1 (off) or at least 1"),
+    "min_p": fields.number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
+    "frequency_penalty": _penalty,
+    "presence_penalty": _penalty,
+    "repetition_penalty": fields.number(lambda value: 0 < value <= 2, "must be in (0, 2]"),
+    "ignore_eos": fields.truth,
+    "skip_special_tokens": fields.truth,
+    "spaces_between_special_tokens": fields.truth,
+    "no_stop_trim": fields.truth,
+    "logit_bias": fields.json_object,
+    "sampling_seed": fields.whole(-(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"),
+    "n": fields.whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
+}
+"""The check for type and range of each sampling parameter."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters for sampling the tokens of one sequence and for its end, with SGLang's names and defaults."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    sampling_seed: int | None = None
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p restrict the distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty changes the logits depending on the tokens so far."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass
+class GenerateRequest:
+    """The request for one sequence. A batch or ``n > 1`` becomes several of them."""
+
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    return_logprob: bool = False
+    logprob_start_len: int = -1  # the first prompt position with a log-prob; -1 for none
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = field(default_factory=list)
+    return_text_in_logprobs: bool = False
+    return_top_p_token_ids: bool = False  # ids each token was sampled from; its log-prob is then over these ids only
+    stream: bool = False
+    images: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
+    image_inputs: Mapping[str, object] | None = None  # the tensors that the processor made from the images
+    adapter: str | None = None  # the name of the adapter (lora_path); None for the engine's own
+    version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version for it and the tokens after it)
+
+
+@dataclass
+class GenerateBody:
+    """A ``/generate`` body, divided into single requests. ``texts`` has None for prompts given as token ids."""
+
+    requests: list[GenerateRequest]
+    texts: list[str | None]
+    is_single: bool
+    stream: bool
+
+
+def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_params.") -> SamplingParams:
+    """Check one ``sampling_params`` object.
+
+    Args:
+        where: A prefix of the field names in error messages.
+
+    Raises:
+        BadRequest: A name is unknown, a value has the wrong type or is out of range, or a constraint is not supported.
+    """
+    raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
+    given = {key: value for key, value in raw.items() if value is not None}
+    for name in CONSTRAINTS:
+        if given.pop(name, None):
+            raise BadRequest(f"{where}{name} is not supported by the embedded engine")
+    for name in ("custom_params", "stream_interval"):
+        given.pop(name, None)
+    unknown = sorted(set(given) - set(SAMPLING_CHECKS))
+    if unknown:
+        raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
+    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in given.items()}
+    values["stop"] = tuple(text for text in values.get("stop", ()) if text)
+    values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+    values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
+    params = SamplingParams(**values)
+    if params.top_k == 0:
+        raise refuse(f"{where}top_k", "must be -1 (off) or at least 1", 0)
+    if params.min_new_tokens > params.max_new_tokens:
+        raise refuse(f"{where}min_new_tokens", "must be in [0, max_new_tokens]", params.min_new_tokens)
+    return params
+
+
+def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tuple[tuple[int, float], ...]:
+    finite = fields.number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
+    bias = []
+    for key, value in given.items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1
+        if not 0 <= token < vocab_size:
+            raise refuse(f"{where}logit_bias", f"keys must be token ids in [0, {vocab_size})", key)
+        bias.append((token, finite(value, f"{where}logit_bias[{key}]")))
+    return tuple(sorted(bias))
+
+
+def parse_generate(body: object, vocab_size: int) -> GenerateBody:
+    """Divide a ``/generate`` body into single requests.
+
+    ``text`` or ``input_ids`` is one prompt or a list of prompts. Every other field is one value for all prompts or a
+    list with one value per prompt. With ``n > 1`` each prompt is repeated, and all samples of a prompt follow one
+    another in the response. If the request has a seed, sample ``i`` uses ``sampling_seed + i``.
+
+    Raises:
+        BadRequest: A field is missing, unknown, or has a wrong value.
+    """
+    body = fields.json_object(body, "the body")
+    text, input_ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (input_ids is None):
+        raise BadRequest("pass either text or input_ids")
+    for name in _NOT_READ:
+        if body.get(name):
+            raise BadRequest(f"{name} is not supported by the embedded engine")
+    if text is not None and not isinstance(text, str | list):
+        raise refuse("text", "must be a string or a list of strings", text)
+    given = input_ids if text is None else text
+    is_single = isinstance(given, str) or (text is None and _is_flat(given))
+    prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
+    if not prompts:
+        raise BadRequest("the batch of prompts is empty")
+    stream = fields.take(body, "stream", fields.truth, False)
+    requests: list[GenerateRequest] = []
+    texts: list[str | None] = []
+    for index, prompt in enumerate(prompts):
+        one = {key: _pick(body, key, index, len(prompts), is_single) for key in _PER_PROMPT}
+        one["rid_is_shared"] = not is_single and isinstance(body.get("rid"), str)
+        params = parse_sampling_params(one["sampling_params"], vocab_size)
+        if len(requests) + params.n > MAX_REQUESTS:
+            raise BadRequest(f"one request can have at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
+        ids = _checked_ids(prompt, vocab_size) if text is None else []
+        prompt_text = None if text is None else _checked_text(prompt)
+        for sample in range(params.n):
+            requests.append(_one_request(one, ids, params, sample, index, vocab_size))
+            texts.append(prompt_text)
+    single = is_single and len(requests) == 1
+    return GenerateBody(requests, texts, single, stream)
+
+
+def check_scores(requests: Sequence[GenerateRequest], context_len: int) -> None:
+    """Refuse a body that asks for so many log-probs that computing and sending them would hold up all other requests.
+
+    Raises:
+        BadRequest: It asks for more than :data:`MAX_SCORES`.
+    """
+    scores = 0
+    for one in requests:
+        read = len(one.input_ids) - one.logprob_start_len if one.logprob_start_len >= 0 else 0
+        positions = max(read, 0) + min(one.params.max_new_tokens, context_len)
+        scores += positions * (one.top_logprobs_num + len(one.token_ids_logprob))
+    if scores > MAX_SCORES:
+        raise BadRequest(
+            f"the request asks for up to {scores} log-probs (positions times top_logprobs_num and token_ids_logprob), "
+            f"but at most {MAX_SCORES} are computed: lower max_new_tokens or their number, or send fewer prompts"
+        )
+
+
+_PER_PROMPT = (
+    "rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
+    "image_data", "return_text_in_logprobs", "return_top_p_token_ids", "stream", "weight_version_plan",
+    "lora_path",
+)  # fmt: skip
+
+
+def _one_request(
+    one: Mapping[str, object], ids: list[int], params: SamplingParams, sample: int, index: int, vocab_size: int
+) -> GenerateRequest:
+    rid = fields.take(one, "rid", fields.text(1024), "") or uuid.uuid4().hex
+    if one["rid"] and one["rid_is_shared"]:
+        rid = f"{rid}_{index}"
+    if params.n > 1:
+        rid = f"{rid}_{sample}"
+        seed = None if params.sampling_seed is None else _wrapped(params.sampling_seed + sample)
+        params = replace(params, sampling_seed=seed)
+    images = one["image_data"]
+    return GenerateRequest(
+        rid=rid,
+        input_ids=list(ids),
+        params=params,
+        return_logprob=fields.take(one, "return_logprob", fields.truth, False),
+        logprob_start_len=fields.take(one, "logprob_start_len", fields.whole(-1, _INT32), -1),
+        top_logprobs_num=fields.take(one, "top_logprobs_num", fields.whole(0, vocab_size), 0),
+        token_ids_logprob=fields.take(one, "token_ids_logprob", _ids(vocab_size), []),
+        return_text_in_logprobs=fields.take(one, "return_text_in_logprobs", fields.truth, False),
+        return_top_p_token_ids=fields.take(one, "return_top_p_token_ids", fields.truth, False) and params.filtered,
+        stream=fields.take(one, "stream", fields.truth, False),
+        images=[] if images is None else images if isinstance(images, list) else [images],
+        adapter=fields.take(one, "lora_path", fields.text(4096), None),
+        version_plan=fields.take(one, "weight_version_plan", _version_plan, ()),
+    )
+
+
+def _wrapped(seed: int) -> int:
+    """Wrap a seed around to a signed 64-bit integer."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _ids(vocab_size: int) -> Check[list[int]]:
+    return fields.list_of(fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
+
+
+def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
+    def step(pair: object, where: str) -> tuple[int, str]:
+        if isinstance(pair, list) and len(pair) == 2:
+            token, version = pair
+            if type(token) is int and token >= 0 and isinstance(version, str):
+                return token, version
+        raise refuse(where, "must be [output token, weight version]", pair)
+
+    return tuple(fields.list_of(step, 65536)(value, name))
+
+
+def _checked_text(prompt: object) -> str:
+    if not isinstance(prompt, str):
+        raise BadRequest("text must be a string or a list of strings")
+    return fields.text(MAX_TEXT)(prompt, "text")
+
+
+def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:
+    """Return the value for prompt ``index`` of a field that has one value for all prompts or one per prompt."""
+    value = body.get(key)
+    if is_single or not isinstance(value, list):
+        return value
+    # Here one value is a list itself: a flat list of ids is one value for all prompts.
+    if key == "token_ids_logprob" and value and not isinstance(value[0], list):
+        return value
+    if len(value) != count:
+        raise BadRequest(f"{key} has {len(value)} values for {count} prompts")
+    return value[index]
+
+
+def _is_flat(input_ids: object) -> bool:
+    if not isinstance(input_ids, list) or not input_ids:
+        raise BadRequest("input_ids must not be empty; pass a list of token ids, or a list of such lists")
+    return not isinstance(input_ids[0], list)
+
+
+def _checked_ids(ids: object, vocab_size: int) -> list[int]:
+    if not isinstance(ids, list) or not ids:
+        raise BadRequest("input_ids must not be empty")
+    # With type() and not isinstance(), because True and False are instances of int.
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BadRequest(f"input_ids[{position}] is {token!r}, but token ids are integers in [0, {vocab_size})")
+    return ids

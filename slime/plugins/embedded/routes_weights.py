@@ -1,0 +1,324 @@
+"""Routes for weights: begin and end an update, load tensors (by handle, broadcast or from disk), and check them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from aiohttp import web
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from slime.config.hooks import load_function
+from slime.engines.sglang_api import DELTA_LOADER
+from slime.plugins.embedded import adapters
+from slime.plugins.embedded.fields import json_object, list_of, need, one_of, refuse, take, text, truth, whole
+from slime.plugins.embedded.protocol import BadRequest
+from slime.plugins.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
+from slime.plugins.embedded.web import LOADED, body_of, json_answer, outcome
+from slime.plugins.embedded.weights import WeightError, overall_checksum
+
+routes = web.RouteTableDef()
+GROUP_TIMEOUT = timedelta(seconds=120)
+ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
+MAX_GROUPS = 4
+FLAT = "flattened_bucket"
+_NAME = text(4096)  # the name of a tensor, group or version
+_joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
+"""Threads that join groups. Joining waits for all members of the group, so it must delay nothing else."""
+
+GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
+"""The process groups by name. The value is None while the group is being joined."""
+
+
+@routes.post("/begin_weight_update")
+async def begin_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    opened = await engine.call(engine.begin_update)
+    return outcome(opened, "Success" if opened else "a weight update is open already; call /end_weight_update first")
+
+
+@routes.post("/end_weight_update")
+async def end_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    closed = await engine.call(engine.end_update)
+    return outcome(closed, "Success" if closed else "no weight update is open; call /begin_weight_update first")
+
+
+def _require_open(request: web.Request) -> None:
+    if "update" not in request.app[LOADED].engine.halted:
+        raise WeightError(f"{request.path} must be called between /begin_weight_update and /end_weight_update")
+
+
+async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> None:
+    engine = request.app[LOADED].engine
+    if take(body, "abort_all_requests", truth, False):
+        await engine.call(engine.abort, None)
+
+
+@routes.post("/update_weights_from_tensor")
+async def update_weights_from_tensor(request: web.Request) -> web.Response:
+    """Load tensors from handles (see :mod:`slime.engines.tensor_payload`), or load a published delta."""
+    body = await body_of(request)
+    delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
+    version = take(body, "weight_version", _NAME, None)
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
+
+    def write() -> None:
+        if delta is not None:
+            status = load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
+            if status.outcome != "loaded":
+                raise WeightError(f"the published weights were not loaded ({status.outcome}): {status.message}")
+        else:
+            weights.load(read_tensors(body))
+
+    await engine.call(engine.change_weights, write, version)
+    return outcome(True, "Success")
+
+
+@routes.post("/set_lora_layers")
+async def set_lora_layers(request: web.Request) -> web.Response:
+    """Give the layers of ``config_dict``, which has the form of PEFT's ``adapter_config.json``, an adapter.
+
+    The adapter is zero until an update writes its factors, as tensors with their names in PEFT's files.
+    """
+    body = await body_of(request)
+    settings, names = adapters.read_settings(need(body, "config_dict", json_object))
+    _require_open(request)
+    loaded = request.app[LOADED]
+    await loaded.engine.call(adapters.set_layers, loaded, settings, names)
+    return outcome(True, f"{len(names)} layers have an adapter")
+
+
+@routes.post("/init_weights_update_group")
+async def init_weights_update_group(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    name = _group_name(body)
+    groups = request.app[GROUPS]
+    if name in groups:
+        raise BadRequest(f"the process group {name!r} exists already; destroy it first")
+    if len(groups) >= MAX_GROUPS:
+        raise BadRequest(f"there are {len(groups)} process groups already; destroy one first")
+    world_size = need(body, "world_size", whole(1, 2**20))
+    arguments = (
+        need(body, "master_address", text(253)),
+        need(body, "master_port", whole(1, 65535)),
+        need(body, "rank_offset", whole(0, world_size - 1)),
+        world_size,
+        name,
+        take(body, "backend", one_of("nccl", "gloo"), "nccl"),
+        GROUP_TIMEOUT,
+    )
+    groups[name] = None  # reserves the name and one of MAX_GROUPS while the join waits
+    try:
+        groups[name] = await asyncio.get_running_loop().run_in_executor(_joiners, lambda: join_group(*arguments))
+    except RuntimeError as error:
+        return outcome(False, f"could not join the group {name!r}: {error}")
+    finally:
+        if groups.get(name) is None:
+            groups.pop(name, None)
+    return outcome(True, f"joined the group {name!r}")
+
+
+def join_group(
+    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """Join a process group with a rendezvous at ``tcp://address:port``. All members must call this at the same time.
+
+    The keys in the store have the prefix ``name``, as in SGLang's ``init_custom_process_group``, so that both kinds of
+    members can join the same group.
+    """
+    url = f"tcp://{address}:{port}"
+    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=cast(Any, name),  # the annotated type differs between versions of torch
+        backend_options=None,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+def _group_name(body: Mapping[str, object]) -> str:
+    return take(body, "group_name", _NAME, "weight_update_group")
+
+
+@routes.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: web.Request) -> web.Response:
+    """Receive and load tensors that rank 0 broadcasts.
+
+    There is one broadcast per tensor, in the order of ``names``. With the ``load_format`` "flattened_bucket" there is
+    one broadcast with the bytes of all tensors, without gaps.
+    """
+    body = await body_of(request)
+    names = need(body, "names", list_of(_NAME, MAX_TENSORS))
+    dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
+    shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the same number")
+    receive = _receive_flat if take(body, "load_format", one_of(FLAT), None) else _receive
+    if receive is _receive_flat:
+        _require_aligned(names, dtypes, shapes)
+    version = take(body, "weight_version", _NAME, None)
+    group = request.app[GROUPS].get(_group_name(body))
+    if group is None:
+        raise BadRequest(f"there is no process group {_group_name(body)!r}; call /init_weights_update_group first")
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load(receive(names, dtypes, shapes, group, engine.runner.device))
+
+    try:
+        await engine.call(engine.change_weights, write, version)
+    except RuntimeError as error:
+        return outcome(False, f"Failed to receive weights: {error}")
+    return outcome(True, "Succeeded to update parameter online.")
+
+
+def _receive(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    tensors, waits = [], []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        waits.append(torch.distributed.broadcast(tensor, src=0, group=group, async_op=True))
+        tensors.append((name, tensor))
+    for wait in waits:
+        wait.wait()
+    return tensors
+
+
+def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+    """Check that each tensor of a buffer without gaps starts at a multiple of its element size, which a view needs."""
+    offset = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        size = DTYPES[dtype].itemsize
+        if offset % size:
+            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}")
+        offset += size * math.prod(shape)
+
+
+def _receive_flat(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    described = [(DTYPES[dtype], torch.Size(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in described]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(flat, src=0, group=group)
+    parts = zip(names, described, flat.split(sizes), strict=True)
+    return [(name, part.view(dtype).view(shape)) for name, (dtype, shape), part in parts]
+
+
+@routes.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(request: web.Request) -> web.Response:
+    name = _group_name(await body_of(request))
+    groups = request.app[GROUPS]
+    if groups.get(name) is None:
+        return outcome(False, f"no group {name!r}")
+    group = groups.pop(name)
+    await asyncio.get_running_loop().run_in_executor(_joiners, torch.distributed.destroy_process_group, group)
+    return outcome(True, f"destroyed the group {name!r}")
+
+
+def _path(value: object, name: str) -> str:
+    path = text(4096)(value, name)
+    if "\0" in path:
+        raise refuse(name, "must be the path of a folder", path)
+    return os.path.expanduser(path)
+
+
+@routes.post("/update_weights_from_disk")
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    folder = Path(need(body, "model_path", _path))
+    version = take(body, "weight_version", _NAME, None)
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load_folder(folder)
+
+    count = await engine.call(engine.change_weights, write, version)
+    running = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+    return outcome(True, f"loaded {count} tensors from {folder}", num_paused_requests=running)
+
+
+@routes.post("/update_weight_version")
+async def update_weight_version(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    version = need(body, "new_version", _NAME)
+    engine = request.app[LOADED].engine
+    if take(body, "abort_all_requests", truth, True):
+        await engine.call(engine.abort, None)
+    await engine.call(engine.rename_version, version)
+    return outcome(True, f"Weight version updated to {version}", new_version=version)
+
+
+@routes.get("/get_weight_version")
+async def get_weight_version(request: web.Request) -> web.Response:
+    return json_answer({"weight_version": request.app[LOADED].engine.scheduler.weight_version})
+
+
+@routes.post("/get_weights_by_name")
+@routes.get("/get_weights_by_name")
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    engine = request.app[LOADED].engine
+    name, most = need(body, "name", _NAME), take(body, "truncate_size", whole(0, 2**20), 100)
+    return json_answer(await engine.call(engine.weights.get, name, most))
+
+
+@routes.post("/weights_checker")
+@routes.get("/weights_checker")
+async def weights_checker(request: web.Request) -> web.Response:
+    """Return checksums, or test whether an update writes every tensor.
+
+    The test has three actions: ``snapshot`` keeps a copy of all tensors, ``reset_tensors`` overwrites the tensors, and
+    after the update ``compare`` compares them with the copy.
+    """
+    body = await body_of(request)
+    action = take(body, "action", one_of(*ACTIONS), "checksum")
+    skip = take(body, "skip_tensor_list", list_of(_NAME, MAX_TENSORS), [])
+    engine = request.app[LOADED].engine
+    weights = engine.weights
+    if action == "checksum":
+        checksums = await engine.call(weights.checksums, skip)
+        rank = {"checksums": checksums, "per_gpu_checksum": overall_checksum(checksums), "parallelism_info": [_ALONE]}
+        return outcome(True, "Success", ranks=[rank], per_engine_checksum=rank["per_gpu_checksum"])
+    if action == "snapshot":
+        await engine.call(weights.take_snapshot)
+    elif action in ("reset_tensors", "reset"):
+        await engine.call(engine.change_weights, lambda: weights.reset(skip), None)
+    else:
+        different = await engine.call(weights.compare, skip)
+        if different:
+            names = ", ".join(different[:5])
+            return outcome(False, f"{len(different)} tensors differ from the snapshot: {names}")
+    return outcome(True, "Success")
+
+
+_ALONE = {
+    "role": "target",
+    **{f"{axis}_rank": 0 for axis in ("tp", "dp", "pp")},
+    **{f"{axis}_size": 1 for axis in ("tp", "dp", "pp")},
+    "rank": 0,
+    "size": 1,
+}

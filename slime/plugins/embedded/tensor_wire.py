@@ -1,0 +1,162 @@
+"""Open the buffers of ``/update_weights_from_tensor``; see :mod:`slime.engines.tensor_payload`.
+
+Such a request contains data only: JSON with the name of a shared memory file (CPU) or a CUDA IPC handle, and the dtype,
+shape and place of each tensor. Nothing in it is unpickled or imported. With pickles, which SGLang accepts, everyone who
+can reach the port could execute code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from slime.engines import local
+from slime.engines.flat import Entry
+from slime.engines.tensor_payload import HANDLES
+from slime.plugins.embedded.fields import (
+    BadRequest,
+    json_object,
+    list_of,
+    need,
+    one_of,
+    refuse,
+    text,
+    truth,
+    whole,
+)  # fmt: skip
+
+_SHARED_MEMORY = Path("/dev/shm")
+_FILE_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+\Z")
+_HEADER_BYTES = 64  # the size of torch's header before the data in a shared memory file
+MAX_TENSORS = 2**20  # per request
+_SIZE = whole(0, 2**48)  # bytes; larger than any buffer
+_NAME = text(4096)
+_SHAPE = list_of(whole(0, 2**48), 16)
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_DTYPE = one_of(*DTYPES)
+
+
+def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a body made by :func:`slime.engines.tensor_payload.handles`, as views of its buffer.
+
+    Raises:
+        BadRequest: The body has another format, or a handle does not fit the memory that it names.
+    """
+    if body.get("load_format") != HANDLES:
+        raise BadRequest(
+            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded engine accepts no "
+            "pickles (serialized_named_tensors), because unpickling a request can execute code"
+        )
+    buffer = need(body, "buffer", json_object)
+    entries = need(body, "tensors", list_of(json_object, MAX_TENSORS))
+    openers = {"shared_memory": _open_shared_memory, "cuda_ipc": _open_cuda, "same_process": _take}
+    opener = openers[need(buffer, "kind", one_of(*openers), "buffer.")]
+    nbytes = need(buffer, "nbytes", _SIZE, "buffer.")
+    places = [_entry(entry, f"tensors[{index}]", nbytes) for index, entry in enumerate(entries)]
+    flat = opener(buffer, nbytes)
+    return [(place.name, _view(place, flat)) for place in places]
+
+
+def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
+    part = flat[place.offset : place.offset + place.nbytes]
+    if part.storage_offset() % DTYPES[place.dtype].itemsize:
+        part = part.clone()  # a view with another dtype needs an aligned start
+    return part.view(DTYPES[place.dtype]).reshape(place.shape)
+
+
+def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
+    """Return the place of one tensor after checking that it lies in a buffer of ``nbytes`` bytes."""
+    name, dtype = need(described, "name", _NAME, f"{where}."), need(described, "dtype", _DTYPE, f"{where}.")
+    shape = need(described, "shape", _SHAPE, f"{where}.")
+    offset, size = need(described, "offset", _SIZE, f"{where}."), need(described, "nbytes", _SIZE, f"{where}.")
+    entry = Entry(name, dtype, tuple(shape), offset, size)
+    if size != entry.size_of_values():
+        raise BadRequest(f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, but nbytes is {size}")
+    if offset + size > nbytes:
+        raise BadRequest(f"{where} ends at byte {offset + size}, but the buffer has {nbytes}")
+    return entry
+
+
+def _take(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
+    """Take a buffer that the trainer, in this process, has offered under a name that only it knows."""
+    tensor = local.take(need(buffer, "name", _ascii, "buffer."))
+    if tensor is None or tensor.numel() != nbytes:
+        raise BadRequest("buffer.name is not that of a buffer in this process")
+    return tensor
+
+
+def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
+    """Map a shared memory file of torch that belongs to this user.
+
+    Its reference count is decreased when the tensor is freed.
+    """
+    manager, name = need(buffer, "manager", _ascii, "buffer."), need(buffer, "name", _ascii, "buffer.")
+    size, offset = need(buffer, "storage_nbytes", _SIZE, "buffer."), need(buffer, "offset", _SIZE, "buffer.")
+    if not _FILE_NAME.match(name):
+        raise BadRequest(f"buffer.name {name!r} is not the name of a shared memory file of torch")
+    if offset + nbytes > size:
+        raise BadRequest(f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}")
+    # Only a regular file and a socket of this user are opened. With lstat(), a link is not a regular file.
+    try:
+        file, service = os.lstat(_SHARED_MEMORY / name[1:]), os.stat(manager)
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"buffer {name!r} cannot be opened: {error}") from error
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_size < size + _HEADER_BYTES:
+        raise BadRequest(f"buffer.name {name!r} is not a file of this user with {size} bytes")
+    if not stat.S_ISSOCK(service.st_mode) or service.st_uid != os.geteuid():
+        raise BadRequest("buffer.manager is not a socket of this user")
+    storage = torch.UntypedStorage._new_shared_filename_cpu(manager.encode(), name.encode(), size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
+
+
+def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
+    """Open memory of another process on a GPU that both processes see. torch checks the handle."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    device = need(buffer, "device", _ascii, "buffer.")
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if device not in seen:
+        raise BadRequest(f"the tensors are on GPU {device}, but this engine sees {', '.join(seen) or 'none'}")
+    counter = need(buffer, "ref_counter_handle", _base64, "buffer.")
+    if not _FILE_NAME.match(counter.rstrip(b"\0").decode("ascii", "replace")):
+        raise BadRequest("buffer.ref_counter_handle is not the name of a shared memory file of torch")
+    tensor: torch.Tensor = rebuild_cuda_tensor(
+        torch.Tensor,
+        (nbytes,),
+        (1,),
+        need(buffer, "offset", _SIZE, "buffer."),
+        torch.storage.TypedStorage,
+        torch.uint8,
+        seen.index(device),
+        need(buffer, "handle", _base64, "buffer."),
+        need(buffer, "storage_nbytes", _SIZE, "buffer."),
+        need(buffer, "storage_offset", _SIZE, "buffer."),
+        False,
+        counter,
+        need(buffer, "ref_counter_offset", _SIZE, "buffer."),
+        need(buffer, "event_handle", _base64, "buffer."),
+        need(buffer, "event_sync_required", truth, "buffer."),
+    )
+    return tensor
+
+
+def _ascii(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.isascii() or "\0" in value:
+        raise refuse(name, "must be a string of ASCII characters", value)
+    return value
+
+
+def _base64(value: object, name: str) -> bytes:
+    try:
+        return base64.b64decode(_ascii(value, name), validate=True)
+    except binascii.Error as error:
+        raise BadRequest(f"{name} must be base64: {error}") from error

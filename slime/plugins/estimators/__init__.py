@@ -1,0 +1,15 @@
+"""Estimators and losses of 2025 and 2026 beyond those of the core."""
+
+from slime.registry import register
+
+
+def parts() -> None:
+    """Register the estimators of this plug-in."""
+    here = "slime.plugins.estimators"
+    register("algorithm", "maxrl", f"{here}.maxrl:MaxRl")
+    register("algorithm", "sapo", f"{here}.sapo:Sapo", flags=f"{here}.sapo:SapoFlags")
+    register("algorithm", "luspo", f"{here}.luspo:Luspo")
+    register("algorithm", "vespo", f"{here}.vespo:Vespo", flags=f"{here}.vespo:VespoFlags")
+    register("algorithm", "k2_5", f"{here}.k2_5:K25", flags=f"{here}.k2_5:K25Flags")
+    register("algorithm", "dppo", f"{here}.dppo:Dppo", flags=f"{here}.dppo:DppoFlags")
+    register("algorithm", "dppo_k2_5", f"{here}.dppo:DppoK25", flags=f"{here}.dppo:DppoFlags")

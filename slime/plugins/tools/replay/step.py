@@ -1,0 +1,269 @@
+"""Replay a step of a run: convert its samples again, train them on new ranks, and compare."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.cluster.local_ranks import run_ranks
+from slime.config.cluster import environment_texts
+from slime.config.layout import ParallelLayout
+from slime.data.convert import parts_of_ranks
+from slime.data.sample import flatten
+from slime.data.staleness import staleness_metrics
+from slime.observability.debug_data import load_rollout
+from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compare_metrics, first_unequal, matches
+from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
+from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
+from slime.rollout.metrics import rollout_metrics
+from slime.weights.fused import whole_frozen
+from slime.weights.update import frozen_by_flags
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.data.sample import Sample
+    from slime.plugins.tools.replay.capture import InLoss, SampleFacts
+
+RANKS = f"{replay_role.__module__}:{replay_role.__name__}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to replay.
+
+    Attributes:
+        through: Whether steps since the last snapshot may be trained again before it.
+        sample: The index of a sample to look into.
+        tensors: A folder for intermediate tensors.
+        tolerance: The allowed difference of metrics; None for 0 in an exact replay, else by dtype.
+        seconds: The deadline for all ranks of a role.
+    """
+
+    step: int
+    through: bool = False
+    sample: int | None = None
+    tensors: Path | None = None
+    tolerance: float | None = None
+    seconds: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a replay.
+
+    Attributes:
+        start: The first rollout that was trained; the step itself if there was a snapshot right before it.
+        state: Where the state before it came from.
+        exact: Whether the numbers must be equal: on the CPU, with the layout and the settings of the run.
+        tolerance: What the metrics were compared with.
+        before: Whether the weights before the step are those that the engines had; None if it is not known.
+        after: The same after the step.
+        version: The recorded version of the weights after the step; None if the engines did not get them.
+        tensors: The number of weight tensors that were compared with the snapshot after the step; 0 without one.
+        differs: The first of them that differs.
+        distance: Its largest difference, and the largest change of that tensor by the step.
+        worst: The largest difference of all tensors, relative to the change of the same tensor by the step.
+        skipped: Whether the actor did not train in this step.
+    """
+
+    step: int
+    start: int
+    state: str
+    samples: int
+    groups: int
+    device: str
+    layout: ParallelLayout
+    exact: bool
+    tolerance: float
+    metrics: MetricsCompared
+    before: bool | None
+    after: bool | None
+    version: str | None
+    tensors: int
+    differs: str | None
+    distance: tuple[float, float] | None
+    worst: float
+    sample: SampleFacts | None
+    skipped: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs beyond the tolerance."""
+        weights = not self.exact or (self.before is not False and self.after is not False and self.differs is None)
+        return weights and not self.metrics.differences
+
+    @property
+    def first(self) -> str:
+        """The name of the first number that differs; empty if nothing does."""
+        if self.exact and self.before is False:
+            return "the weights before the step"
+        if self.metrics.differences:
+            return self.metrics.differences[0].name
+        if self.exact and (self.differs is not None or self.after is False):
+            return self.differs or "the weights after the step"
+        return ""
+
+
+def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
+    """Compute a step of a run again.
+
+    Raises:
+        ReplayError: The run lacks a dump or a snapshot, or has no such sample or step.
+        RankError: A training rank failed.
+    """
+    start = run.start_of(wanted.step, wanted.through)
+    if wanted.step not in run.steps:
+        raise ReplayError(f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not complete")
+    args, on_gpu = run.args_from(start), _has_gpu()
+    if on_gpu:
+        args = args.with_values(deterministic=True)
+    layout = ParallelLayout.from_args(args)
+    rollouts = tuple(range(start, wanted.step + 1))
+    with tempfile.TemporaryDirectory(prefix="slime-replay-") as name:
+        folder = Path(name)
+        for rollout_id in rollouts:
+            groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
+            samples = flatten(groups)
+            metrics = _metrics_of_samples(args, rollout_id, samples)
+            for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
+                part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
+        _check_sample(wanted, samples)
+        job = _job(run, args, wanted, rollouts, folder)
+        ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics, run.modules)
+    return _compared(run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups)))
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What the ranks of the actor returned, and the metrics of samples, critic and actor together."""
+
+    start: int
+    layout: ParallelLayout
+    on_gpu: bool
+    ranks: Sequence[RoleResult]
+    metrics: Mapping[str, float]
+    samples: int
+    groups: int
+
+
+def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...], folder: Path) -> RoleJob:
+    sent = run.weights.get(wanted.step + 1) or run.weights.get(wanted.step)
+    after = run.snapshots.get(wanted.step)
+    return RoleJob(
+        args=args,
+        role="actor",
+        load=run.state_before(rollouts[0]),
+        rollouts=rollouts,
+        folder=folder,
+        dtype=sent.dtype if sent is not None else None,
+        expected=after.path if after is not None else None,
+        sample=wanted.sample,
+        tensors=wanted.tensors.absolute() if wanted.tensors is not None else None,
+        asynchronous=run.settled.asynchronous,
+    )
+
+
+def _train(
+    job: RoleJob, folder: Path, world_size: int, seconds: float, metrics: dict[str, float], modules: Sequence[str]
+) -> list[RoleResult]:
+    """Train the critic, if there is one, then the actor; returns the actor's results by rank."""
+    results: list[RoleResult] = []
+    for number, one in enumerate(_jobs(job)):
+        variables = environment_texts(job.args.train_env_vars)
+        # cuBLAS is deterministic only with a workspace of its own.
+        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        results = run_ranks(
+            RANKS,
+            world_size,
+            one,
+            folder / f"{number}_{one.role}",
+            threads=int(job.args.threads_per_process or 1),
+            variables=variables,
+            seconds=seconds,
+            modules=modules,
+        )
+        metrics.update(results[0].metrics)
+    return results
+
+
+def _jobs(job: RoleJob) -> Iterator[RoleJob]:
+    """Yield what the processes of each role do, one after the other; the last is the job of the actor."""
+    if job.args.use_critic:
+        # With a KL penalty, each step of the critic needs the actor's log-probs, which need the steps before it, and
+        # these the values of the critic. So both roles begin again for each of the rollouts.
+        both = job.args.kl_coef != 0
+        for count in range(1 if both else len(job.rollouts), len(job.rollouts) + 1):
+            begun = replace(job, rollouts=job.rollouts[:count])
+            if both:
+                yield replace(begun, scores_only=True)
+            yield replace(begun, role="critic")
+    yield job
+
+
+def _metrics_of_samples(args: Args, rollout_id: int, samples: list[Sample]) -> dict[str, float]:
+    metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+    return metrics | staleness_metrics(samples, rollout_id)
+
+
+def _check_sample(wanted: Wanted, samples: Sequence[Sample]) -> None:
+    known = sorted(sample.index for sample in samples if sample.index is not None)
+    if wanted.sample is not None and wanted.sample not in known:
+        shown = f"{', '.join(map(str, known[:40]))}{', ...' if len(known) > 40 else ''}"
+        raise ReplayError(f"step {wanted.step} has no sample with index {wanted.sample}; its samples: {shown}")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
+    args, first = run.args, trained.ranks[0]
+    exact = not trained.on_gpu and not run.settled.on_gpu and not run.changes
+    tolerance = wanted.tolerance
+    if tolerance is None:
+        tolerance = 0.0 if exact else TOLERANCE[args.train_dtype]
+    frozen, changing = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list), first.changing
+    if changing is not None:
+        frozen = lambda name: name not in changing  # noqa: E731
+    frozen = whole_frozen(frozen) if frozen is not None else None
+    earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
+    differs = first_unequal(first.expected, first.after)
+    state = run.state_before(trained.start)
+    return Replayed(
+        step=wanted.step,
+        start=trained.start,
+        state=str(state or args.hf_checkpoint),
+        samples=trained.samples,
+        groups=trained.groups,
+        device="GPU, deterministic kernels" if trained.on_gpu else "CPU",
+        layout=trained.layout,
+        exact=exact,
+        tolerance=tolerance,
+        metrics=compare_metrics(run.steps[wanted.step], trained.metrics, tolerance),
+        before=matches(earlier, first.before, frozen) if earlier is not None else None,
+        after=matches(later, first.after, frozen) if later is not None else None,
+        version=later.version if later is not None else None,
+        tensors=len(first.expected),
+        differs=differs,
+        distance=first.distances[differs] if differs is not None else None,
+        worst=max((far / step if step else far for far, step in first.distances.values()), default=0.0),
+        sample=_merged([one.sample for one in trained.ranks if one.sample is not None]),
+        skipped=first.skipped,
+    )
+
+
+def _merged(found: Sequence[SampleFacts]) -> SampleFacts | None:
+    """Return a sample with what it adds to the loss on all ranks that share its tokens."""
+    if not found:
+        return None
+    # Tensor-parallel ranks compute the same; context-parallel ones have other tokens of the sample.
+    parts: dict[tuple[int, tuple[int, ...]], InLoss] = {}
+    for part in (part for one in found for part in one.parts):
+        parts.setdefault((part.step, tuple(part.index.tolist())), part)
+    return replace(found[0], parts=list(parts.values()))

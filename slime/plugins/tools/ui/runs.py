@@ -1,0 +1,232 @@
+"""The runs that the page shows, and what is kept in memory of each."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import orjson
+
+from slime.checkpoint.ledger_report import Report, read_ledger
+from slime.observability import run_dir
+from slime.observability.regular import regular, shallow
+from slime.observability.run_dir import RunDir, no_run, runs_in
+from slime.observability.run_state import RunState, read_state
+from slime.plugins.tools.doctor.facts import processes_of
+from slime.plugins.tools.ui.index import SampleIndex
+from slime.plugins.tools.ui.loads import EngineLoads
+from slime.plugins.tools.ui.series import Series
+from slime.plugins.tools.ui.tail import Tail
+from slime.plugins.tools.ui.tokens import TokenDumps
+from slime.types import JsonObject
+
+logger = logging.getLogger(__name__)
+
+
+class NoRuns(ValueError):
+    """No folder of a run was found. The message says where it was looked for."""
+
+
+class Ledger:
+    """The newest row of each prompt group in ``ledger.jsonl``, and the line of the last snapshot."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._tail, self._lock = path, Tail(path), threading.Lock()
+        self.rows: dict[int, JsonObject] = {}
+        self.cut: JsonObject | None = None
+        self.of_rollout: dict[int, list[int]] = {}
+        self._report: tuple[tuple[int, int], Report] | None = None
+
+    def report(self) -> Report:
+        """Return what ``slime ledger`` says of the file. It is read again only if it has changed.
+
+        Raises:
+            FileNotFoundError: There is no ledger.
+        """
+        found = self.path.stat()
+        stamp = found.st_mtime_ns, found.st_size
+        if self._report is None or self._report[0] != stamp:
+            try:
+                self._report = stamp, read_ledger(regular(self.path))
+            except OSError as error:
+                self._report = stamp, Report(problems=[f"it cannot be read: {error.strerror or error}"])
+        return self._report[1]
+
+    def refresh(self) -> None:
+        with self._lock:
+            restarted, lines = self._tail.read()
+            if restarted:
+                self.rows, self.cut, self.of_rollout = {}, None, {}
+            for line in lines:
+                try:
+                    row = shallow(orjson.loads(line))
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    self._add(row)
+
+    def _add(self, row: JsonObject) -> None:
+        group, rollout = row.get("group"), row.get("rollout")
+        if isinstance(group, int):
+            self.rows[group] = row
+            if isinstance(rollout, int):
+                self.of_rollout.setdefault(rollout, []).append(group)
+        elif "cut" in row:
+            self.cut = row
+
+
+class Run:
+    """One run. The methods of its parts are thread-safe.
+
+    Args:
+        key: Its name in addresses of the page.
+        cache: Folder of the indexes; None keeps them in memory.
+    """
+
+    def __init__(self, key: str, folder: Path, cache: Path | None) -> None:
+        self.key, self.folder, self.files = key, folder, RunDir(folder)
+        self.series = Series(self.files.metrics)
+        self.ledger = Ledger(self.files.ledger)
+        self.loads = EngineLoads(self.files.engines)
+        self._configured = _modified(self.files.config)
+        self.settings = read_settings(self.files.config)
+        self.index = SampleIndex(folder, cache, self.settings)
+        self.tokens = TokenDumps(folder, self.settings)
+
+    def refresh(self) -> None:
+        """Read what the run has appended to its metrics, its ledger and the load of its engines; and its settings, if a
+        resume or a new run of this name has replaced them."""
+        if (configured := _modified(self.files.config)) != self._configured:
+            self._configured, self.settings = configured, read_settings(self.files.config)
+            self.index.settings, self.tokens = self.settings, TokenDumps(self.folder, self.settings)
+        self.series.refresh()
+        self.loads.refresh()
+        self.ledger.refresh()
+
+    def state(self) -> tuple[RunState | None, str]:
+        """Return what the driver wrote last, and its status in one word: that of the state, or
+
+        ``dead`` (the driver ended without saying so), ``remote`` (it runs on another machine, and is not seen from
+        here), or ``unknown`` (a run of an older release, without ``state.json``).
+        """
+        state = read_state(self.folder)
+        if state is None:
+            return None, "unknown"
+        if state.status not in ("running", "restarting"):
+            return state, state.status
+        processes = processes_of(state)
+        if processes is None:
+            return state, "remote"
+        return state, state.status if processes else "dead"
+
+
+class Runs:
+    """All runs under some folders. New ones are found while the page is open.
+
+    Args:
+        places: Folders of runs, or folders that have such folders in them.
+        cache: Folder of the indexes; None keeps them in memory.
+
+    Raises:
+        NoRuns: There is no run yet.
+    """
+
+    def __init__(self, places: Sequence[Path], cache: Path | None) -> None:
+        self.places, self.cache = [place.expanduser() for place in places], cache
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._folders: dict[Path, str] = {}
+        self.find()
+        if not self._runs:
+            raise NoRuns(f"there is no folder of a run: {'; '.join(map(no_run, self.places))}")
+
+    def find(self) -> None:
+        """Add the runs that began since the last call."""
+        with self._lock:
+            for place in self.places:
+                for folder in runs_in(place):
+                    if folder not in self._folders:
+                        key = self._new_key(folder.name)
+                        self._folders[folder] = key
+                        self._runs[key] = Run(key, folder, self.cache)
+
+    def _new_key(self, name: str) -> str:
+        plain = re.sub(r"[^\w.-]", "_", name) or "run"
+        keys = (plain, *(f"{plain}~{number}" for number in range(2, 10_000)))
+        return next(key for key in keys if key not in self._runs)
+
+    def all(self) -> list[Run]:
+        """Return the runs, those with the newest metrics first; also before these have been read."""
+        return sorted(self._runs.values(), key=lambda run: -_modified(run.files.metrics))
+
+    def get(self, key: str) -> Run | None:
+        return self._runs.get(key)
+
+    def refresh(self, most_files: int | None = None) -> int:
+        """Read what is new of all runs, and return how many files of samples remain to be read."""
+        left = 0
+        for run in list(self._runs.values()):
+            try:
+                run.refresh()
+                left += run.index.refresh(most_files)
+            except Exception:  # one unreadable run must not keep the page from following the others
+                logger.exception("%s could not be read", run.folder)
+        return left
+
+    def prepare(self) -> None:
+        """Load what reads dumps, if a run has any: importing torch takes seconds, which the first reader of a sample
+        should not wait for."""
+        if "torch" not in sys.modules and any(run.tokens.recorded(run.series.last_step) for run in self.all()):
+            import torch  # noqa: F401
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.index.close()
+
+
+class Refresher(threading.Thread):
+    """Builds the indexes in the background, and follows the runs while the page is open."""
+
+    def __init__(self, runs: Runs, seconds: float = 1.0) -> None:
+        super().__init__(name="slime-ui-refresh", daemon=True)
+        self._runs, self._seconds, self._stop_event = runs, seconds, threading.Event()
+
+    def run(self) -> None:
+        found = time.monotonic()
+        while not self._stop_event.is_set():
+            left = 0
+            try:
+                left = self._runs.refresh(most_files=20)
+                if time.monotonic() - found > 5:
+                    self._runs.find()
+                    found = time.monotonic()
+                if not left:
+                    self._runs.prepare()
+            except Exception:
+                logger.exception("the runs could not be read; trying again")
+            if not left:
+                self._stop_event.wait(self._seconds)
+
+    def stop(self) -> None:
+        self._stop_event.set()
+        self.join(timeout=30)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def read_settings(path: Path) -> Mapping[str, object]:
+    """Return the flags of a run; empty if they cannot be read."""
+    try:
+        return run_dir.read_settings(path)
+    except run_dir.UnreadableRun:
+        return {}

@@ -1,0 +1,170 @@
+"""Verify a model on a backend, in a layout, and on an engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime.cluster.local_ranks import run_ranks
+from slime.config.layout import ParallelLayout
+from slime.plugins.tools.verify.batch import RandomSample, make_samples
+from slime.plugins.tools.verify.check import Check, all_checks, check_log_probs
+from slime.plugins.tools.verify.engine import engine_log_probs
+from slime.plugins.tools.verify.places import Place, guesses, write_model, write_variants
+from slime.plugins.tools.verify.rank import VerifyJob, settings, verify_rank
+from slime.plugins.tools.verify.reference import Scores, reference_scores
+from slime.plugins.tools.verify.small import UNKNOWN, SmallModel, VerifyError, make_small, unknown_family
+
+RANKS = f"{verify_rank.__module__}:{verify_rank.__name__}"
+MOST_DATA_RANKS = 4
+"""The batch has four groups, and each data-parallel rank needs one."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to verify.
+
+    Attributes:
+        model: A folder or hub id.
+        sizes: Sizes of the parallel dimensions by Megatron's names, such as ``tensor_model_parallel_size``.
+        data: The data-parallel size.
+        engine: ``embedded``, ``sglang``, or None for no engine.
+        layers: The number of layers of the cut-down model.
+        ranks_function: The function of the ranks, ``module:name``.
+    """
+
+    model: str
+    backend: str = "fsdp"
+    sizes: dict[str, int | bool] = field(default_factory=dict)
+    data: int = 1
+    flags: dict[str, Any] = field(default_factory=dict)
+    engine: str | None = "embedded"
+    layers: int = 4
+    trust_remote_code: bool = False
+    seconds: float = 600.0
+    ranks_function: str = RANKS
+
+    def size(self, name: str) -> int:
+        return int(self.sizes.get(f"{name}_parallel_size") or 1)
+
+    @property
+    def world_size(self) -> int:
+        model = self.size("tensor_model") * self.size("pipeline_model") * self.size("context")
+        return model * self.data
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result.
+
+    Attributes:
+        checks: In the order in which an error spreads.
+        places: The parts of the model whose outputs are wrong; found only if log-probs differ.
+        parameters: Those of the first wrong part.
+        guess: What would explain its outputs; empty if nothing that was tried does.
+    """
+
+    small: SmallModel
+    world_size: int
+    checks: list[Check]
+    places: list[str] = field(default_factory=list)
+    parameters: tuple[str, ...] = ()
+    guess: str = ""
+
+    @property
+    def good(self) -> bool:
+        return all(check.good for check in self.checks)
+
+
+def verify(target: Target) -> Verified:
+    """Compare a cut-down model on a backend, a layout and an engine with plain transformers on one rank.
+
+    Raises:
+        VerifyError: The model cannot be cut down, or the layout is impossible.
+        RankError: A rank failed.
+    """
+    _check_layout(target)
+    heads = max(2, target.size("tensor_model"))
+    # As many layers on each stage.
+    stages = target.size("pipeline_model") * int(target.sizes.get("virtual_pipeline_model_parallel_size") or 1)
+    layers = -(-target.layers // stages) * stages
+    samples = make_samples()
+    with tempfile.TemporaryDirectory(prefix="slime-verify-") as name:
+        folder = Path(name)
+        small = make_small(target.model, folder / "model", layers, heads, target.trust_remote_code)
+        try:
+            expected = reference_scores(small.folder, samples, trust_remote_code=target.trust_remote_code)
+        except UNKNOWN as error:
+            raise unknown_family(target.model, small.description, error) from error
+        flags = {"trust_remote_code": target.trust_remote_code, **target.flags}
+        job = VerifyJob(target.backend, dict(target.sizes), flags, small.folder)
+        ranks = _train(target, job, folder / "ranks")
+        checks = all_checks(expected, [scores[0] for scores in ranks])
+        wrong: list[_Wrong] = []
+        guess = ""
+        if not checks[1].good:
+            wrong = _wrong_places(target, job, folder, samples)
+            guess = _explain(target, wrong[0], folder, samples) if wrong else ""
+        if target.engine is not None:
+            found = engine_log_probs(small.folder, target.engine, samples, folder, target.trust_remote_code)
+            checks.append(check_log_probs(expected.log_probs, [found], f"log-probs of the {target.engine} engine"))
+    parameters = wrong[0].place.parameters if wrong else ()
+    return Verified(small, target.world_size, checks, [one.place.name for one in wrong], parameters, guess)
+
+
+def _check_layout(target: Target) -> None:
+    job = VerifyJob(target.backend, dict(target.sizes), target.flags, Path(target.model))
+    layout = ParallelLayout.from_args(settings(job, job.model, target.world_size))
+    problems = layout.problems()
+    if target.data > MOST_DATA_RANKS:
+        problems.append(f"data-parallel size {target.data}: at most {MOST_DATA_RANKS}, one for each group of the batch")
+    others = [name for name in target.sizes if name != "context_parallel_size"]
+    if target.backend == "fsdp" and others:
+        problems.append(f"FSDP has no {', '.join(others)}: use --backend megatron, or --cp and --dp")
+    if problems:
+        raise VerifyError("\n".join(problems))
+
+
+def _train(target: Target, job: VerifyJob, folder: Path) -> list[list[Scores]]:
+    ranks = run_ranks(target.ranks_function, target.world_size, job, folder, seconds=target.seconds)
+    return [scores for scores in ranks if isinstance(scores, list)]
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A part whose outputs are wrong, and the log-probs that each rank has computed with its variant."""
+
+    place: Place
+    log_probs: Sequence[Mapping[int, Tensor]]
+
+
+def _wrong_places(target: Target, job: VerifyJob, folder: Path, samples: list[RandomSample]) -> list[_Wrong]:
+    """Return the parts of the model whose variant differs from the reference."""
+    places = write_variants(job.model, folder / "variants")
+    if not places:
+        return []
+    ranks = _train(target, replace(job, variants=tuple(place.variant for place in places)), folder / "of_variants")
+    wrong = []
+    for number, place in enumerate(places, start=1):
+        expected = reference_scores(place.variant, samples, False, target.trust_remote_code)
+        found = [scores[number].log_probs for scores in ranks]
+        if not check_log_probs(expected.log_probs, found, place.name).good:
+            wrong.append(_Wrong(place, found))
+    # What is outside of the layers is a part of every variant. If it is wrong, nothing is known about the others.
+    return wrong[:1] if wrong and wrong[0].place is places[0] else wrong
+
+
+def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSample]) -> str:
+    """Return the mistake with which the reference computes the same as the backend; empty if none was found."""
+    for number, guess in enumerate(guesses(wrong.place)):
+        model = folder / f"guess_{number}"
+        write_model(guess.weights, wrong.place.variant, model)
+        expected = reference_scores(model, samples, False, target.trust_remote_code)
+        if check_log_probs(expected.log_probs, wrong.log_probs, guess.text).good:
+            return guess.text
+    return ""

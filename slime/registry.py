@@ -1,0 +1,222 @@
+"""The one table of names: which class or function a name stands for, slime's own and those of other packages.
+
+A part is registered with the place of its code, so nothing is imported before a run uses it::
+
+    from slime.registry import register
+
+    def parts() -> None:
+        register("reward", "haiku", "my_package.haiku:HAIKU")
+
+A package names such a function as an entry point of the group ``slime.plugins``. It is called once in each process,
+when a name is first asked for. The plug-ins in :mod:`slime.plugins` have a function ``parts`` too, and the core's own
+parts are at the end of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+GROUP = "slime.plugins"
+"""The group of entry points of other packages."""
+
+KINDS = {
+    "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
+    "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
+    "environment": "a function make(what, **options) that returns an Environment, for --environment",
+    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a RunningEngine",
+    "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
+    "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
+    "layer kind": "a slime.models.layer_kinds.kind.LayerKind: a way in which layers of a model mix tokens",
+    "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
+    "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
+    "check": "a function check(args) that returns problems, one line each, before a run starts",
+    "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",
+    "report": "a function report(args, asynchronous) that returns lines for --dry-run",
+}
+
+
+class RegistryError(ValueError):
+    """Raised for a name that is not registered, or that two packages register."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One registered part.
+
+    Attributes:
+        target: The object itself, or its place (``package.module:name``).
+        flags: A dataclass whose fields are flags (:func:`slime.config.flag.flag`), or its place; None for none.
+        package: The module that the part needs, which may be missing, and what ``pip install`` gets it.
+        when: For a check: it is called only if one of these arguments is set.
+    """
+
+    kind: str
+    name: str
+    target: object
+    flags: object = None
+    package: tuple[str, str] | None = None
+    when: tuple[str, ...] = ()
+
+
+_parts: dict[tuple[str, str], Part] = {}
+_failed: list[str] = []
+
+
+def register(
+    kind: str,
+    name: str,
+    target: object,
+    *,
+    flags: object = None,
+    package: tuple[str, str] | None = None,
+    when: tuple[str, ...] = (),
+) -> None:
+    """Register a part; see :class:`Part` for the arguments.
+
+    Raises:
+        RegistryError: There is no such kind, or the name is taken by another part.
+    """
+    if kind not in KINDS:
+        raise RegistryError(f"{kind!r} is not a kind of part; the kinds are {', '.join(KINDS)}")
+    other = _parts.get((kind, name))
+    if other is not None and _place(other.target) != _place(target):
+        raise RegistryError(f"the {kind} {name!r} is registered twice: {_place(other.target)} and {_place(target)}")
+    _parts[kind, name] = Part(kind, name, target, flags, package, when)
+
+
+def parts(kind: str) -> dict[str, Part]:
+    """Return the parts of a kind by their names, slime's own first. None of their code is imported."""
+    _discover()
+    return {part.name: part for part in _parts.values() if part.kind == kind}
+
+
+def find(kind: str, name: str) -> Any:
+    """Import the part of this name and return it.
+
+    Raises:
+        RegistryError: There is none.
+    """
+    known = parts(kind)
+    if name not in known:
+        failed = "".join(f"; {problem}" for problem in _failed)
+        raise RegistryError(f"there is no {kind} {name!r}; known are {', '.join(known)}{failed}")
+    return load(known[name].target)
+
+
+def sections() -> tuple[type, ...]:
+    """Return the dataclasses whose fields are the flags of parts, without duplicates."""
+    _discover()
+    return tuple(dict.fromkeys(load(part.flags) for part in _parts.values() if part.flags is not None))
+
+
+def failures() -> list[str]:
+    """Return one line for each other package whose parts could not be registered."""
+    _discover()
+    return list(_failed)
+
+
+def _place(target: object) -> str:
+    """Return ``package.module:name`` also of an object, so that a cell of a notebook can be run again."""
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', repr(target))}"
+
+
+def load(target: object) -> Any:
+    """Return the object of a place (``package.module:name``), or the object itself."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _discover() -> None:
+    import slime.plugins
+
+    for kind, name, target in _CORE:
+        register(kind, name, target, package=_PACKAGES.get(name))
+    for found in pkgutil.iter_modules(slime.plugins.__path__, f"{slime.plugins.__name__}."):
+        importlib.import_module(found.name).parts()
+    _failed.extend(_register_others())
+
+
+def _register_others() -> Iterator[str]:
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()()
+        except Exception as error:  # the code of another package can raise anything, and must not end every command
+            package = point.dist.name if point.dist is not None else point.value
+            yield (
+                f"the package {package} cannot register its parts ({point.value}: {type(error).__name__}: {error}); "
+                "mend or uninstall it"
+            )
+
+
+_CORE = (
+    ("algorithm", "grpo", "slime.algorithms.grpo:Grpo"),
+    ("algorithm", "gspo", "slime.algorithms.gspo:Gspo"),
+    ("algorithm", "cispo", "slime.algorithms.cispo:Cispo"),
+    ("algorithm", "rloo", "slime.algorithms.rloo:Rloo"),
+    ("algorithm", "dr_grpo", "slime.algorithms.dr_grpo:DrGrpo"),
+    ("algorithm", "reinforce_plus_plus", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlus"),
+    ("algorithm", "reinforce_plus_plus_baseline", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"),
+    ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
+    ("reward", "deepscaler", "slime.rollout.rm_hub.math:DEEPSCALER"),
+    ("reward", "dapo", "slime.rollout.rm_hub.dapo:DAPO"),
+    ("reward", "math", "slime.rollout.rm_hub.math:MATH"),
+    ("reward", "f1", "slime.rollout.rm_hub.f1:F1"),
+    ("reward", "gpqa", "slime.rollout.rm_hub.gpqa:GPQA"),
+    ("reward", "last_number", "slime.rollout.rm_hub.last_number:LAST_NUMBER"),
+    ("reward", "random", "slime.rollout.rm_hub.random_rm:RANDOM"),
+    ("reward", "remote_rm", "slime.rollout.rm_hub.remote_rm:REMOTE_RM"),
+    ("tracker", "mlflow", "slime.observability.trackers:Mlflow"),
+    ("tracker", "trackio", "slime.observability.trackers:Trackio"),
+    ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
+    ("engine", "sglang", "slime.engines.sglang.launch:start"),
+    ("transport", "nccl", "slime.weights.transports.direct:DIRECT"),
+    ("transport", "disk", "slime.weights.transports.disk:DISK"),
+    ("layer kind", "full_attention", "slime.models.layer_kinds.kinds:FULL_ATTENTION"),
+    ("layer kind", "sliding_window", "slime.models.layer_kinds.kinds:SLIDING_WINDOW"),
+    ("layer kind", "attention_sinks", "slime.models.layer_kinds.kinds:ATTENTION_SINKS"),
+    ("layer kind", "soft_cap", "slime.models.layer_kinds.kinds:SOFT_CAP"),
+    ("layer kind", "gated_delta_net", "slime.models.layer_kinds.kinds:GATED_DELTA_NET"),
+    ("layer kind", "short_convolution", "slime.models.layer_kinds.kinds:SHORT_CONVOLUTION"),
+    ("layer kind", "mamba2", "slime.models.layer_kinds.kinds:MAMBA2"),
+    ("layer kind", "no_mixing", "slime.models.layer_kinds.kinds:NO_MIXING"),
+    ("layer kind", "sparse_indexer", "slime.models.layer_kinds.kinds:SPARSE_INDEXER"),
+    ("layer kind", "chunked_attention", "slime.models.layer_kinds.kinds:CHUNKED_ATTENTION"),
+    ("layer kind", "temperature_tuning", "slime.models.layer_kinds.kinds:TEMPERATURE_TUNING"),
+    ("model family", "llama", "slime.weights.maps.dense:LLAMA"),
+    ("model family", "mistral", "slime.weights.maps.dense:MISTRAL"),
+    ("model family", "qwen2", "slime.weights.maps.dense:QWEN2"),
+    ("model family", "qwen3", "slime.weights.maps.dense:QWEN3"),
+    ("model family", "qwen3_moe", "slime.weights.maps.experts:QWEN3_MOE"),
+    ("model family", "glm4", "slime.weights.maps.dense:GLM4"),
+    ("model family", "glm4_moe", "slime.weights.maps.experts:GLM4_MOE"),
+    ("model family", "glm4_moe_lite", "slime.weights.maps.experts:GLM4_MOE_LITE"),
+    ("model family", "deepseek_v3", "slime.weights.maps.experts:DEEPSEEK_V3"),
+    ("model family", "minimax_m2", "slime.weights.maps.experts:MINIMAX_M2"),
+    ("model family", "gpt_oss", "slime.weights.maps.experts:GPT_OSS"),
+    ("model family", "qwen3_next", "slime.weights.maps.delta_nets:QWEN3_NEXT"),
+    ("model family", "qwen3_5", "slime.weights.maps.delta_nets:QWEN3_5"),
+    ("model family", "gemma3_text", "slime.weights.maps.dense:GEMMA3_TEXT"),
+    ("model family", "phi3", "slime.weights.maps.dense:PHI3"),
+    ("model family", "olmo3", "slime.weights.maps.dense:OLMO3"),
+    ("model family", "granite", "slime.weights.maps.dense:GRANITE"),
+    ("model family", "seed_oss", "slime.weights.maps.dense:SEED_OSS"),
+    ("model family", "smollm3", "slime.weights.maps.dense:SMOLLM3"),
+)
+
+_PACKAGES = {
+    "mlflow": ("mlflow", "'slime-rl[mlflow]'"),
+    "trackio": ("trackio", "'slime-rl[trackio]'"),
+    "swanlab": ("swanlab", "'slime-rl[swanlab]'"),
+    "sglang": ("sglang", "'slime-rl[sglang]'"),
+}

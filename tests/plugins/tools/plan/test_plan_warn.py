@@ -1,0 +1,56 @@
+"""The warning of a run that will not fit on the GPUs of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_shapes import DENSE, EXPERTS, read
+
+from slime.plugins.tools.plan import warn
+from slime.plugins.tools.plan.gpus import KINDS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_drivers_name_says_the_kind(tmp_path: Path, name: str, kind: str | None) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text(f"Model: \t\t {name}\nIRQ: 1\n")
+    found = warn.installed_kind(tmp_path)
+    assert (found.name if found else None) == kind
+    assert warn.installed_kind(tmp_path / "none") is None
+
+
+def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slime.cluster.checks import print_warnings
+    from slime.config.machine import Machine
+    from slime.config.parser import read_command_line
+    from slime.config.resolve import resolve_defaults
+
+    def started(config: dict[str, object], kind: str | None, engine: str = "sglang") -> str:
+        read(tmp_path, config)
+        words = ["--hf-checkpoint", str(tmp_path), "--train-backend", "fsdp", "--colocate", "--rm-type", "random"]
+        words += ["--rollout-backend", engine]
+        args, problems = read_command_line([*words, "--actor-num-gpus-per-node", "1", "--num-rollout", "1"])
+        assert not problems + resolve_defaults(args, machine=Machine(1, 16, False))
+        monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
+        print_warnings(args)
+        return capsys.readouterr().err
+
+    assert started(DENSE, "h200") == ""
+    assert "not fit" in started(DENSE, "a100-40gb")
+    assert "more GPUs" in started(EXPERTS | {"num_hidden_layers": 47}, "h200")
+    assert started(DENSE, None) == ""
+    assert started(DENSE, "a100-40gb", "embedded") == "", "it sizes its cache by what is free"

@@ -1,0 +1,86 @@
+"""What is taken from inside of a step: the parts of the loss, gradients and the outputs of modules."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "backends"))
+
+from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
+
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.train_loop import train_on_rollout
+from slime.plugins.tools.replay import capture
+from slime.plugins.tools.replay.capture import InLoss
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def backend_of(model: Path, **flags: object) -> FsdpBackend:
+    return make_backend(make_args(model, **flags))
+
+
+def test_the_samples_add_up_to_the_loss_and_looking_changes_nothing(model: Path) -> None:
+    plain = backend_of(model, eps_clip=0.2, use_kl_loss=True, kl_loss_coef=0.1)
+    straight, _ = train_on_rollout(plain, plain.args, whole_batch(make_samples()))
+    total = 0.0
+    for position in range(16):
+        backend = backend_of(model, eps_clip=0.2, use_kl_loss=True, kl_loss_coef=0.1)
+        parts: list[InLoss] = []
+        with capture.losses_of(backend, position, parts):
+            metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples()))
+        assert {k: v for k, v in metrics.items() if "perf" not in k} == {
+            k: v for k, v in straight.items() if "perf" not in k
+        }
+        (part,) = parts
+        total += part.loss
+    assert total == pytest.approx(straight["train/loss"], rel=1e-5)
+    after, looked_at = weights_of(plain), weights_of(backend)
+    assert all(torch.equal(after[name], looked_at[name]) for name in after)
+
+
+def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divides_by(model: Path) -> None:
+    backend, parts, batch = backend_of(model), [], whole_batch(make_samples())
+    with capture.losses_of(backend, 1, parts):
+        train_on_rollout(backend, backend.args, batch)
+    facts = capture.facts_of(batch, 1)
+    mask, advantages = facts.per_token["loss_masks"], facts.per_token["advantages"]
+    # With one step and no recomputed log-probs the ratio is 1, so that dloss/dlogp = -advantage · mask / (tokens · 16).
+    torch.testing.assert_close(parts[0].gradient, -advantages * mask / mask.sum() / 16)
+    assert parts[0].gradient[0] == 0, "the first token of this sample is masked"
+    assert facts.numbers["sample_indices"] == 1 and len(facts.tokens) > facts.response_length
+    assert capture.position_of(batch, 1) == 1 and capture.position_of(batch, 99) is None
+
+
+def test_gradients_are_those_that_the_optimizer_gets(model: Path) -> None:
+    backend, found = backend_of(model), []
+    with capture.gradients_of(backend, found):
+        metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples(), steps=2))
+    assert len(found) == 2
+    norms = [torch.sqrt(sum((g.double() ** 2).sum() for g in grads.values())) for grads in found]
+    assert float(sum(norms)) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
+
+
+def test_outputs_of_modules_are_written_for_one_sample(model: Path, tmp_path: Path) -> None:
+    backend, batch, found = backend_of(model), whole_batch(make_samples()), {}
+    with capture.outputs_of(backend.scorer, found):
+        alone = backend.log_probs(capture.alone(batch, 2))["log_probs"][0]
+    torch.testing.assert_close(alone, backend.log_probs(batch)["log_probs"][2])
+    capture.save_tensors(tmp_path / "new", "outputs.safetensors", found)
+    names = load_file(tmp_path / "new" / "outputs.safetensors").keys()
+    assert {"hf.model.layers.0.mlp", "hf.model.layers.1.self_attn.q_proj", "hf.model.norm"} <= set(names)
+
+
+def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> None:
+    backend, batch = backend_of(model), whole_batch(make_samples())
+    train_on_rollout(backend, backend.args, batch)
+    found = capture.tensors_of_batch(batch)
+    assert torch.equal(found["5.tokens"], batch["tokens"][5]) and "5.advantages" in found

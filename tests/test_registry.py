@@ -1,0 +1,82 @@
+"""The table of names: what registers, what is found, and what a package of somebody else may do wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from slime import registry
+from slime.config.parser import check_args
+from slime.registry import RegistryError, find, parts, register
+
+
+@pytest.fixture(autouse=True)
+def _same_parts_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    parts("reward")  # all have registered
+    monkeypatch.setattr(registry, "_parts", dict(registry._parts))
+    monkeypatch.setattr(registry, "_failed", list(registry._failed))
+    yield
+
+
+def test_every_part_of_slime_is_there() -> None:
+    for kind in registry.KINDS:
+        for name, part in parts(kind).items():
+            if kind != "command":
+                assert find(kind, name) is not None, part
+
+
+def test_an_object_of_a_notebook_can_be_registered_again() -> None:
+    for _ in range(2):
+
+        def haiku(sample: object) -> float:
+            return 1.0
+
+        register("reward", "haiku", haiku)
+    assert find("reward", "haiku") is haiku
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(RegistryError, match="math"):
+        register("reward", "math", "somebody.else:MATH")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("rewards", "haiku"), ("", "haiku")])
+def test_an_unknown_kind_names_the_kinds(kind: str, name: str) -> None:
+    with pytest.raises(RegistryError, match="tracker"):
+        register(kind, name, "a:b")
+
+
+def test_an_unknown_name_names_the_parts_that_there_are() -> None:
+    with pytest.raises(RegistryError, match="last_number"):
+        find("reward", "hiaku")
+
+
+def test_a_package_that_cannot_register_is_told_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_parts.py").write_text("def parts():\n    raise KeyError('x')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = EntryPoint("mine", "broken_parts:parts", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    registry._failed.extend(registry._register_others())
+    args, _ = check_args(["--rm-type", "math"])
+    assert any("broken_parts" in notice and "KeyError" in notice for notice in args.notices)
+    with pytest.raises(RegistryError, match="broken_parts"):
+        find("reward", "of_mine")
+
+
+def test_import_slime_and_the_flags_load_no_plugin_and_no_torch() -> None:
+    """But for the classes of estimators, which the checks of other flags ask."""
+    program = (
+        "import sys, slime\nfrom slime.config.parser import build_parser\nbuild_parser()\n"
+        "loaded = [name for name in sys.modules if name.startswith('slime.plugins.') and name.count('.') > 2]\n"
+        "loaded = [name for name in loaded if not name.startswith('slime.plugins.estimators.')]\n"
+        "print(*loaded, 'torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["False"]
