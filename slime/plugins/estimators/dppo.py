@@ -3,8 +3,7 @@
 A ratio of 2 hardly moves a token of probability 0.001, but much one of 0.4. So a token is left out if its probability
 has already moved too far in the direction of its advantage, and no ratio is clipped.
 
-Sources: "Divergence Proximal Policy Optimization" (2026), arXiv 2602.04879; Kimi Team, "Kimi K2.5" (2026), arXiv
-2602.02276, for the regulariser.
+Sources: arXiv 2602.04879; for the regulariser arXiv 2602.02276 (Kimi K2.5).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The loss of Kimi K2.5: a ratio that is clipped on both sides whatever the advantage, and a squared log-ratio.
 
-Source: Kimi Team, "Kimi K2.5" (2026), arXiv 2602.02276.
+Source: arXiv 2602.02276 (Kimi K2.5).
 """
 
 from __future__ import annotations

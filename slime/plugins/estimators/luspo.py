@@ -1,6 +1,6 @@
 """LUSPO: GSPO whose sequences weigh as much as they have tokens, so that long ones do not learn less per token.
 
-Source: "Length-Unbiased Sequence Policy Optimization" (2026), arXiv 2602.05261.
+Source: arXiv 2602.05261.
 """
 
 from __future__ import annotations

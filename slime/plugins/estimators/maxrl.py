@@ -1,6 +1,6 @@
 """MaxRL: the reward relative to the mean of its group, so that prompts that are rarely solved count more.
 
-Source: "Maximum Likelihood Reinforcement Learning" (2026), arXiv 2602.02710.
+Source: arXiv 2602.02710.
 """
 
 from __future__ import annotations

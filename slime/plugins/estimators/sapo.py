@@ -1,6 +1,6 @@
 """SAPO: a soft gate in place of the clip, so that a token's gradient fades instead of ending at an edge.
 
-Source: "Soft Adaptive Policy Optimization" (2025), arXiv 2511.20347.
+Source: arXiv 2511.20347.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """VESPO: one smooth weight for each sequence, which vanishes for ratios near 0 and for very large ones.
 
-Source: "Variational Sequence-Level Soft Policy Optimization" (2026), arXiv 2602.10693.
+Source: arXiv 2602.10693.
 """
 
 from __future__ import annotations
