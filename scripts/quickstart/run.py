@@ -94,16 +94,22 @@ def parse_args() -> argparse.Namespace:
 
 def run_training(flags: list[str]) -> int:
     """Run ``train.py`` and forward Ctrl-C and SIGTERM; a minute after the first of them it is killed."""
-    process = subprocess.Popen([sys.executable, str(CHECKOUT / "train.py"), *flags], cwd=CHECKOUT)
     asked: list[float] = []
+    started: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked.append(time.monotonic())
         if number != signal.SIGINT:  # the terminal sends Ctrl-C to both of us
-            process.send_signal(number)
+            for process in started:
+                process.send_signal(number)
 
+    # Before train.py is started, because a signal that comes first would end this process alone.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
+    process = subprocess.Popen([sys.executable, str(CHECKOUT / "train.py"), *flags], cwd=CHECKOUT)
+    started.append(process)
+    if asked:
+        process.terminate()
     while True:
         try:
             return process.wait(timeout=1.0)
