@@ -277,14 +277,17 @@ class _LastingOutput:
     def _tolerant(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
             # What is still buffered would be written again at the exit of this process, and change its exit code.
             with suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
+                number, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+                before = os.dup(number)
+                os.dup2(nowhere, number)
+                self._stream.flush()
+                if not isinstance(error, BrokenPipeError):  # a full disk may have room again
+                    os.dup2(before, number)
+                os.close(before)
                 os.close(nowhere)
-        except OSError:
-            pass
 
 
 def _stdout() -> Console:

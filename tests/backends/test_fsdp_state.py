@@ -279,7 +279,7 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
     [
         ({}, "judge", "actor or critic"),
         ({"train_backend": "deepspeed"}, "actor", "fsdp nor megatron"),
-        ({"advantage_estimator": "maxrl"}, "actor", "--advantage-estimator 'maxrl'"),
+        ({"advantage_estimator": "nothing"}, "actor", "--advantage-estimator 'nothing'"),
     ],
 )
 def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:

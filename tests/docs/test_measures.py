@@ -36,7 +36,7 @@ TOKENS = {
     "engines": 19_060,
     "environments": 44,
     "models": 39_813,
-    "observability": 21_545,
+    "observability": 21_585,
     "ray": 13,
     "rollout": 43_549,
     "utils": 1_089,
