@@ -31,6 +31,7 @@ KINDS = {
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
     "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a RunningEngine",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
+    "weight mode": "the same, for --update-weight-mode, which then decides about the transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.kind.LayerKind: a way in which layers of a model mix tokens",
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",

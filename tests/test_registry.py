@@ -80,3 +80,10 @@ def test_import_slime_and_the_flags_load_no_plugin_and_no_torch() -> None:
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["False"]
+
+
+def test_the_delta_transport_is_chosen_by_the_mode_alone() -> None:
+    _, problems = check_args(["--update-weight-transport", "delta"])
+    assert any("--update-weight-transport" in problem and "disk" in problem for problem in problems)
+    args, problems = check_args(["--update-weight-mode", "delta"])
+    assert args.update_weight_mode == "delta" and any("needs --update-weight-transport disk" in one for one in problems)

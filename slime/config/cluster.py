@@ -21,11 +21,13 @@ from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
 from slime.config.precision import check_torchao
 from slime.config.weight_sync import checks_first_update
+from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
+MEGATRON = ("megatron.core", "'slime-rl[megatron]'")
+"""The module of ``--train-backend megatron``, and what ``pip install`` gets it."""
 
 
 @dataclass
@@ -192,12 +194,13 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
 
 def _absent_packages(args: Args) -> list[str]:
     problems = []
-    for option, value in (("--train-backend", args.train_backend), ("--rollout-backend", args.rollout_backend)):
-        module, extra = EXTRAS.get(value, ("", ""))
-        if value == "sglang" and args.rollout_external_engine_addrs:
-            continue  # external engines do not need SGLang on this machine
-        if module and not installed(module):
-            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime-rl[{extra}]'")
+    # External engines do not need SGLang on this machine.
+    engine = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
+    megatron = MEGATRON if args.train_backend == "megatron" else None
+    backends = {"--train-backend": (args.train_backend, megatron), "--rollout-backend": (args.rollout_backend, engine)}
+    for option, (value, package) in backends.items():
+        if package is not None and not installed(package[0]):
+            problems.append(f"{option} {value}: {value} is not installed; run pip install {package[1]}")
     if args.use_wandb and not installed("wandb"):
         problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
     return problems

@@ -26,7 +26,8 @@ class WeightSyncConfig:
     )
     update_weight_mode: str = flag(
         "full",
-        choices=("full", "delta"),
+        choices=("full",),
+        kind_of_part="weight mode",
         help="What a weight sync sends: all weights (full), or only the bytes that changed (delta)",
     )
     update_weight_transport: str = flag(

@@ -4,5 +4,5 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the transport. Its name is not a value of ``--update-weight-transport``: the mode chooses it."""
-    register("transport", "delta", "slime.plugins.delta.transport:DELTA")
+    """Register the transport under the mode that chooses it."""
+    register("weight mode", "delta", "slime.plugins.delta.transport:DELTA")

@@ -73,7 +73,8 @@ def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range
 
 def transport_kind(settings: WeightSyncSettings) -> TransportKind:
     """Return what the flags name: the delta transport with ``--update-weight-mode delta``."""
-    kind: TransportKind = find("transport", "delta" if settings.delta else settings.transport)
+    part = ("weight mode", "delta") if settings.delta else ("transport", settings.transport)
+    kind: TransportKind = find(*part)
     return kind
 
 
