@@ -769,7 +769,7 @@ def wait_until(done: Callable[[], bool], seconds: float = 90.0) -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", ["killed", "stopped", "cut off"])
+@pytest.mark.parametrize("blow", ["killed", *(pytest.param(x, marks=pytest.mark.long) for x in ("stopped", "cut off"))])
 def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fleet: Any, blow: str) -> None:
     fleet, monitor = real_fleet(2, behind_proxy=blow == "cut off")
     victim = fleet.engines[0]

@@ -6,6 +6,7 @@ import yaml
 from config_parts import Workplace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.config.args import FLAGS, Args
 from slime.config.parser import load_args, read_command_line, read_settings
@@ -111,7 +112,7 @@ def test_dump_holds_everything_and_no_secret(workplace) -> None:
     assert set(FLAGS) - set(loaded) == {"override"}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=of_all(25, 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 8), st.floats(1e-6, 1.0), st.booleans(), st.sampled_from(["grpo", "gspo", "ppo"]))
 def test_a_dumped_run_is_an_override_that_repeats_it(
     workplace, prompts: int, lr: float, shuffle: bool, kind: str

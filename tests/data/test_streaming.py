@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.config.args import Args
 from slime.data import chunks as chunks_module
@@ -139,7 +140,7 @@ def test_a_file_that_changes_under_the_run(tmp_path: Path) -> None:
 lengths = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=of_all(20, 8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths, st.integers(0, 5), st.sampled_from([1, 5, 300]), st.booleans(), st.sampled_from([None, 2, 4]))
 def test_any_split_and_resume_gives_the_same_prompts_either_way(
     tmp_path: Path, counts: list[int], split: int, rows: int, shuffle: bool, max_length: int | None

@@ -140,6 +140,7 @@ def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_of_the_model_give_their_weights_to_the_engines_beside_them(runner, flags) -> None:
     """Colocated, each of the two ranks sends to an engine of its own."""
     given = ["--fsdp-shard-size", 1, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2]

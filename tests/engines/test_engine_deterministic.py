@@ -37,7 +37,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 WITH_EXPERTS = ("Qwen3-MoE", "gpt-oss")
 """Other requests of a batch send rows to the same experts."""
-ENGINES = [*((name, threads) for name in VARIANTS for threads in (1, 2)), *((name, 1) for name in WITH_EXPERTS)]
+EACH_COMMIT = (("odd", 1), ("even", 2), ("Qwen3-MoE", 1))
+ENGINES = [
+    pytest.param(kind, marks=[] if kind in EACH_COMMIT else [pytest.mark.long])
+    for kind in (*((name, threads) for name in VARIANTS for threads in (1, 2)), *((name, 1) for name in WITH_EXPERTS))
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=str)

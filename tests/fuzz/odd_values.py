@@ -6,7 +6,7 @@ import os
 import random
 from typing import Any
 
-CASES = int(os.environ.get("SLIME_FUZZ_CASES", "100"))
+CASES = int(os.environ.get("SLIME_FUZZ_CASES", "40"))
 """The number of cases of each fuzzer. CONTRIBUTING has the command for more of them."""
 FIRST = int(os.environ.get("SLIME_FUZZ_FIRST", "0"))
 """The number of the first case. A case is the same by its number, whatever the first one is."""

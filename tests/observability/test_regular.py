@@ -74,7 +74,7 @@ def test_settings_that_overflow_a_parser_are_refused_in_words(run: Run, text: st
 
 
 @pytest.mark.parametrize("name", ["state.json", "summary.json", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "weights.jsonl", "engines.jsonl", "eval/eval_000000.json", "samples/rollout_000000.jsonl"])  # fmt: skip  # noqa: E501
-@pytest.mark.parametrize("depth", [DEEPEST + 1, 900, 100_000])
+@pytest.mark.parametrize("depth", [DEEPEST + 1, pytest.param(900, marks=pytest.mark.long), 100_000])
 def test_deep_rows_are_left_out_or_named(run: Run, name: str, depth: int) -> None:
     file = run / name
     file.parent.mkdir(exist_ok=True)
@@ -85,7 +85,15 @@ def test_deep_rows_are_left_out_or_named(run: Run, name: str, depth: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "state.json", "summary.json", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "engines.jsonl", "eval/eval_000000.json", "samples/rollout_000000.jsonl", "logs/driver.log"])  # fmt: skip  # noqa: E501
-@pytest.mark.parametrize("kind", ["giant", "/proc/self/mem", "/proc/self/environ", "/proc/kmsg", "/dev/zero", "pipe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "giant",
+        "/dev/zero",
+        "pipe",
+        *(pytest.param(f"/proc/{name}", marks=pytest.mark.long) for name in ("self/mem", "self/environ", "kmsg")),
+    ],
+)
 def test_giant_files_and_links_into_the_kernel_are_not_read(run: Run, name: str, kind: str) -> None:
     file = run / name
     file.parent.mkdir(exist_ok=True)

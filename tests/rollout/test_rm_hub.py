@@ -416,10 +416,11 @@ async def test_a_sample_without_a_label_is_an_error_and_no_reward(rm_type):
 
 
 async def test_random_is_a_coin_of_the_samples_own():
-    rewards = [await async_rm(arguments("random"), Sample(index=i)) for i in range(400)]
+    args = arguments("random")
+    rewards = [await async_rm(args, Sample(index=i)) for i in range(400)]
     assert set(rewards) == {0, 1}
     assert 120 < sum(rewards) < 280
-    assert rewards == [await async_rm(arguments("random"), Sample(index=i)) for i in range(400)]
+    assert rewards == [await async_rm(args, Sample(index=i)) for i in range(400)]
 
 
 FOLLOWS_ONE_OF_TWO = {

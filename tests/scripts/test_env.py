@@ -213,6 +213,7 @@ def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_ins
     assert str(two.root) in listed.stdout and str(one.root) not in listed.stdout
 
 
+@pytest.mark.long
 def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(tiny: Tiny, tmp_path: Path) -> None:
     tiny.lock("absent==3.0")
     code, out, err = tiny.run(CI="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
@@ -244,6 +245,7 @@ def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
     assert code == 1 and out == "" and "3.11 or newer" in err and "Python 3.8.1" in err
 
 
+@pytest.mark.long
 def test_a_wheel_with_another_hash_than_the_locks_is_not_installed(tiny: Tiny) -> None:
     (wheel,) = tiny.wheels.glob("first-1.0*.whl")
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()

@@ -144,6 +144,7 @@ def test_merged_weights_of_its_layers_travel(model: Path, fleet: Engines) -> Non
     assert set(report.digests) == {f"{name}.weight" for name in backend.adapter.layers}  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
     model: Path, engine: EngineHandle, tmp_path: Path
 ) -> None:

@@ -257,8 +257,15 @@ def test_the_other_ranks_only_take_part_in_gathering() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("name", ["ipc", "distributed"])
+@pytest.mark.parametrize(
+    ("name", "blow"),
+    [
+        pytest.param("ipc", signal.SIGKILL, id="ipc-killed"),
+        pytest.param("ipc", signal.SIGSTOP, id="ipc-stopped", marks=pytest.mark.long),
+        pytest.param("distributed", signal.SIGKILL, id="distributed-killed", marks=pytest.mark.long),
+        pytest.param("distributed", signal.SIGSTOP, id="distributed-stopped"),
+    ],
+)
 def test_an_engine_lost_in_mid_sync(
     name: str, blow: int, pair: list[EngineHandle], fleet: Engines, model: Path, tmp_path: Path
 ) -> None:

@@ -53,7 +53,7 @@ def assert_same_tensors(left: Path, right: Path) -> None:
         assert torch.equal(a.get(name), b.get(name)), name
 
 
-@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "glm4"])
+@pytest.mark.parametrize("family", ["glm4_moe", *(pytest.param(x, marks=pytest.mark.long) for x in ("qwen3", "glm4"))])
 def test_there_and_back_is_exact(family: str, tmp_path: Path) -> None:
     source = save_family(family, tmp_path / "hf")
     flags = ["--num-layers", CONFIGS[family].num_hidden_layers, "--tensor-model-parallel-size", 2]

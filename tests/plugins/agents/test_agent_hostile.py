@@ -79,8 +79,14 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", **({"max_tokens": 7000} if path == "messages" else {}), **said, **more}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        pytest.param(path, stream, marks=[pytest.mark.long] if stream and path != "chat/completions" else [])
+        for path in DIALECTS
+        for stream in (False, True)
+    ],
+)
 async def test_whatever_the_model_writes_is_an_answer(
     endpoint: AgentServer, checkpoint: Path, tmp_path: Path, path: str, stream: bool
 ) -> None:

@@ -226,6 +226,7 @@ def test_a_dump_runs_no_code_and_a_broken_one_is_left_out(tmp_path: Path, monkey
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_dumps_that_pytorch_has_written(tmp_path: Path) -> None:
     """Two real ranks; the second one leaves before an operation for which the first one waits."""
     (tmp_path / "logs").mkdir()

@@ -76,7 +76,14 @@ def test_layers_with_an_indexer_keep_a_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", sorted({*EXPERTS, *LATENT, "layer_types", "first_k_dense_replace", "n_shared_experts"}))
-@pytest.mark.parametrize("base", [DENSE, EXPERTS, EXPERTS | LATENT], ids=["dense", "experts", "latent"])
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(DENSE, id="dense", marks=pytest.mark.long),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
+        pytest.param(EXPERTS | LATENT, id="latent"),
+    ],
+)
 def test_no_value_of_a_config_raises(
     base: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

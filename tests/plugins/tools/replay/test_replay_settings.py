@@ -87,7 +87,7 @@ def test_code_that_a_folder_names_is_refused_by_its_name(tmp_path: Path, hostile
 @pytest.mark.parametrize(
     "hostile",
     [
-        *({name: "evil.py:f"} for name in sorted(settings.STOOD_FOR)),
+        dict.fromkeys(sorted(settings.STOOD_FOR), "evil.py:f"),
         {"rollout_function_path": "slime.rollout./evil.py:f"},
         {"rollout_function_path": "slime.rollout.x/../../evil.py:f"},
         {"data_source_path": "evil.py:f"},

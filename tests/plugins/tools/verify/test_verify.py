@@ -192,6 +192,7 @@ def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> 
     assert lines.endswith("NOT verified")
 
 
+@pytest.mark.long
 def test_wrong_experts_whose_projections_are_one_tensor_are_named(here: Any, tmp_path: Path) -> None:
     """The tensors of gpt-oss have names without an end such as .weight, and biases of their own."""
     from transformers.models.gpt_oss import modeling_gpt_oss
@@ -316,6 +317,7 @@ def test_four_ranks_that_divide_data_and_tokens_are_right(llama: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error begins at keys and values of the last layer, and spreads to everything before them."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
