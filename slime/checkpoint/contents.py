@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slime.data.plain_files import ALLOWED
+from slime.data.value_files import ALLOWED
 
 _KNOWN = re.compile(
     r"torch\.(_utils\._rebuild_\w+|\w+Storage|storage\.\w+Storage|Size|device|dtype|serialization\._get_layout|bfloat16"

@@ -27,6 +27,7 @@ def best_effort(what: str) -> Iterator[None]:
     except OSError as error:
         _failures[what] += 1
         count = _failures[what]
+        # A full disk fails thousands of writes: the powers of two are told.
         if count & (count - 1) == 0:
             warn(f"{what} could not be written, {count} time(s) so far; the run continues: {error}")
 

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.data.plain_files import UnsafeFileError, load_plain, plain
 from slime.data.sample import Sample, flatten
-from slime.data.value_files import save_value
+from slime.data.value_files import UnsafeFileError, load_plain, plain, save_value
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
@@ -40,26 +39,6 @@ class Ranks(Protocol):
 
 class DebugDataError(ValueError):
     """Raised if a file of debug data is missing or invalid. The message names the file and the flag."""
-
-
-def find_dump(template: object, folder: Path, run_name: object, step: int) -> Path | None:
-    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps in it.
-
-    Args:
-        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the run recorded it.
-        folder: The folder of the run.
-        run_name: Its ``--run-name``.
-    """
-    if not isinstance(template, str):
-        return None
-    try:
-        named = file_of_rollout(template, step)
-    except (ValueError, RuntimeError):
-        return None
-    places = [named, folder / named, folder.parent.parent / named]
-    names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
-    places += [folder / Path(*named.parts[named.parts.index(name) + 1 :]) for name in names if name in named.parts]
-    return next((place for place in places if place.is_file()), None)
 
 
 def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
@@ -125,6 +104,7 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
         return groups
     if amount <= 0:
         raise DebugDataError(f"--load-debug-rollout-data-subsample {amount}: must be above 0")
+    # The amount counts samples, but groups stay whole, since their baseline needs all of them.
     total = sum(len(group) for group in groups)
     wanted = total * amount if amount <= 1 else amount
     count = min(max(round(wanted * len(groups) / max(total, 1)), 1), len(groups))
@@ -157,6 +137,7 @@ def save_train_data(template: str | None, rollout_id: int, rank: int, shards: li
     The file contains ``{"format_version": 2, "rollout_id", "rank", "samples": [a dict per sample, in the order of
     sample_indices], "dp_shards": [the batch of each rank], "raw_reward": [...]}``.
     """
+    # From one list per entry to one dict per sample; entries of the whole batch stay in the shards.
     samples: list[dict[str, Any]] = []
     for shard in shards:
         lists = {key: value for key, value in shard.items() if isinstance(value, list)}

@@ -1,4 +1,5 @@
-"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank."""
+"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank, and
+measure the memory of a process for the log of colocated runs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ TARGET_OF_PHASE = {
     **dict.fromkeys(("actor_train", "critic_train"), "train_actor"),
 }
 _KEPT_EVENTS = 1_000_000
+GIB = 2**30
 
 
 class Profiler:
@@ -88,3 +90,23 @@ class Profiler:
             self.memory_folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self.memory_folder / f"memory-{self.name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_in_use() -> dict[str, float]:
+    """Return the memory use of this process and of its GPU in GiB.
+
+    Returns:
+        ``process``: resident CPU memory, including pinned memory. With CUDA also ``tensors`` (live tensors of this
+        process), ``reserved`` (memory of its allocator) and ``device`` (memory in use by all processes together).
+    """
+    import psutil
+
+    used = {"process": psutil.Process().memory_info().rss / GIB}
+    import torch
+
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        used["tensors"] = torch.cuda.memory_allocated() / GIB
+        used["reserved"] = torch.cuda.memory_reserved() / GIB
+        used["device"] = (total - free) / GIB
+    return used

@@ -70,6 +70,7 @@ def write_samples(
     Returns:
         The path of the file; None if no file is to be written.
     """
+    # A resumed run may have another --log-compress, so that a file of this name can exist in both forms.
     kept = kept or KeptTexts()
     if kept.count == 0:
         return None
@@ -111,6 +112,7 @@ def unpacked(path: Path) -> bytes:
 
     content = bytearray()
     try:
+        # The size before compression is not known, and the file may come from somebody else: read it piece by piece.
         with regular(path).open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
             while piece := packed.read(_PIECE):
                 content += piece
@@ -163,6 +165,7 @@ def remove_older(path: Path, last: int) -> None:
 
 def _line(record: Mapping[str, object]) -> str:
     """Encode a record as JSON. Values of users' functions that JSON cannot represent are written as their ``repr``."""
+    # The quick way first: nearly all records can be written as they are.
     try:
         return json.dumps(record, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -197,6 +200,7 @@ def sample_record(sample: Sample, rollout_id: int) -> dict[str, object]:
 
 def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
     """Return one line for each of a few samples, half of them with the best and half with the worst rewards."""
+    # Both ends of the ranking: a mean reward hides what the best and the worst answers look like.
     ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
     return [

@@ -161,6 +161,7 @@ def trace_function(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # Once for each function, since it takes longer than a span.
         signature = inspect.signature(function)
 
         def opened(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
@@ -250,6 +251,7 @@ def _record(
             if trace is None:
                 continue
             attempt = trace.get("attempt", 0)
+            # A group has up to hundreds of samples; one event for all of them saves most of the memory of traces.
             if event is None or event["attempt"] != attempt:  # otherwise the samples of a group share one event
                 event = {
                     "type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent, "attempt": attempt,

@@ -16,13 +16,13 @@ from make_args import make_args
 from rich.console import Console
 
 from slime.observability import progress
-from slime.observability.charts import bar_chart, reward_curve, reward_curve_png, sparkline
-from slime.observability.display import Display, Phase
+from slime.observability.display import Display, Phase, sparkline
 from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.metrics import MetricsError, MetricsLogger
+from slime.observability.progress import Timers
 from slime.observability.run_dir import RunDir
-from slime.observability.summary import print_summary, summarize
-from slime.observability.timers import Timers
+from slime.plugins.tools.summary.charts import bar_chart, reward_curve, reward_curve_png
+from slime.plugins.tools.summary.figures import print_summary, summarize
 
 
 def finished_run(tmp_path: Path, rollouts: int = 3) -> RunDir:
@@ -63,14 +63,15 @@ def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
     """``--num-rollout 0`` starts everything, and ends in order."""
     run = RunDir.create(make_args().with_values(output_dir=str(tmp_path), run_name="r"))
     run.metrics.touch()
-    assert Display(run, Console(file=io.StringIO())).finish() is None and not run.summary.exists()
+    Display(run, Console(file=io.StringIO())).finish()
+    assert not run.summary.exists()
 
 
 def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     out = io.StringIO()
-    result = Display(run, Console(file=out, width=100)).finish()
-    assert result is not None and result["num_rollouts"] == 3
+    Display(run, Console(file=out, width=100)).finish()
+    assert json.loads(run.summary.read_text())["num_rollouts"] == 3
     text = out.getvalue()
     assert re.search(r"products\s+0\.250\s+0\.750\s+\+0\.500", text)
     assert "0.200 → 0.400" in text and "█" in text
@@ -103,7 +104,7 @@ def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
 
 def test_a_step_line_tells_its_whole_time_and_every_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("slime.observability.timers.time.perf_counter", lambda: now)
+    monkeypatch.setattr("slime.observability.progress.time.perf_counter", lambda: now)
     out = io.StringIO()
     display = Display(None, Console(file=out, width=200))
     for name, seconds in (("rollout", 0.0), ("train", 9.0), ("drain", 5.0), ("update_weights", 0.2), ("audit", 0.1)):
@@ -228,7 +229,7 @@ def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TALK = """
 import sys
-from slime.observability.display import Display
+from slime.observability.display import Display, sparkline
 
 sys.stdin.readline()
 display = Display()

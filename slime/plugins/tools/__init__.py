@@ -18,9 +18,13 @@ _COMMANDS = {
 
 
 def parts() -> None:
-    """Register the subcommands, and what ``slime plan`` says at the start of a run."""
+    """Register the subcommands, and what ``slime plan`` says at the start of a run and what its end shows."""
     for name, function in _COMMANDS.items():
         register("command", name, f"slime.plugins.tools.commands.parser:{function}")
     register("command", "plan", "slime.plugins.tools.commands.plan_options:add_plan")
     register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.warn:misfits")
     register("report", "memory", "slime.plugins.tools.plan.warn:report")
+    register("summary", "finish", "slime.plugins.tools.summary.figures:finish")
+    register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
+    register("summary", "picture", "slime.plugins.tools.summary.charts:reward_curve")
+    register("summary", "write_picture", "slime.plugins.tools.summary.charts:reward_curve_png")

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from slime.config.seeds import derive_seed
-from slime.data.order import shuffled
+from slime.data.chunks import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
