@@ -59,6 +59,7 @@ class Table(list[dict[str, float | None]]):
         from rich.console import Console
         from rich.table import Table as RichTable
 
+        # A fixed width, since a notebook and a log have none of their own.
         names, rows = self._cells()
         table = RichTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for name in names:

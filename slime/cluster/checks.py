@@ -285,7 +285,7 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
 
 def check_save_folder(args: Args) -> list[str]:
     """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
-    from slime.checkpoint.shared_folder import try_to_write
+    from slime.checkpoint.files import try_to_write
     from slime.cluster.memory_estimate import snapshot_bytes
 
     if not args.save:

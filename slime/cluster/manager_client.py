@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.ray_wait import Waiter
     from slime.cluster.rollout_manager import RolloutManager
-    from slime.data.wire import Wire
+    from slime.data.fields import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -25,18 +25,17 @@ from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, roll
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
-    from slime.checkpoint.shared_folder import Answer
+    from slime.checkpoint.files import Answer
     from slime.cluster.actors import Ref
     from slime.cluster.manager_client import RolloutBatch
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
+    from slime.data.fields import Wire
     from slime.data.sample import Group, Sample
     from slime.data.source import DataSource
-    from slime.data.wire import Wire
     from slime.engines.keys import RunKeys
-    from slime.observability.progress import Progress
-    from slime.observability.timers import Span
+    from slime.observability.progress import Progress, Span
     from slime.rollout.complete import Prompt
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
@@ -79,8 +78,8 @@ class RolloutManager(EngineManager):
         self.generation = Generation()
 
     def try_folder(self, folder: str, token: str) -> Answer:
-        """See :mod:`slime.checkpoint.shared_folder`."""
-        from slime.checkpoint.shared_folder import answer
+        """See :mod:`slime.checkpoint.files`."""
+        from slime.checkpoint.files import answer
 
         return answer(folder, token, "rollout manager")
 

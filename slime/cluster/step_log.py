@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
+from slime.observability.run_state import SentWeights, append_weights, digest_of_digests
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from slime.cluster.manager_client import RolloutBatch
     from slime.observability.display import Display, Phase
     from slime.observability.metrics import MetricsLogger
-    from slime.observability.progress import Progress
-    from slime.observability.timers import Span
+    from slime.observability.progress import Progress, Span
     from slime.weights.update import UpdateReport
 
 MOST_SPANS = 500

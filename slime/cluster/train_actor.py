@@ -12,7 +12,7 @@ from slime.config.loading import ONE_AT_A_TIME
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress
-from slime.observability.timers import Span, Timers
+from slime.observability.progress import Span, Timers
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
     from slime.backends.base import ModelTag, TrainBackend
     from slime.backends.token_budget import Measurement
-    from slime.checkpoint.files import FileEntry
-    from slime.checkpoint.shared_folder import Answer
+    from slime.checkpoint.files import Answer, FileEntry
     from slime.cluster.actors import ActorProcess, Ref
     from slime.config.args import Args
-    from slime.data.fields import RankBatch, TrainData
-    from slime.data.wire import Wire
+    from slime.data.fields import RankBatch, TrainData, Wire
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
     from slime.weights.audit import Calibration, Probe
@@ -170,7 +168,7 @@ class TrainActor:
         return {"metrics": metrics, "timings": timings, "entries": values}
 
     def _batch(self, batch_ref: Batches, entries: Entries = ()) -> RankBatch:
-        from slime.data.wire import to_rank_batch
+        from slime.data.fields import to_rank_batch
 
         with self.timers("get_batch"):
             batch = to_rank_batch(door().get(batch_ref[:1])[0])
@@ -324,7 +322,7 @@ class TrainActor:
 
     def memory(self) -> dict[str, float]:
         """GiB in use by this process and on its accelerator."""
-        from slime.observability.memory import memory_in_use
+        from slime.observability.profiler import memory_in_use
 
         return memory_in_use()
 
@@ -352,8 +350,8 @@ class TrainActor:
             run(self.transport.close())
 
     def try_folder(self, folder: str, token: str, who: str) -> Answer:
-        """See :mod:`slime.checkpoint.shared_folder`."""
-        from slime.checkpoint.shared_folder import answer
+        """See :mod:`slime.checkpoint.files`."""
+        from slime.checkpoint.files import answer
 
         return answer(folder, token, who)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.seeds import derive_seed
-from slime.data.chunks import CHUNK, Chunks, Made
+from slime.data.chunks import CHUNK, Chunks, Made, shuffled
 from slime.data.masks import MultiTurnLossMaskGenerator, untrained
 from slime.data.media import collect_media, is_remote, processor_inputs
-from slime.data.order import shuffled
 from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
@@ -149,6 +148,7 @@ class PromptMaker:
         limit = self.max_length
         if limit is None:
             return set()
+        # Prompts with media are measured one by one below: only the processor knows how many tokens an image takes.
         texts = {i: s.prompt for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs}
         long = set()
         if texts:  # in one call, since a fast tokenizer encodes many texts in parallel
@@ -230,6 +230,7 @@ class Dataset:
         if streaming:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
             return
+        # All chunks are read now, and their reports are joined, so that every problem of the file is told at once.
         reports, kept = [], []
         for chunk in range(-(-len(self._rows) // CHUNK)):
             samples, report = self._chunks[chunk]

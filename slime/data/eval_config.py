@@ -161,6 +161,7 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
     # A reward type in the file is more specific than the reward function that the flags set for the whole run.
     if own.get("rm_type") and not own.get("custom_rm_path"):
         config.custom_rm_path = BY_TYPE if run.custom_rm_path else None
+    # The order of precedence is entry, defaults of the file, flags.
     for name in _NAMES:
         if getattr(config, name) is None:
             setattr(config, name, getattr(run, name))
@@ -177,6 +178,7 @@ def _check_value(dataset: object, key: str, value: object) -> None:
         TypeError: The value has another type than the setting.
         ValueError: It is outside the range of the flag for all data sets.
     """
+    # The annotations of the dataclass are the only place that says which types are valid.
     hint = _HINTS[key]
     kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
     if value is None or object in kinds:
@@ -200,6 +202,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = load_yaml(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"--eval-config {path}: {error}") from error
+    # Files of other frameworks have further sections beside ``eval``.
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not section.get("datasets"):
         raise ValueError(f"--eval-config {path} needs eval: {{defaults: {{...}}, datasets: [...]}}")

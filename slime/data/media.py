@@ -74,6 +74,7 @@ def load_image(item: object) -> Image.Image:
     """
     from PIL import Image
 
+    # From the most direct form to the least: an image, an object, bytes, a URL with the bytes, a place.
     if isinstance(item, Image.Image):
         return item.convert("RGB")
     if isinstance(item, dict):

@@ -149,6 +149,7 @@ def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping
         TemplateRefusal: The template refuses the messages or fails on them.
     """
     messages = _with_content(messages, _takes_text(renderer))
+    # A missing content is tried as it is, and replaced only if the template cannot take it.
     absent = [m for m in messages if m.get("content") is None]
     emptied = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
     try:
