@@ -117,6 +117,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
     """Return one keyword as settings. Rows and functions are written to ``folder``."""
     from slime.config.args import FLAGS
 
+    # Rows and functions have no form on a command line, so they become files in ``folder``.
     if name == "prompt_data":
         return {name: file_of(value, folder / "data.jsonl")}
     if name == "eval_data":
@@ -125,6 +126,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
             (str(key), file_of(rows, folder / f"eval_{place}.jsonl")) for place, (key, rows) in enumerate(sets.items())
         ]
         return {"eval_prompt_data": [word for pair in pairs for word in pair]}
+    # Some flags may be given several times: then a keyword is a list of paths or functions.
     flag = FLAGS.get(name)
     if flag is not None and flag.kind == "repeat" and isinstance(value, Sequence) and not isinstance(value, str):
         return {name: [_path_of(name, f"{given}_{place}", one, folder) for place, one in enumerate(value)]}
@@ -172,6 +174,7 @@ def file_of(data: Data, file: Path) -> str:
 
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
+    # Rows may come from a generator, so each is written when it arrives.
     count, problems = 0, Problems()
     with file.open("w", encoding="utf-8") as lines:
         for count, row in enumerate(_rows(data), start=1):
@@ -208,6 +211,7 @@ def _line(row: object) -> str:
         line = json.dumps({"prompt": row} if isinstance(row, str) else dict(row), default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowsError(f"cannot be written as JSON: {error}") from error
+    # By the same rules as a line of a file, so that a run cannot meet a row that was not checked.
     try:
         RawRow("", line.encode()).decode()
     except ValueError as error:

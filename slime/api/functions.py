@@ -228,6 +228,7 @@ def unpack(loader: str, paths: list[str]) -> Any:
         return function
     from ray import cloudpickle
 
+    # The function is pickled by value, but modules that it imports are found by name.
     sys.path.extend(path for path in paths if path not in sys.path)
     return cloudpickle.loads(Path(loader).with_suffix(".pkl").read_bytes())
 
@@ -239,6 +240,7 @@ def _blame(function: Callable[..., object], error: Exception) -> str:
     # An adapter holds the user's function; its closure is what can be mended.
     inner = inspect.unwrap(getattr(function, "function", function))
     variables: dict[str, object] = {}
+    # Only names that the function uses: a module has many others that cannot be pickled.
     if inspect.isfunction(inner):
         found = inspect.getclosurevars(inner)
         variables = {**found.globals, **found.nonlocals}

@@ -30,6 +30,7 @@ class Table(list[dict[str, float | None]]):
             KeyError: No row has it; the message lists similar names.
         """
         if name not in self.columns:
+            # A mistyped metric is the usual reason.
             import difflib
 
             near = difflib.get_close_matches(name, self.columns, n=3, cutoff=0.4)

@@ -127,6 +127,7 @@ def wait_for_room(
     Args:
         check: Called about twice a second. An exception that it raises ends the wait.
     """
+    # Free space is compared with that at the start: on a shared disk others write as well.
     start, before = clock(), shutil.disk_usage(folder).free
     while (waited := clock() - start) < MOST_SECONDS:
         if waited >= LEAST_SECONDS and shutil.disk_usage(folder).free > before + MIB:
@@ -211,6 +212,7 @@ class FolderTrial:
         Raises:
             FolderError: A process could not read or write in the folder, or wrote to another folder.
         """
+        # Two ways to fail: a process says so itself, or the driver does not see what it wrote.
         refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
         os.listdir(self.place)  # lets a network file system refresh its cache of names
         written = {who: a for who, a in answers.items() if a.error is None}

@@ -77,6 +77,7 @@ class ResumeError(ValueError):
 
 def library_versions() -> dict[str, str]:
     """Return the installed versions of the libraries on which results depend, without importing them."""
+    # Importing torch or SGLang for their versions would take seconds.
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:

@@ -41,6 +41,7 @@ class Numbers:
         place = bisect.bisect_right(self.intervals, [number, _INFINITE]) - 1
         if place < 0 or number >= self.intervals[place][1]:
             return
+        # The interval falls into the parts before and after the number, either of which may be empty.
         first, end = self.intervals.pop(place)
         parts = [[first, number], [number + 1, end]]
         self.intervals[place:place] = [part for part in parts if part[0] < part[1]]

@@ -125,6 +125,7 @@ class ModelShape:
 
         A dimension that is not a positive integer counts as missing; of a list of sizes, the mean counts.
         """
+        # config.json of each family has names of its own for these dimensions.
         given = {name: size for name in SHAPE if (size := _size(lookup_dimension(config, name)[1]))}
         width, dense = given.get("moe_ffn_hidden_size", 0), _size(config.get("first_k_dense_replace"))
         # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
@@ -156,6 +157,7 @@ def forward_flops(shape: ModelShape | None, length: int) -> float:
     if shape is None:
         return 24 * _GENERIC_HIDDEN**2 * length + 2 * _GENERIC_HIDDEN * length**2
     s = shape
+    # Projections: multi-latent attention goes through its ranks, grouped-query attention does not.
     if s.kv_rank is not None:
         q = s.query_rank * (s.hidden + s.heads * s.key_width) if s.query_rank else s.hidden * s.heads * s.key_width
         # All heads share the part of the keys with rotary embeddings (RoPE), and it is not compressed.
@@ -167,6 +169,7 @@ def forward_flops(shape: ModelShape | None, length: int) -> float:
     # Attention has two matrix products (scores and values) with 2 FLOPs per multiply-add. The causal mask removes half
     # of them, so that heads * width * length^2 FLOPs per layer remain of each.
     attention = s.layers * (2 * projections * length + s.heads * (s.key_width + s.value_width) * length**2)
+    # MLPs: dense layers, and layers with experts, of which each token uses a few.
     matrices = 3 if s.gated else 2
     dense = matrices * s.hidden * s.ffn
     sparse = matrices * s.hidden * (s.experts_per_token * s.expert_width + s.shared_expert_width) + s.hidden * s.experts

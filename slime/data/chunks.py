@@ -119,10 +119,12 @@ def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[in
     Args:
         seed: Seed of the permutation, which depends only on it and on ``count``.
     """
+    # Both halves of a value have equally many bits, so the range is the next power of four.
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = [np.uint64(derive_seed(seed, "feistel", i)) for i in range(_ROUNDS)]
     values = _network(np.asarray(positions, np.uint64), half, mask, keys)
+    # Fewer than three quarters of the range are outside, so a few rounds suffice.
     outside = values >= count
     while outside.any():
         values[outside] = _network(values[outside], half, mask, keys)

@@ -76,6 +76,7 @@ class PromptMaker:
 
     def problem(self, row: PromptRow) -> str | None:
         """Explain why the run could not use a row: what the chat template, the loss masks or the processor refuse."""
+        # In the order in which the run would fail: no answer to train, no template for it, no processor.
         prompt = row.prompt
         try:
             if self.mask_type is not None and (unfit := untrained(prompt)):
@@ -101,6 +102,7 @@ class PromptMaker:
         return None
 
     def _sample(self, row: PromptRow, report: Report) -> Sample | None:
+        # A row that cannot be rendered is a problem of the file, and is reported with the others.
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
         prompt = row.prompt
         try:
@@ -131,6 +133,7 @@ class PromptMaker:
         Raises:
             ValueError: It fails, or the loss mask does not fit the ids that it makes.
         """
+        # Only what can be tried quickly and without a network: the first rows stand for the others.
         if self.processed >= PROCESSED_ROWS or media.keys() != {"images"} or any(map(is_remote, media["images"])):
             return
         self.processed += 1
@@ -227,6 +230,7 @@ class Dataset:
         self._epoch: int | None = None  # None: the order of the file
         self._kept: list[Sample | None] | None = None  # samples by row; None: rows are read when needed (streaming)
         self._chunks = Chunks(self._rows, make, self._order, workers)
+        # The first chunk stands for the file: a wrong flag shows in any row.
         if streaming:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
             return

@@ -126,6 +126,7 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
         if problems:
             raise ValueError(problems[0])
         defaults, entries = {}, [{"name": name, "path": path} for name, path in pairs]
+    # Metrics and files of an evaluation are named after its data set.
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -213,6 +214,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if unknown:
         raise ValueError(f"--eval-config {path}: unknown keys in eval.defaults: {', '.join(unknown)}")
     entries = section["datasets"]
+    # Both forms are in use: a list of entries with names, and a mapping from names to paths or entries.
     if isinstance(entries, dict):
         entries = [
             {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})} for name, entry in entries.items()

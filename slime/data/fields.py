@@ -177,6 +177,7 @@ class RankBatch(dict[str, Any]):
     def _check(self, name: object) -> None:
         if name in BY_NAME or name in self.added:
             return
+        # The most common mistake is the documented name inside the package.
         if name in _PACKAGE_NAMES:
             hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
         else:
@@ -293,6 +294,7 @@ def to_rank_batch(part: Wire) -> RankBatch:
     import torch
 
     batch = RankBatch(added=part.keys() - BY_NAME.keys())
+    # One tensor for all samples, of which each gets a view: thousands of small tensors would take seconds to make.
     for name, value in part.items():
         if isinstance(value, Ragged):
             dtype = getattr(torch, BY_NAME[name].tensor or str(value.values.dtype))

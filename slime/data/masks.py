@@ -275,6 +275,7 @@ class MultiTurnLossMaskGenerator:
     def _last_answer(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("distill_qwen trains on the last message, which must be the assistant's")
+        # Text before and after are encoded separately, as the engine does when it generates the answer.
         prompt = self._render(messages[:-1], tools, ask=True)
         answer = joined_text(messages[-1].get("content"))
         if answer is None or messages[-1].get("tool_calls"):

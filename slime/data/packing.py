@@ -219,6 +219,7 @@ class _Builder:
         return rows
 
     def finish(self, response_lengths: list[int], pad_to_multiple: int) -> PackLayout:
+        # Padding is a segment of its own, so that no token attends to it.
         num_padding = -self.size % pad_to_multiple
         self._segment(np.zeros(num_padding, np.int64), 0, [])
         starts, ends = np.asarray(self.segments, np.int64).T

@@ -81,6 +81,7 @@ def post_process_rewards(
     for i in answered:
         groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
     for group in groups.values():
+        # The baseline is that of rollouts; the samples of one rollout then share its reward.
         means = [mean_reward([shaped[i] for i in members]) for members in group.values()]
         reduced = subtract_baseline(algorithm, means)
         for position, members in enumerate(group.values()):

@@ -81,6 +81,7 @@ class RawRow(NamedTuple):
         Raises:
             ValueError: The line is not a JSON object; the message does not contain the position.
         """
+        # The reader of Parquet has decoded the row already.
         if isinstance(self.content, dict):
             return Row(self.where, self.content, self.filled)
         try:
@@ -283,6 +284,7 @@ class _Parquet:
             raise DataError([f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]) from error
 
     def _go_to(self, row: int) -> None:
+        # Another row group: read it from its beginning, batch by batch.
         if not self.first <= row < self.stop:
             group = bisect_right(self.starts, row) - 1
             self.first, self.stop = self.starts[group], self.starts[group + 1]

@@ -196,6 +196,7 @@ def _pack_step(
     """
     dp_size, multiple, cp_size = sizes
     if settings.dynamic:
+        # With context parallelism, a micro-batch is spread over the GPUs of its ranks.
         cap = settings.max_tokens * cp_size
         if settings.balanced:
             packed = pack_in_lock_step(

@@ -160,6 +160,7 @@ def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) ->
     """Append to a field. A list is extended in place, so other references to it see the new entries."""
     held = instance.__dict__
     old = held[name]
+    # A list may be held by users' code, so it stays the same object.
     if isinstance(old, list):
         old.extend(values.tolist() if hasattr(values, "tolist") else values)
     elif isinstance(old, Packed) or (old is None and isinstance(values, np.ndarray)):
@@ -262,6 +263,7 @@ def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei |
     Raises:
         ValueError: The number of offsets does not match the number of tokens.
     """
+    # Offsets of the engine begin at 0 for each response; those of the sample go on from its end.
     given = meta_info.get("top_p_token_ids")
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if given is None and offsets is None:

@@ -92,6 +92,7 @@ def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer
 
 def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:
     """The problems of the reward type and the functions of an evaluation set, if they are not those of the run."""
+    # What the set has in common with the run is checked with the run.
     label, problems = f"evaluation set {config.name}:", []
     if config.rm_type and config.rm_type != run.rm_type and not config.custom_rm_path:
         problem = reward_type_problem(config.rm_type, rm_url)

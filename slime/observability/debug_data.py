@@ -54,6 +54,7 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
 
 
 def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested) -> None:
+    # A dump is read with the tokenizer that made it, which may be gone by then.
     if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
         from slime.data.tokenizers import load_processor, load_tokenizer
 
@@ -119,6 +120,7 @@ def save_train_batches(template: str | None, rollout_id: int, batch: dict[str, o
     """
     import torch.distributed as dist
 
+    # All ranks take part in the collective call, also those whose batch is not written.
     mine = (ranks.data_parallel_rank, batch)
     everyones = [mine]
     if ranks.world_size > 1:
@@ -190,6 +192,7 @@ def _save(value: Mapping[str, object], path: Path) -> Path:
 
 def _group(samples: list[Sample]) -> list[Group]:
     """Group samples by the value of ``group_index``; a sample without one forms its own group."""
+    # The file is flat; the groups follow from the numbers of its samples.
     groups: dict[object, Group] = {}
     for position, sample in enumerate(samples):
         key = ("alone", position) if sample.group_index is None else sample.group_index

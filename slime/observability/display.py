@@ -94,6 +94,7 @@ class Phase:
 
     def line(self) -> str:
         """Return the phase as one line of plain text."""
+        # Columns of fixed width, so that the lines of a log can be compared.
         label = LABELS.get(self.name, self.name).replace("_", " ")
         parts = [f"  {label:<14}{self.elapsed:7.1f} s", f"{self.counts():>9}", self.numbers()]
         return "  ".join(parts).rstrip()
@@ -197,6 +198,7 @@ class Display:
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Print the line of an evaluation, or a table if there are several data sets or several samples per prompt."""
+        # One number fits into a line; more of them are easier to compare in a table.
         by_name = figures(metrics)
         if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
             self.note(evaluation_table(rollout_id, by_name))
@@ -248,6 +250,7 @@ class Display:
         if self.run_dir is None:
             return
         with best_effort("driver.log"):
+            # Opened with the first line, since a display without a run writes none.
             if self._log is None:
                 self.run_dir.logs.mkdir(parents=True, exist_ok=True)
                 self._log = AppendedFile(self.run_dir.logs / "driver.log", "driver.log")
@@ -277,6 +280,7 @@ class _LastingOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        # A terminal of an old encoding must not end a run by a character of a model.
         encoding = self._stream.encoding or "utf-8"
         with self._tolerant():
             self._stream.write(text.encode(encoding, "replace").decode(encoding))

@@ -77,6 +77,7 @@ class MetricsLogger:
         """
         if step_key not in STEP_KEYS:
             raise MetricsError(f"unknown step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
+        # Every number is checked before anything is written, so that a row is written whole or not at all.
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         row: Row = {step_key: step, "time": round(time.time(), 3)}
         # A metric must not replace the step or the time of the row.
@@ -128,6 +129,7 @@ def roll_back(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
+    # A row belongs to the resumed run if any of its steps does; most rows have one step only.
     keep: list[str] = []
     gone: list[str] = []
     for line, row in _rows(path):

@@ -68,6 +68,7 @@ class Profiler:
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
         """Profile the block if ``--profile-target`` names it. Inside another target, it becomes part of that trace."""
+        # A profile inside a profile is not possible: the inner block is a part of the outer trace.
         if self.rollout_id not in self.profiled or self.profiling or target not in self.targets:
             yield
             return

@@ -35,6 +35,7 @@ def report(phase: str, done: int = 0, total: int | None = None, **numbers: float
     global _latest
     now = time.time()
     with _lock:
+        # The beginning of a phase is kept as long as its count only grows, for rates.
         goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # a smaller count means a new start
         since = _latest["since"] if goes_on else now
         _latest = Progress(phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers)

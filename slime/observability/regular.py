@@ -29,6 +29,7 @@ def regular(path: Path, most: int = MOST_BYTES) -> Path:
             (which cannot be opened either).
     """
     status = os.stat(path)
+    # Files of the kernel call themselves regular, but have no end, or do something when they are read.
     of_kernel = any(os.path.isdir(place) and os.stat(place).st_dev == status.st_dev for place in ("/proc", "/sys"))
     if of_kernel or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))

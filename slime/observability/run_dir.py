@@ -128,6 +128,7 @@ def _inside(file: str | None, folder: Path) -> bool:
 def _move_aside(path: Path) -> None:
     if not (path / "config.yaml").exists():
         return
+    # The oldest run keeps the smallest number, so that names in notes stay right.
     number = 1
     while path.with_name(f"{path.name}.{number}").exists():
         number += 1

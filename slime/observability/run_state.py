@@ -112,6 +112,7 @@ class StateFile:
 
     def write(self, **changes: Any) -> None:
         with self._lock:
+            # The end is written once; nothing may replace it.
             if self._state.status != "running" and "status" not in changes:
                 return  # a thread still waited when the run ended
             self._state = replace(self._state, **changes)
@@ -216,6 +217,7 @@ def _append(path: Path, values: JsonObject, mode: int = 0o666) -> None:
     """Append a line of JSON, which is a line of its own also if a full disk has cut the one before."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode), "r+b") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        # The last byte tells whether the line before is complete.
         cut = file.read() not in (b"", b"\n")
         file.write(b"\n" * cut + json.dumps(values).encode() + b"\n")
 

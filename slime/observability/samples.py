@@ -154,6 +154,7 @@ def remove_older(path: Path, last: int) -> None:
     interrupted run wrote, are not touched."""
     name = _NUMBERED.fullmatch(path.name)
     assert name is not None, path
+    # Numbers decide and not the times of files: a resumed run writes older numbers again.
     found = []
     for other in path.parent.iterdir():
         match = _NUMBERED.fullmatch(other.name)
@@ -212,6 +213,7 @@ def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
 
 def _number(reward: Reward) -> float:
     if isinstance(reward, dict):
+        # Rewards as dicts have no order of their own, so their first number stands for them.
         numbers = [value for value in reward.values() if isinstance(value, int | float)]
         return float(numbers[0]) if numbers else 0.0
     return float(reward) if isinstance(reward, int | float) else 0.0
@@ -224,6 +226,7 @@ def _reward(reward: Reward) -> str:
 def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """Return the last text of the user, from a list of messages or from a rendered chat template."""
     if isinstance(prompt, str):
+        # A rendered prompt: the marks of the common templates show where a user's turn begins and ends.
         turns = _USER_TURN.findall(prompt)
         return str(turns[-1]) if turns else prompt
     texts = [message.get("content") for message in prompt if message.get("role") == "user"]
@@ -233,6 +236,7 @@ def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 def _short(text: str, width: int) -> str:
     """Return a text as one line without special tokens. If it is too long, the middle is cut, because answers are at
     the end. Control characters are replaced: the escape codes of a response must not reach the terminal."""
+    # The longest part of a prompt is often its template, and answers are at the end, so the middle is cut.
     line = " ".join(_SPECIAL.sub(" ", text).split())
     head = (width - 1) // 2
     short = line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"

@@ -108,6 +108,7 @@ class TraceFiles:
             self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
 
     def _write(self, rollout_id: int, events: str) -> Path:
+        # The events are already text, so that the file is written without encoding them again.
         path = trace_of(self.run_dir, rollout_id)
         text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
         with best_effort("traces"):
@@ -137,6 +138,7 @@ def within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]
     for position, trace in traces:
         group = trace.get("group_id")
         groups.setdefault(("alone", position) if group is None else group, []).append((position, trace))
+    # Whole groups: half of the samples of a group would look as if the others had been fast.
     share = list(groups.values())[:: -(-events // most)]
     return [entry for group in share for entry in group]
 
@@ -158,6 +160,7 @@ def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
 def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
     """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
     requests."""
+    # Each engine keeps the same share of its loads, so that none looks idle.
     every, seen = max(-(-len(loads) // MOST_LOADS), 1), Counter[int]()
     for load in loads:
         seen[load["engine"]] += 1
@@ -169,6 +172,7 @@ def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
 
 
 def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
+    # Samples that a hook made may have no numbers; then their position keeps them apart.
     group, sample = trace.get("group_id"), trace.get("sample_id")
     pid = 1 + (group if group is not None else position)
     tid = sample if sample is not None else position

@@ -233,6 +233,7 @@ def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
 
 
 def _targets(target: object) -> tuple[object, ...]:
+    # Without a target, the span belongs to the samples of the span around it.
     if target is None:
         return _bound.get()
     if isinstance(target, list | tuple):
@@ -244,6 +245,7 @@ def _record(
     targets: Iterable[object], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
 ) -> None:
     try:
+        # One time for all samples of the event, so that the viewer shows it as one moment.
         now = time.time()
         event: Event | None = None
         for sample in targets:

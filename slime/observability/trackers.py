@@ -201,6 +201,7 @@ class Mlflow(Tracker):
     def __init__(self, run: Tracked) -> None:
         from mlflow.tracking import MlflowClient
 
+        # Without a server, the files are in the folder of the run, where they move with it.
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a run without a server needs no database
@@ -224,6 +225,7 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        # MLflow refuses a batch in which one name has another character.
         names = {name: re.sub(r"[^\w\-. /:]", "_", name) for name in numbers}
         metrics = [Metric(names[name], value, now, step) for name, value in numbers.items()]
         for begin in range(0, len(metrics), 1000):  # the most that a server takes at once
