@@ -345,10 +345,10 @@ def _per_token(
     Raises:
         ValueError: A trained sample lacks the field, but the flags ``needed_by`` need it.
     """
-    # A sample whose mask is all zero may lack the field, since its values are multiplied by zero.
     values = [s.array(name) if name in TOKEN_FIELDS else getattr(s, name) for s in samples]
     if all(value is None for value in values) and not needed_by:
         return
+    # A sample whose mask is all zero may lack the field, since its values are multiplied by zero.
     lacking = [s for s, value, mask in zip(samples, values, masks, strict=True) if value is None and mask.any()]
     if not lacking:
         data[name] = [fill(s) if value is None else value for s, value in zip(samples, values, strict=True)]

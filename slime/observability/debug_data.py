@@ -48,21 +48,18 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
         OSError: With ``--debug-rollout-only``, if the file cannot be written.
     """
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
-    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
-        _save_rollout(args, path, rollout_id, groups)
-    return path
-
-
-def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested) -> None:
-    # A dump is read with the tokenizer that made it, which may be gone by then.
-    if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
-        from slime.data.tokenizers import load_processor, load_tokenizer
-
-        trust = {"trust_remote_code": args.trust_remote_code}
-        reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
-        reader.save_pretrained(Path(args.dump_details) / "tokenizer")
     samples = [sample.to_dict() for sample in flatten(groups)]
-    _save({"rollout_id": rollout_id, "samples": samples}, path)
+    # Of a run that does nothing else, the files are the purpose, so that an error must end it.
+    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
+        if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
+            # A dump is read with the tokenizer that made it, which may be gone by then.
+            from slime.data.tokenizers import load_processor, load_tokenizer
+
+            trust = {"trust_remote_code": args.trust_remote_code}
+            reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
+            reader.save_pretrained(Path(args.dump_details) / "tokenizer")
+        _save({"rollout_id": rollout_id, "samples": samples}, path)
+    return path
 
 
 def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[Group]:
