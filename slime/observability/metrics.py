@@ -84,7 +84,7 @@ class MetricsLogger:
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
         self._rows.write(json.dumps(row, allow_nan=False))
         self._trackers.log(numbers, step, step_key)
-        if step_key == "rollout/step" and self._trackers:
+        if step_key == "rollout/step" and self._trackers.take_samples:
             self._trackers.samples(self._shown(step), step)
 
     def _shown(self, step: int) -> list[dict[str, Any]]:

@@ -335,8 +335,10 @@ class Trackers:
         self._each(lambda tracker: tracker.close())
         self._started = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._started)
+    @property
+    def take_samples(self) -> bool:
+        """Whether a tracker shows samples; TensorBoard does not, so that their file need not be read for it."""
+        return any(type(tracker).samples is not Tracker.samples for tracker in self._started.values())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._started.items():
