@@ -181,7 +181,7 @@ _CORE = (
     ("tracker", "trackio", "slime.observability.trackers:Trackio"),
     ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
     ("engine", "sglang", "slime.engines.sglang.launch:start"),
-    ("transport", "nccl", "slime.weights.transports.direct:DIRECT"),
+    ("transport", "nccl", "slime.weights.transports:DIRECT"),
     ("transport", "disk", "slime.weights.transports.disk:DISK"),
     ("layer kind", "full_attention", "slime.models.layer_kinds.kinds:FULL_ATTENTION"),
     ("layer kind", "sliding_window", "slime.models.layer_kinds.kinds:SLIDING_WINDOW"),

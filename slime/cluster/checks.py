@@ -119,7 +119,7 @@ def check_family(args: Args) -> list[str]:
     if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
         return []
     from slime.config.layout import ParallelLayout
-    from slime.weights.maps.registry import get_family, not_divided
+    from slime.weights.maps.family import get_family, not_divided
 
     if "vision_config" in config:
         return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]

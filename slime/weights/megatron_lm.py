@@ -33,10 +33,9 @@ from slime.models.folder import local_folder
 from slime.models.loading import load_hf_config
 from slime.models.shards import ModelError, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights
-from slime.weights.dcp_metadata import require_tensors
-from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.family import Entry, Family, Settings, family_of
 from slime.weights.maps.layouts import Layout, Vocabulary
-from slime.weights.maps.registry import family_of
+from slime.weights.torch_dist import require_tensors
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER_NAMES = {

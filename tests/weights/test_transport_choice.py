@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from real_engines import sync_settings
 
-from slime.weights import published, transports
-from slime.weights.transports import create_transport, direct, ranks_of_engines
+from slime.weights import transports
+from slime.weights.transports import create_transport, direct, disk, ranks_of_engines
 from slime.weights.transports.distributed import DistributedTransport
 
 
@@ -63,8 +63,8 @@ def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatc
     for name in (".weight_v0.3.tmp-99-0123abcd", ".delta_v0.3.tmp-99-0123abcd", "weight_v0.2", ".mine.tmp-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    monkeypatch.setattr(published, "LEAVE_SECONDS", 0.0)
-    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / published.LOCK)], stdout=subprocess.PIPE)
+    monkeypatch.setattr(disk, "LEAVE_SECONDS", 0.0)
+    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / disk.LOCK)], stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path}"):
@@ -73,9 +73,9 @@ def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatc
     finally:
         other.kill()
         other.communicate()
-    monkeypatch.setattr(published, "LEAVE_SECONDS", 30.0)
+    monkeypatch.setattr(disk, "LEAVE_SECONDS", 30.0)
     assert choice(True, **files) == choice(True, **files) == "disk"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", published.LOCK, "weight_v0.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", disk.LOCK, "weight_v0.2"]
 
 
 def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from slime.backends.fsdp.quantized_base import rounded_weights
 from slime.models.folder import cached_folder
 from slime.models.loading import ModelError
 from slime.models.lora import lora_layers
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files, write_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,7 @@ from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
 from slime.models.fused import fuse
 from slime.models.peft_files import factor_names, named_factors
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files, write_tensors
 from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)

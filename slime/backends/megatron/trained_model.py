@@ -28,8 +28,7 @@ from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.family import moe_layers
-from slime.weights.maps.registry import family_of, not_divided
+from slime.weights.maps.family import family_of, moe_layers, not_divided
 from slime.weights.megatron_lm import MegatronLmWeights
 from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
 

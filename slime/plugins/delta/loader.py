@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from slime.engines.flat import NamedTensor
 from slime.plugins.delta.delta import Changes, HostBucket, HostCopy, digests, unpack
 from slime.plugins.delta.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
-from slime.weights.pinning import pin
-from slime.weights.published import Manifest, PublishedBucket, Request, Status, read_request
+from slime.plugins.delta.published import Manifest, PublishedBucket, Request, Status, read_request
+from slime.weights.transports.shared_memory import pin
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,8 @@ def load(model: ReceivingModel, named_tensors: Sequence[tuple[str, torch.Tensor]
     """Load a published version into ``model``, write a report, and return it. SGLang ignores the return value.
 
     Args:
-        named_tensors: One pair of a request (see :mod:`slime.weights.published`) and an empty tensor on the device of
-            the model.
+        named_tensors: One pair of a request (see :mod:`slime.plugins.delta.published`) and an empty tensor on the
+            device of the model.
     """
     ((text, place),) = named_tensors
     start = time.perf_counter()
