@@ -76,7 +76,7 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
 
 def _check_hub(named: dict[str, str]) -> list[str]:
     """Check that the hub gives each model that is not on this machine."""
-    from slime.models.folder import require_hub
+    from slime.models.shards import require_hub
 
     problems = []
     for option, path in named.items():
@@ -205,7 +205,7 @@ def _check_megatron_lm(args: Args) -> list[str]:
 
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
-    from slime.models.folder import quantization_of
+    from slime.models.shards import quantization_of
 
     config = read_config(checkpoint) if checkpoint else None
     quantization = quantization_of(config) if config else None

@@ -21,10 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from slime.models.folder import resolve_folder
 from slime.models.fp8_format import BLOCK, Fp8Format, Fp8Layout, Granularity, fp8_layout
 from slime.models.quantized import scaled, without_quantization
-from slime.models.shards import INDEX, read_headers
+from slime.models.shards import INDEX, read_headers, resolve_folder
 from slime.models.stored import StoredWeights
 
 DTYPE = torch.float8_e4m3fn

@@ -13,9 +13,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slime.models.folder import quantization_of
 from slime.models.quantized import Plan, plan
-from slime.models.shards import PLAIN_FLOATS, ModelError, TensorHeader, read_headers, require_plain, shorten
+from slime.models.shards import (
+    PLAIN_FLOATS,
+    ModelError,
+    TensorHeader,
+    quantization_of,
+    read_headers,
+    require_plain,
+    shorten,
+)
 
 
 class NamedWeights(ABC):

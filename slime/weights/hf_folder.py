@@ -14,9 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
-from slime.models.folder import quantization_of, resolve_folder, side_files
 from slime.models.quantized import without_quantization
-from slime.models.shards import INDEX, ModelError, own_head, read_headers, shorten
+from slime.models.shards import (
+    INDEX,
+    ModelError,
+    own_head,
+    quantization_of,
+    read_headers,
+    resolve_folder,
+    shorten,
+    side_files,
+)
 from slime.models.stored import StoredWeights
 from slime.weights.update import FULL_PRECISION
 

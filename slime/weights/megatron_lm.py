@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.config.megatron_checkpoint import megatron_lm_folder
-from slime.models.folder import local_folder
 from slime.models.loading import load_hf_config
-from slime.models.shards import ModelError, read_headers, shorten
+from slime.models.shards import ModelError, local_folder, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights
 from slime.weights.maps.family import Entry, Family, Settings, family_of
 from slime.weights.maps.layouts import Layout, Vocabulary

@@ -20,9 +20,9 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.quantized_base import rounded_weights
-from slime.models.folder import cached_folder
 from slime.models.loading import ModelError
 from slime.models.lora import lora_layers
+from slime.models.shards import cached_folder
 from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files, write_tensors
 
 logger = logging.getLogger(__name__)
