@@ -35,6 +35,7 @@ KINDS = {
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.LayerKind: a way in which layers of a model mix tokens",
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
+    "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another program's folder",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
     "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",

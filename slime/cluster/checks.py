@@ -190,7 +190,7 @@ def _check_megatron_lm(args: Args) -> list[str]:
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
-    from slime.weights.megatron_lm import differing_shapes, open_megatron_lm
+    from slime.weights.torch_dist import differing_shapes, open_megatron_lm
 
     problems = []
     for option, path in found.items():

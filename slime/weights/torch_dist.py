@@ -26,10 +26,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from slime import registry
 from slime.config.hf_config import megatron_folder
+from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.data.value_files import save_value
+from slime.models.loading import load_hf_config
+from slime.models.shards import ModelError, local_folder, read_headers, shorten
+from slime.models.stored import NamedWeights, StoredWeights
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.family import Entry, Family, HfConfig, Settings, family_of
 from slime.weights.maps.layouts import Stacked
 
 FILE = ".metadata"
@@ -270,3 +275,56 @@ def join_launched_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+# --- checkpoints of Megatron-LM ------------------------------------------------------------------------
+
+
+def open_megatron_lm(
+    path: str, hf_checkpoint: str, model_name: str | None = None, trust_remote_code: bool = False
+) -> NamedWeights | None:
+    """Return the weights of a checkpoint of Megatron-LM; None if ``path`` is something else.
+
+    Args:
+        path: The folder of one iteration, or the folder with the tracker file.
+        hf_checkpoint: The folder or hub id of the model, whose config.json gives the shape.
+        model_name: ``--model-name``.
+
+    Raises:
+        ModelError: Tensors are missing or do not fit the shape, or there is no weight map for this family of models.
+    """
+    folder = megatron_lm_folder(path)
+    if folder is None:
+        return None
+    config = load_hf_config(hf_checkpoint, trust_remote_code).get_text_config()
+    try:
+        return read_megatron_lm(folder, family_of(config, model_name), config.to_dict())
+    except ModelError:
+        raise
+    except ValueError as error:  # no map, or an index that could execute code
+        raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
+
+
+def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> NamedWeights:
+    """Return the weights in a folder of Megatron-LM under their Hugging Face names.
+
+    Args:
+        folder: As :func:`slime.config.megatron_checkpoint.megatron_lm_folder` finds it.
+        config: The content of the model's config.json.
+    """
+    weights: NamedWeights = registry.find("checkpoint", "megatron_lm")(folder, family, family.settings(config))
+    return weights
+
+
+def differing_shapes(weights: NamedWeights, hf_checkpoint: str) -> list[str]:
+    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``, if they are here."""
+    folder = local_folder(hf_checkpoint)
+    if folder is None or not read_headers(folder):
+        return []
+    expected = StoredWeights(folder).shapes()
+    wrong = [
+        f"{name} {shape} instead of {expected[name]}"
+        for name, shape in weights.shapes().items()
+        if expected.get(name, shape) != shape
+    ]
+    return [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"] if wrong else []

@@ -28,11 +28,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slime.config.megatron_checkpoint import megatron_lm_folder
-from slime.models.loading import load_hf_config
-from slime.models.shards import ModelError, local_folder, read_headers, shorten
-from slime.models.stored import NamedWeights, StoredWeights
-from slime.weights.maps.family import Entry, Family, Settings, family_of
+from slime.models.shards import ModelError, shorten
+from slime.models.stored import NamedWeights
+from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import Layout, Vocabulary
 from slime.weights.torch_dist import require_tensors
 
@@ -73,7 +71,7 @@ class MegatronLmWeights(NamedWeights):
         """Read only the index.
 
         Args:
-            folder: A folder with ``.metadata`` and ``*.distcp`` (:func:`megatron_lm_folder`).
+            folder: A folder with ``.metadata`` and ``*.distcp`` (:func:`slime.config.megatron_checkpoint.megatron_lm_folder`).
             family: The weight map of the model.
             settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings without padding.
 
@@ -265,40 +263,3 @@ def _spellings_of_expert(rest: str, expert: int) -> Iterator[tuple[Place, ...]]:
         yield (Place(f"{one}.{linear}.weight_w"), Place(f"{one}.{linear}.weight_v"))
     yield (Place(f"mlp.experts.{linear}.weight{expert}"),)
     yield (Place(rest, (expert,)),)  # of slime's own checkpoints
-
-
-def differing_shapes(weights: MegatronLmWeights, hf_checkpoint: str) -> list[str]:
-    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``, if they are here."""
-    folder = local_folder(hf_checkpoint)
-    if folder is None or not read_headers(folder):
-        return []
-    there = StoredWeights(folder).shapes()
-    shapes = weights.shapes().items()
-    wrong = [f"{name} {shape} instead of {there[name]}" for name, shape in shapes if there.get(name, shape) != shape]
-    return [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"] if wrong else []
-
-
-def open_megatron_lm(
-    path: str, hf_checkpoint: str, model_name: str | None = None, trust_remote_code: bool = False
-) -> MegatronLmWeights | None:
-    """Return the weights of a checkpoint of Megatron-LM; None if ``path`` is something else.
-
-    Args:
-        path: The folder of one iteration, or the folder with the tracker file.
-        hf_checkpoint: The folder or hub id of the model, whose config.json gives the shape.
-        model_name: ``--model-name``.
-
-    Raises:
-        ModelError: As :class:`MegatronLmWeights`, or there is no weight map for this family of models.
-    """
-    folder = megatron_lm_folder(path)
-    if folder is None:
-        return None
-    config = load_hf_config(hf_checkpoint, trust_remote_code).get_text_config()
-    try:
-        family = family_of(config, model_name)
-        return MegatronLmWeights(folder, family, family.settings(config.to_dict()))
-    except ModelError:
-        raise
-    except ValueError as error:  # no map, or an index that could execute code
-        raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
