@@ -71,7 +71,8 @@ class MegatronLmWeights(NamedWeights):
         """Read only the index.
 
         Args:
-            folder: A folder with ``.metadata`` and ``*.distcp`` (:func:`slime.config.megatron_checkpoint.megatron_lm_folder`).
+            folder: A folder with ``.metadata`` and ``*.distcp``
+                (:func:`slime.config.megatron_checkpoint.megatron_lm_folder`).
             family: The weight map of the model.
             settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings without padding.
 
