@@ -67,7 +67,8 @@ def _find(options: argparse.Namespace) -> Found:
 
 
 def main() -> None:
-    from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+    from slime.models.stored import write_tensors
+    from slime.weights.hf_folder import MtpLayers, write_side_files
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True)

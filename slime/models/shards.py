@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -229,6 +230,13 @@ def side_files(folder: Path) -> Iterator[Path]:
     for file in (*folder.glob("*"), *(file for file in inside if not (file.parent / "config.json").exists())):
         if file.is_file() and not any(fnmatch(part, w) for part in file.relative_to(folder).parts for w in _WEIGHTS):
             yield file.relative_to(folder)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy :func:`side_files` byte for byte into an existing folder."""
+    for file in side_files(source):
+        (target / file).parent.mkdir(exist_ok=True)
+        shutil.copy2(source / file, target / file)
 
 
 def resolve_folder(path: str | Path) -> Path:

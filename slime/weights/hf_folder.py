@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
 from slime.models.quantized import without_quantization
 from slime.models.shards import (
-    INDEX,
     ModelError,
+    copy_side_files,
     own_head,
     quantization_of,
     read_headers,
     resolve_folder,
     shorten,
-    side_files,
 )
 from slime.models.stored import StoredWeights
 from slime.weights.update import FULL_PRECISION
-
-SHARD_BYTES = 4 * 1024**3
 
 
 class HfFolder(StoredWeights):
@@ -43,61 +37,6 @@ class HfFolder(StoredWeights):
             ModelError: See :class:`~slime.models.stored.StoredWeights`.
         """
         super().__init__(resolve_folder(path))
-
-
-def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
-    """Write a stream of tensors as safetensors files with an index.
-
-    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation. For
-    the same reason, the writer raises an error such as a full disk only at the end of the stream. Until everything is
-    written, a folder with several files has no index, so it cannot be loaded.
-    """
-    shards: list[tuple[str, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
-    failure: Exception | None = None
-    if writer:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / INDEX).unlink(missing_ok=True)  # an older export would else be loaded with some of the new files
-        except OSError as error:
-            failure = error
-
-    def flush() -> None:
-        file = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(pending, str(path / file), metadata={"format": "pt"})
-        shards.append((file, list(pending)))
-        pending.clear()
-
-    for name, tensor in named:
-        if not writer or failure is not None:
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        if pending and size + nbytes > SHARD_BYTES:
-            try:
-                flush()
-            except (OSError, SafetensorError) as error:
-                failure = error
-                continue
-            size = 0
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + nbytes, total + nbytes
-    if failure is not None:
-        raise failure
-    if not writer:
-        return
-    flush()
-    if len(shards) == 1:
-        (path / shards[0][0]).rename(path / "model.safetensors")
-    # The files of an older export that had another number of them: transformers would load the single one in spite of
-    # the index, and engines may read all files of a folder without an index.
-    files = {file for file, _ in shards} if len(shards) > 1 else {"model.safetensors"}
-    for old in path.iterdir():
-        if re.fullmatch(r"model(-\d{5})?\.safetensors", old.name) and old.name not in files:
-            old.unlink()
-    weight_map = {name: file for file, names in shards for name in names}
-    if len(shards) > 1:
-        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 class MtpLayers:
@@ -191,9 +130,7 @@ def write_side_files(
         config: The content of config.json if there is no ``source``.
     """
     if source is not None:
-        for file in side_files(source):
-            (path / file).parent.mkdir(exist_ok=True)
-            shutil.copy2(source / file, path / file)
+        copy_side_files(source, path)
         config = json.loads((source / "config.json").read_text())
     plain = without_quantization(config or {})
     plain.update(mtp.config_changes(plain) if mtp is not None else {})

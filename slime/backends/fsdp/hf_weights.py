@@ -23,7 +23,8 @@ from slime.backends.fsdp.quantized_base import rounded_weights
 from slime.models.loading import ModelError
 from slime.models.lora import lora_layers
 from slime.models.shards import cached_folder
-from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files, write_tensors
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
 
 logger = logging.getLogger(__name__)
 

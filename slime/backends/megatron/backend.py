@@ -38,7 +38,8 @@ from slime.data.fields import RankBatch
 from slime.models.fused import fuse
 from slime.models.peft_files import factor_names, named_factors
 from slime.models.shards import resolve_folder
-from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files, write_tensors
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
 from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.models.fp8 import name_quantization
 from slime.models.fp8_format import Fp8Layout, layout_of
-from slime.models.shards import ModelError, read_headers, shorten
+from slime.models.shards import ModelError, copy_side_files, read_headers, shorten
 from slime.weights.settings import WeightSyncSettings, Written
 from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
@@ -28,7 +28,6 @@ LOCK = ".slime.lock"
 LEAVE_SECONDS = 30.0
 """How long a trainer waits for the lock, which the one before it loses when its process has ended."""
 _claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
 class DiskTransport:
@@ -123,9 +122,8 @@ def require_whole(folder: Path, names: Set[str]) -> None:
 
 def copy_model_files(model: Path, folder: Path) -> None:
     """Copy all files except weights: configuration, tokenizer, chat template, remote code."""
-    for path in model.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copy2(path, folder / path.name)
+    copy_side_files(model, folder)
+    shutil.copy2(model / "config.json", folder / "config.json")
 
 
 def write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
