@@ -157,6 +157,8 @@ class InputBuilder:
             "position_ids": self._move(layout.positions)[None],
             "slime_pack": PackSegments.from_layout(layout, self.device, with_sequences=self.stateful),
         }
+        # Rotary positions of media have three axes and begin anew in each sample, so they are computed for each sample
+        # alone and put into its rows of the pack.
         if any(multimodal):
             types = kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
             if images_see_ahead(self.backbone):
@@ -202,6 +204,7 @@ class InputBuilder:
         ids = torch.zeros(len(tokens), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         index, targets = [], []
+        # Samples are padded at the right, so positions need no shift, and the row before a token scores it.
         for row, (sample, response) in enumerate(zip(tokens, response_lengths, strict=True)):
             total = len(sample)
             ids[row, :total] = sample

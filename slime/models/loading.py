@@ -267,9 +267,8 @@ def _with_weights(
 
     folder = resolve_folder(path)
     common = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **common}
-    if weights is None and not read_headers(
-        folder
-    ):  # PyTorch's older format: transformers reads it, without running code
+    if weights is None and not read_headers(folder):
+        # PyTorch's older format: transformers reads it, without running code.
         auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
         if source == str(folder) and not any(folder.glob("*.bin*")):
@@ -278,6 +277,8 @@ def _with_weights(
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
+    # The names are compared before any value is read. What transformers reports after it has loaded the values is
+    # checked as well, because it initializes at random what it does not find.
     stored = weights or StoredWeights(folder)
     require_fit(str(stored.folder), empty, compare(empty, stored))
     generation = _generation_config(folder) or GenerationConfig.from_model_config(config)

@@ -201,6 +201,7 @@ def _packed_weight(
         raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
     if packed.dtype != "I32" or len(packed.shape) != 2 or len(headers[scale].shape) != 2:
         raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}, but must be an int32 matrix")
+    # A tensor does not say how many bits its values have. The number of words in a row does.
     rows, columns = (int(n) for n in read(shape))
     fitting = [b for b in sorted(bits) if 32 % b == 0 and -(-columns * b // 32) == packed.shape[1]]
     groups = headers[scale].shape[1]

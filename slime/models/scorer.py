@@ -90,6 +90,7 @@ class PolicyScorer(nn.Module):
         effective = temperature / self.logit_scale
         if self.logit_cap is not None:
             return self._capped(hidden, inputs, temperature, with_entropy, entropy_grad, with_logits)
+        # A token that many samples have in common is scored once, and its score is copied to each of them.
         scores = token_log_probs(
             hidden,
             head.weight,
@@ -206,12 +207,14 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     Raises:
         ModelError: They differ by more than rounding errors.
     """
+    # Two samples of one group begin alike, so that the check covers a shared prompt as well.
     model = scorer.hf
     vocab = model.get_output_embeddings().weight.shape[0]
     ids = [torch.tensor([5, 3, 7, 11, 2, 9]), torch.tensor([5, 3, 7, 4]), torch.tensor([8, 1, 6])]
     ids = [sample % vocab for sample in ids]
     inputs = builder.build(ids, [3, 1, 2], [0, 0, 1], [None] * 3)
     scores = scorer(inputs)[0].log_probs.cpu()
+    # The reference is the model of transformers without packs: with its own attention, one sample at a time.
     configured = model.config.get_text_config()._attn_implementation
     plain = plain_attention(model.config)
     if configured == PACKED:

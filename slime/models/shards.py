@@ -110,6 +110,7 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         raise ValueError("is empty")
     try:
         with open(path, "rb") as file:
+            # The length stands in eight bytes, which may be anything in a file of another kind: a text, for example.
             start = file.read(8)
             if start == b"version ":
                 raise ValueError("is a Git LFS pointer, not the weights (run git lfs pull)")
@@ -126,6 +127,7 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"cannot be read as safetensors ({type(error).__name__}: {error})") from error
+    # The end of the last tensor is the end of the file. So a download that was cut off is found without reading it.
     if 8 + length + end != size:
         what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
         raise ValueError(f"{what}: it has {size} bytes, but its header describes {8 + length + end}")

@@ -232,6 +232,7 @@ def hf_tensors(
     require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    # One parameter at a time, so that the memory of a whole model is never needed.
     for entry in family.entries(settings):
         if entry.megatron not in stored:
             raise KeyError(f"{path} has no parameter {entry.megatron!r}: check that --origin-hf-dir belongs to it")

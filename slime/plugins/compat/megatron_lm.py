@@ -108,12 +108,14 @@ class MegatronLmWeights(NamedWeights):
             raise ModelError(f"{self.folder} has {numbers} layers, but the model of --hf-checkpoint has {layers}")
 
     def _add(self, family: Family, settings: Settings) -> None:
-        missing, wrong = [], []
+        missing: list[str] = []
+        wrong: list[str] = []
         if any(entry.is_stacked for entry in family.entries(settings)):
             raise ModelError(
                 f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime does not know: load "
                 "the Hugging Face checkpoint, or convert that with tools/convert_hf_to_torch_dist.py"
             )
+        # All problems are collected, so that one message names them.
         for entry in family.entries(settings):
             for expert in range(entry.experts) if entry.experts else (None,):
                 names = [name if expert is None else name.format(expert=expert) for name in entry.hf]

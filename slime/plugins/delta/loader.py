@@ -97,12 +97,14 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
         changed = _fill(copy, manifest, request.folder)
         return Announcement("ready", touched=touched_names(changed), buffers=handles)
 
+    # The first rank of the node reads the files; the others wait for what it announces.
     said, first = take_turns(Node(request.prefix, request.seconds), take_in)
     if said.outcome == "alone":
         logger.warning("each rank keeps its own copy of the weights, because they cannot share one: %s", said.message)
         return None
     if said.outcome != "ready":
         raise DamagedFiles(said.message)
+    # After a full version there are new buffers, which each rank maps and registers with its own CUDA context.
     copy.version = None
     if not first and said.buffers is not None:
         copy.buckets = open_buckets(manifest.buckets, said.buffers)
@@ -111,6 +113,7 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
             pin(bucket, device)
     for held, sent in zip(copy.buckets, manifest.buckets, strict=True):
         held.digests = {entry.name: sent.digests[entry.name] for entry in sent.entries}
+    # Each rank writes what has changed into its own part of the model.
     tensors = _write(model, copy, {index: set(names) for index, names in said.touched.items()}, device)
     copy.version = manifest.version
     _held[model] = copy

@@ -118,6 +118,8 @@ class DeltaTransport:
         path = self.folder / f"delta_v{update.version}"
         comparable = base is not None
         self.copy.version = None  # until all buckets are stored, because the copy is a mix if gathering fails
+        # Buckets are compared one after the other, because each replaces its part of the copy. They are compressed in
+        # threads meanwhile.
         with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []
@@ -132,6 +134,7 @@ class DeltaTransport:
                 packed = [await asyncio.wrap_future(future) for future in packing]
                 manifest.buckets = [bucket for bucket, _ in packed]
                 manifest.write(aside)
+        # The copy is whole again, whether or not a delta could be made.
         self.copy.version = update.version
         for held, described in zip(self.copy.buckets, manifest.buckets, strict=True):
             held.digests = described.digests

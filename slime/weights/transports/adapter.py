@@ -116,19 +116,24 @@ class AdapterTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         buckets = _Split(iter(update.buckets))
-        result, ready = SendResult(), list(engines)
+        result = SendResult()
+        ready = list(engines)
         opened = open_window is None
 
         async def open_once(adapter_only: bool = False) -> Sequence[EngineHandle]:
             nonlocal ready, opened
             if not opened and open_window is not None:
-                ready, opened = list(await open_window(adapter_only)), True
+                ready = list(await open_window(adapter_only))
+                opened = True
             return ready
 
+        # The base goes first, by its own transport: after a start or a lost engine, not in most updates.
         if await asyncio.to_thread(buckets.has_base):
             result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
         if buckets.factors is None:
             return result
+        # All of this happens while the engines generate: the copy to the host, the digests and the requests. What
+        # remains for the pause is that each engine reads its request.
         place = await self._host_copy(buckets.factors, update.version, engines)
 
         async def prepare(engine: EngineHandle) -> AdapterRequest:
@@ -144,6 +149,8 @@ class AdapterTransport:
             if not self.bracketed:  # otherwise the version is set when the update ends
                 await engine.name_version(update.version)
 
+        # From here on an engine may read the shared memory, also one that fails: it must not be written again before
+        # that engine has loaded another version.
         if isinstance(place, AdapterPayload) and place.shared:
             self._memory.sent(engine.url for engine in alive)
         loaded, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)

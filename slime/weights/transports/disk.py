@@ -174,8 +174,11 @@ def claim(folder: Path) -> None:
         ValueError: Another process has reserved the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (place := folder.resolve()) in _claimed:
+    place = folder.resolve()
+    if place in _claimed:
         return
+    # The lock ends with this process, however it ends. A trainer that is started again may come before the end of the
+    # one that it replaces, so it waits for a while.
     file = open(folder / LOCK, "a")  # noqa: SIM115
     last = time.monotonic() + LEAVE_SECONDS
     while True:
@@ -194,9 +197,10 @@ def claim(folder: Path) -> None:
             file.close()
             return
     _claimed[place] = file
+    # Nobody else writes here now, so temporary folders of versions belong to a trainer that was killed.
     for kind in ("weight_v", "delta_v", "adapter_v"):
-        for left in folder.glob(f".{kind}*.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for unfinished in folder.glob(f".{kind}*.tmp-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @asynccontextmanager

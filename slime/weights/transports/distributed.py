@@ -257,14 +257,18 @@ class DistributedTransport:
         infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
         if failed:
             return failed
+        # The name is new for each group, because engines keep a group that they could not leave.
         self.groups_made += 1
         name = f"slime-weights-{self.groups_made}-{secrets.token_hex(4)}"
-        offsets, world_size = {}, 1
+        # Rank 0 is this process. An engine has as many ranks as tensor-parallel processes.
+        offsets: dict[str, int] = {}
+        world_size = 1
         for engine in engines:
             offsets[engine.url] = world_size
             world_size += infos[engine.url].tensor_parallel_size
         address = address_towards([engine.url for engine in engines])
         rendezvous = Rendezvous(address, world_size, self.deadline)
+        # Joining blocks until all members are there, so both sides must start before either is awaited.
         ours = in_thread("weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall))
         calls = {
             e.url: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend)
@@ -281,7 +285,8 @@ class DistributedTransport:
         if failed:
             await self._leave([engine for engine in engines if engine.url not in failed], name)
             return failed
-        self._group, self._members = ours.result(), {engine.url: engine for engine in engines}
+        self._group = ours.result()
+        self._members = {engine.url: engine for engine in engines}
         return {}
 
     async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
