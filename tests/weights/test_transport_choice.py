@@ -13,15 +13,14 @@ import pytest
 from real_engines import sync_settings
 
 from slime.weights import transports
-from slime.weights.transports import create_transport, direct, disk, ranks_of_engines
+from slime.weights.transports import create_transport, disk, ranks_of_engines
 from slime.weights.transports.distributed import DistributedTransport
 
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "on_cuda", lambda: True)
-    monkeypatch.setattr(direct, "on_cuda", lambda: True)
-    monkeypatch.setattr(direct, "gpus_of_this_host", lambda: 8)
+    monkeypatch.setattr(transports, "gpus_of_this_host", lambda: 8)
 
 
 def choice(colocated_host: bool, **flags: Any) -> str:
@@ -36,7 +35,7 @@ def test_on_the_cpu_the_host_decides() -> None:
 def test_on_gpus_it_is_the_gpu_that_counts(on_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(True, colocate=True) == choice(False, colocate=True) == "ipc"  # each rank has its own host's engines
     assert choice(True) == choice(False) == "distributed"
-    monkeypatch.setattr(direct, "gpus_of_this_host", lambda: 1)
+    monkeypatch.setattr(transports, "gpus_of_this_host", lambda: 1)
     assert choice(True) == "ipc"  # NCCL refuses two ranks on one GPU
     assert choice(False) == "distributed"
 
