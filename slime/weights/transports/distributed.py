@@ -171,7 +171,6 @@ def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
 NCCL_BUCKET_BYTES = 2 * DEFAULT_BUCKET_BYTES
 """On H200, sending 7.5 GiB to one engine takes 0.107 s with buckets of 512 MiB, 0.082 s with 1 GiB and 0.062 s with
 2 GiB. The default is not the fastest size, because sender and engines hold two or three buckets in memory."""
-T = TypeVar("T")
 GLOO_STALL_SECONDS = 30.0
 GRACE_SECONDS = 10.0  # the time for engines to notice that the communicator is gone
 PROBE_SECONDS = 5.0
