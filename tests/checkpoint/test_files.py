@@ -26,7 +26,7 @@ from slime.checkpoint.files import (
     wait_for_room,
 )
 from slime.data.value_files import write_state
-from slime.weights.hf_folder import write_tensors
+from slime.models.stored import write_tensors
 
 
 def test_a_good_folder_is_left_as_it_was(tmp_path: Path) -> None:
