@@ -266,7 +266,7 @@ class Trainer:
     @property
     def checkpoints(self) -> list[Path]:
         """The complete snapshots of the run, the newest last."""
-        from slime.cluster.load_folder import snapshots_of
+        from slime.cluster.folders import snapshots_of
 
         files, before = self._files, self._folder.path
         folder = Path(self.args.save) if self.args.save else files.checkpoints

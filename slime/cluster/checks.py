@@ -37,8 +37,6 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     checks = all_checks(asynchronous)
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if args.dry_run:
-        from slime.cluster.dry_run import dry_run
-
         try:
             dry_run(args, asynchronous)
         except ConfigError as error:
@@ -49,6 +47,18 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
+
+
+def dry_run(args: Args, asynchronous: bool = False) -> None:
+    """Print the reports of plug-ins: what a run with these arguments, which have been checked, would do.
+
+    Raises:
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
+    """
+    for name in registry.parts("report"):
+        for line in registry.find("report", name)(args, asynchronous):
+            print(line)
+    print("\ndry run: no process was started and no file was written")
 
 
 def print_warnings(args: Args, asynchronous: bool = False) -> None:
@@ -67,7 +77,7 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
     of_parts = [part for part in registry.parts("check").values() if any(getattr(args, name) for name in part.when)]
     checks = (
         _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
-        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous), check_save_folder,
+        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous),
         _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
@@ -224,7 +234,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     from slime.checkpoint.contents import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
-    from slime.cluster.load_folder import snapshot_of
+    from slime.cluster.folders import snapshot_of
     from slime.config.lora import adapter_file
 
     problems = []
@@ -281,17 +291,6 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
         f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use that "
         "backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) and load the folder"
     ]
-
-
-def check_save_folder(args: Args) -> list[str]:
-    """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
-    from slime.checkpoint.shared_folder import try_to_write
-    from slime.cluster.memory_estimate import snapshot_bytes
-
-    if not args.save:
-        return []
-    problem = try_to_write(Path(args.save).expanduser(), snapshot_bytes(args))
-    return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
 
 
 def _check_server_options(args: Args) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slime.cluster.engine import GONE, Engine, EngineStatus, State
-from slime.cluster.polling import wait_for
+from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
 from slime.engines.plan import EngineSpec

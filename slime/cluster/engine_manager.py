@@ -14,8 +14,7 @@ from slime.engines.background import run
 if TYPE_CHECKING:
     from slime.cluster.engine import EngineStatus
     from slime.cluster.engine_fleet import EngineFleet
-    from slime.cluster.engine_loads import EngineLoads
-    from slime.cluster.health import HealthMonitor
+    from slime.cluster.health import EngineLoads, HealthMonitor
     from slime.cluster.placement import Placement
     from slime.cluster.rollout_workers import RolloutWorkers
     from slime.config.args import Args
@@ -45,8 +44,7 @@ class EngineManager:
         """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
-        from slime.cluster.engine_loads import EngineLoads
-        from slime.cluster.health import HealthMonitor
+        from slime.cluster.health import EngineLoads, HealthMonitor
         from slime.cluster.placement import thread_environment
         from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
         from slime.config.machine import raise_file_limit

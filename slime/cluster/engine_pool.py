@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.cluster.actors import Ref
     from slime.cluster.engine import EngineStatus
-    from slime.cluster.manager_client import ManagerClient
-    from slime.cluster.step_log import StepLog
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import NoAnswer, door
-from slime.cluster.polling import WaitExpired
+from slime.cluster.ray_wait import WaitExpired
 from slime.cluster.rollout_manager import RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.actors import Ref
     from slime.cluster.engine_pool import EnginePool, Evaluations
-    from slime.cluster.manager_client import ManagerClient, RolloutBatch
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient, RolloutBatch
     from slime.cluster.snapshots import Snapshots
-    from slime.cluster.step_log import StepLog
     from slime.cluster.stop_signals import StopSignals
     from slime.config.args import Args
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.cluster.actors import door
 from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
-from slime.cluster.garbage import GarbageCollection
-from slime.cluster.generation import Generation
+from slime.cluster.generation import GarbageCollection, Generation
 from slime.config.hooks import load_function
 from slime.data.sample import flatten
 from slime.engines.background import run
@@ -27,7 +26,7 @@ from slime.rollout.state import GenerateState
 if TYPE_CHECKING:
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.actors import Ref
-    from slime.cluster.manager_client import RolloutBatch
+    from slime.cluster.ray_wait import RolloutBatch
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
@@ -100,7 +99,7 @@ class RolloutManager(EngineManager):
             return self._generate(rollout_id)
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
-        from slime.cluster.manager_client import RolloutBatch
+        from slime.cluster.ray_wait import RolloutBatch
         from slime.data.convert import parts_of_ranks
 
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
@@ -192,7 +191,7 @@ class RolloutManager(EngineManager):
         Raises:
             WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
-        from slime.cluster.polling import wait_for
+        from slime.cluster.ray_wait import wait_for
         from slime.engines.http import request
 
         async def held() -> int:

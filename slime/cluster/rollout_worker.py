@@ -82,7 +82,7 @@ class RolloutWorker:
 
     def __init__(self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]) -> None:
         from slime.cluster.actors import door
-        from slime.cluster.garbage import GarbageCollection
+        from slime.cluster.generation import GarbageCollection
         from slime.config.machine import raise_file_limit
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.keys import send_keys

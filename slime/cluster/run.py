@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from slime.cluster.actors import ActorError, ActorLost, door
-from slime.cluster.polling import WaitExpired
-from slime.cluster.ray_wait import NoStatus
+from slime.cluster.ray_wait import NoStatus, WaitExpired
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
 from slime.config.settings import redacted_text

@@ -13,7 +13,7 @@ from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
 from slime.checkpoint.full_disk import is_full, wait_for_room
 from slime.checkpoint.manifest import Facts, RunFacts, changes, check_same_prompts
-from slime.cluster.load_folder import snapshot_of
+from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import REPORTS
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slime.checkpoint.manifest import Manifest
     from slime.checkpoint.snapshot import Snapshot
     from slime.cluster.engine_pool import EnginePool
-    from slime.cluster.manager_client import ManagerClient
-    from slime.cluster.step_log import StepLog
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args

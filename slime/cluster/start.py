@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING
 from slime.cluster.actors import door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
-from slime.cluster.folder_lock import FolderLock, lock_run, lock_save
-from slime.cluster.manager_client import ManagerClient
-from slime.cluster.phases import Run
-from slime.cluster.ray_wait import Waiter
+from slime.cluster.folders import FolderLock, lock_run, lock_save
+from slime.cluster.phases import Run, StepLog
+from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
-from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
-from slime.cluster.token_budget import settle_token_budget
-from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer, TrainerSettings, settle_token_budget
 from slime.config.parser import ConfigError
 from slime.engines.keys import RunKeys
 

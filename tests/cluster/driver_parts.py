@@ -16,10 +16,9 @@ from rich.console import Console
 
 from slime.cluster.engine import EngineStatus
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
-from slime.cluster.manager_client import ManagerClient, RolloutBatch
-from slime.cluster.phases import Run
+from slime.cluster.phases import Run, StepLog
+from slime.cluster.ray_wait import ManagerClient, RolloutBatch
 from slime.cluster.snapshots import Snapshots, SnapshotSettings
-from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
 from slime.config.args import Args

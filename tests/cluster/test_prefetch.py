@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.manager_client import ManagerClient, RolloutBatch
-from slime.cluster.polling import WaitExpired
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.cluster.ray_wait import ManagerClient, RolloutBatch, WaitExpired
 
 
 class Manager:

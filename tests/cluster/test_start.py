@@ -69,7 +69,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_rollout: int, num_epoch: int, rows: int, expected: int
 ) -> None:
     """Users' functions read it as ``args.num_rollout``; the driver's args are left as they are."""
-    monkeypatch.setattr("slime.cluster.logs.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr("slime.engines.process.exempt_from_proxy", lambda _: {})  # it goes into the environment
     monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", lambda: None)  # of this whole process
