@@ -167,7 +167,8 @@ class HealthMonitor:
                 not count.
         """
         pauses = self._pauses if pauses is None else pauses
-        enough = MAX_MISSED if self.fleet.tolerant else MAX_MISSED_WITHOUT_TOLERANCE
+        tolerant = self.fleet.settings.tolerant
+        enough = MAX_MISSED if tolerant else MAX_MISSED_WITHOUT_TOLERANCE
         bad = unhealthy(urls, self.timeout)
         gone = self.processes.ended(POLL_SECONDS) if bad else {}  # An ended process is the better reason.
         bad = {url: reason for url, reason in bad.items() if url not in gone}
@@ -181,7 +182,7 @@ class HealthMonitor:
             for url, reason in bad.items():
                 logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
             # One missed check may be an accident. Check again soon, so that a dead engine is not noticed much later.
-            if bad and self.fleet.tolerant:
+            if bad and tolerant:
                 self.next_check = min(self.next_check, time.monotonic() + RECHECK_SECONDS)
             lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}
         self._lose({**gone, **lost}, pauses)
@@ -189,14 +190,14 @@ class HealthMonitor:
     def _is_compiling(self, url: str, reason: str) -> bool:
         """Whether an engine that has missed a check was started recently and is using the CPU."""
         engine = next((engine for engine in self.fleet.engines if engine.url == url), None)
-        if engine is None or engine.host is None or not reason.startswith(NO_TOKEN):
+        if engine is None or engine.external or not reason.startswith(NO_TOKEN):
             return False
         if time.monotonic() - engine.ready_at > self.start_seconds:
             return False
         try:
-            before = engine.host.cpu_seconds()
+            before = engine.cpu_seconds()
             time.sleep(RETRY_SECONDS)
-            used = engine.host.cpu_seconds() - before
+            used = engine.cpu_seconds() - before
         except Exception:  # For example, its node is gone: the next check of processes notices that.
             return False
         if used < BUSY_SHARE * RETRY_SECONDS:
@@ -220,18 +221,18 @@ class ProcessWatch:
     def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
         self._pool = ThreadPoolExecutor(max(len(fleet.engines), 1), thread_name_prefix="engine-processes")
-        self._asked: dict[str, tuple[Engine, Future[ServerFacts]]] = {}
+        self._asked: dict[str, Future[ServerFacts]] = {}  # by URL
         self._lock = threading.Lock()
 
     def ended(self, seconds: float) -> dict[str, str]:
         """URLs of the engines whose process or node is gone, with the reason, as far as known after ``seconds``."""
         with self._lock:
             for engine in self.fleet.engines:
-                host = engine.host
-                if host is not None and engine.state in ("serving", "unsynced") and engine.url not in self._asked:
-                    self._asked[engine.url] = engine, self._pool.submit(host.describe)
-            wait([call for _, call in self._asked.values()], seconds)
-            known = {url: call for url, (_, call) in self._asked.items() if call.done()}
+                alive = engine.state in ("serving", "unsynced")
+                if alive and not engine.external and engine.url not in self._asked:
+                    self._asked[engine.url] = self._pool.submit(engine.describe)
+            wait(self._asked.values(), seconds)
+            known = {url: call for url, call in self._asked.items() if call.done()}
             for url in known:
                 del self._asked[url]
         gone = {}

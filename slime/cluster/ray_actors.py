@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.cluster.actor_types import (
+from slime.cluster.actors import (
     OWN_THREADS,
     ActorError,
     ActorHandle,

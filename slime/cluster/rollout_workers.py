@@ -7,15 +7,15 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.cluster.actors import ActorError, ActorLost, ActorProcess, NotEnded, door
 from slime.cluster.rollout_worker import REPORT_SECONDS, GroupCall, GroupResult, Report, RolloutWorker
+from slime.cluster.supervised import Supervised
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
 from slime.data.token_fields import TOKEN_FIELDS, Packed
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 60.0  # a worker whose report is this late is lost
 KILL_SECONDS = 30.0
 STOP_SECONDS = 10.0  # for groups of a worker to end
-MOST_LOSSES = 5  # losses of one worker within LOSSES_SECONDS after which another start would not help
-LOSSES_SECONDS = 600.0
 MOST_CALLS = 1_000_000  # of one worker at a time
 MOST_TRIES = 4  # workers that may be lost while they generate the same group
 
@@ -48,7 +46,7 @@ class WorkersLost(RuntimeError):
 
 
 @dataclass
-class _Worker:
+class _Worker(Supervised):
     """One position; a restarted worker keeps it.
 
     Attributes:
@@ -62,7 +60,6 @@ class _Worker:
     handle: ActorHandle | None = None
     process: ActorProcess | None = None
     samples: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 class RolloutWorkers:
@@ -249,30 +246,26 @@ class RolloutWorkers:
             return
         logger.error("rollout worker %d is lost: %s", worker.index, why)
         worker.handle = None
-        worker.losses.append(time.monotonic())
-        self._spawn(self._restart(worker, handle, why))
+        worker.note_loss(why)
+        self._spawn(self._restart(worker, handle))
 
-    async def _restart(self, worker: _Worker, lost: ActorHandle, why: str) -> None:
+    async def _restart(self, worker: _Worker, lost: ActorHandle) -> None:
         await self._end(worker, lost)
-        while True:
-            recent = [at for at in worker.losses if at > time.monotonic() - LOSSES_SECONDS]
-            if len(recent) >= MOST_LOSSES:
-                self._fatal = (
-                    f"rollout worker {worker.index} was lost {len(recent)} times within {LOSSES_SECONDS:.0f} s, see "
-                    f"logs/rollout-worker-{worker.index}.log; the last time: {why}"
-                )
-                self._changed.set()
-                return
+        while not worker.hopeless:
             try:
                 await self._begin(worker)
-            except Exception as error:  # Whatever the reason was, the next attempt may succeed, up to MOST_LOSSES.
-                why = str(error)
-                logger.error("rollout worker %d could not be started again: %s", worker.index, why)
-                worker.losses.append(time.monotonic())
+            except Exception as error:  # Whatever the reason was, the next attempt may succeed.
+                logger.error("rollout worker %d could not be started again: %s", worker.index, error)
+                worker.note_loss(str(error))
                 continue
             self._restarts += 1
             warn(f"rollout worker {worker.index} was lost and started again; its groups are generated again")
             return
+        self._fatal = (
+            f"rollout worker {worker.index} was lost {worker.how_often}, see "
+            f"logs/rollout-worker-{worker.index}.log; the last time: {worker.last_words}"
+        )
+        self._changed.set()
 
     async def _end(self, worker: _Worker, lost: ActorHandle | None = None) -> None:
         """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more requests."""

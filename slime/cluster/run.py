@@ -214,7 +214,6 @@ def shut_down(parts: Parts, failed: bool) -> None:
 
     Errors of actors that are dead already are suppressed, so that the steps after them still run.
     """
-    from slime.cluster.leftovers import sweep_leftovers
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
     if not door().connected:
@@ -245,7 +244,6 @@ def shut_down(parts: Parts, failed: bool) -> None:
     door().disconnect()
     # Last, since files of living processes are kept. Ray kills its workers before torch's own cleanup has run in them.
     sweep_shared_memory()
-    sweep_leftovers()
 
 
 # --- what was lost -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.actor_types import ClusterError
+from slime.cluster.actors import ClusterError
 from slime.config.process_environment import import_environment
 
 if TYPE_CHECKING:

@@ -48,9 +48,9 @@ def url() -> Iterator[str]:
 def engines(url: str) -> list[Engine]:
     silent = f"http://127.0.0.1:{free_port()}"
     return [
-        Engine(EngineSpec(0, ""), None, url, state="serving"),
-        Engine(EngineSpec(1, ""), None, silent, state="serving"),
-        Engine(EngineSpec(2, ""), None, url, state="lost"),
+        Engine(EngineSpec(0, ""), url, "serving", external=True),
+        Engine(EngineSpec(1, ""), silent, "serving", external=True),
+        Engine(EngineSpec(2, ""), url, "lost", external=True),
     ]
 
 
