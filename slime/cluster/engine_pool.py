@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -68,6 +68,35 @@ class EnginePoolSettings:
         return cls(bool(args.use_fault_tolerance), *offload, *checks, args.check_weight_update_interval, seconds)
 
 
+@dataclass(frozen=True)
+class WeightClock:
+    """Which weights the engines hold; each update makes a new value.
+
+    Attributes:
+        attempt: How often the run was resumed.
+        step: The number of steps that had trained these weights.
+        trained: The last rollout that was trained when they were sent (``Trainer.trained``).
+        model: The copy of the trainer's weights that was sent.
+        updates: The number of updates of this process; with 0, the engines hold the weights of the checkpoint.
+    """
+
+    attempt: int
+    step: int
+    trained: int | None = None
+    model: ModelTag = "actor"
+    updates: int = 0
+
+    @property
+    def version(self) -> str:
+        """The name of these weights, ``<attempt>.<step>``; empty before the first update."""
+        return f"{self.attempt}.{self.step}" if self.updates else ""
+
+    def is_checked(self, interval: int) -> bool:
+        """Whether this update is one that ``--check-weight-update-equal`` checks: the first, and then every
+        ``interval`` updates (0: no other)."""
+        return self.updates <= 1 or (interval > 0 and (self.updates - 1) % interval == 0)
+
+
 class EnginePool:
     """The engines of one run; used only by the driver's main thread, so the trainer is idle during every call.
 
@@ -79,8 +108,7 @@ class EnginePool:
     Attributes:
         urls: The URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
             are lost, they are replaced.
-        version: The version of the engines' weights, ``<attempt>.<number of steps that had trained them>``.
-        held_step: The second part of ``version``.
+        clock: Which weights these are.
     """
 
     def __init__(
@@ -94,13 +122,10 @@ class EnginePool:
         first_rollout: int = 0,
     ) -> None:
         self.settings, self.urls = settings, list(urls)
-        self.version, self.held_step = "", first_rollout
+        self.clock = WeightClock(attempt, first_rollout)
         self._manager, self._trainer, self._log = manager, trainer, log
-        self._attempt, self._first_rollout = attempt, first_rollout
-        self._model: ModelTag = "actor"  # the copy of the weights that the last update sent
+        self._first_rollout = first_rollout
         self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
-        self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
-        self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
         self._syncing = False  # whether sync_recovered_engines is running
         self.next_poll = 0.0  # time.monotonic()
 
@@ -125,14 +150,11 @@ class EnginePool:
             # cache comes back below, after the trainer has gone to sleep.
             trainer.make_room_for_weights()
             self._onload("weights")
-            # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
-            held = max(self._first_rollout, 0 if trainer.trained is None else trainer.trained + 1)
-            self._model, held = trainer.old_actor.to_send(held)
-            self.version = f"{self._attempt}.{held}"
-            report, urls = self._call_with_failover(partial(self._send, actor), urls, replace=True)
+            sending = self._next_weights()
+            report, urls = self._call_with_failover(partial(self._send, actor, sending), urls, replace_all=True)
             assert report is not None
-            self._trained_at_update, self.held_step = trainer.trained, held
-            trainer.old_actor.updated(actor, self.version)
+            self.clock = sending
+            trainer.old_actor.updated(actor, sending.version)
         trainer.log_memory("update_weights")
         if settings.offload_train:
             with log.timed("sleep"):
@@ -158,24 +180,23 @@ class EnginePool:
         log.record_weights(report)
         return True
 
-    def _send(self, actor: TrainGroup, urls: list[str]) -> UpdateReport:
+    def _next_weights(self) -> WeightClock:
+        """Which weights the update sends that begins now."""
+        trained = self._trainer.trained
+        # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
+        step = max(self._first_rollout, 0 if trained is None else trained + 1)
+        model, step = self._trainer.old_actor.to_send(step)
+        return replace(self.clock, step=step, trained=trained, model=model, updates=self.clock.updates + 1)
+
+    def _send(self, actor: TrainGroup, weights: WeightClock, urls: list[str]) -> UpdateReport:
         same_host = all(urlsplit(url).hostname == actor.host for url in urls)
-        send = partial(actor.update_weights, urls, self.version, same_host, self._slots, self._model)
+        send = partial(actor.update_weights, urls, weights.version, same_host, self._slots, weights.model)
         report = send()
-        if self._check_is_due():
-            send(check_equal=True)  # The engines already hold these weights: overwrite them, send them again, compare.
+        # If the checksums of an engine cannot be predicted, only this notices that a part of a tensor was not written:
+        # the engines already hold these weights; overwrite them, send them again, compare.
+        if self.settings.check_equal and weights.is_checked(self.settings.check_interval):
+            send(check_equal=True)
         return report
-
-    def _check_is_due(self) -> bool:
-        """Whether ``--check-weight-update-equal`` applies to this update.
-
-        If the checksums of an engine cannot be predicted, only this check notices that a part of a tensor was not
-        written. Therefore it is repeated every ``--check-weight-update-interval`` updates.
-        """
-        count, every = self._updates_since_check, self.settings.check_interval
-        due = self.settings.check_equal and (count is None or 0 < every <= count + 1)
-        self._updates_since_check = 0 if due or count is None else count + 1
-        return due
 
     # --- memory of colocated runs ------------------------------------------------------------
 
@@ -222,7 +243,7 @@ class EnginePool:
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
     def _call_with_failover(
-        self, call: Callable[[list[str]], T], urls: list[str], replace: bool = False
+        self, call: Callable[[list[str]], T], urls: list[str], replace_all: bool = False
     ) -> tuple[T | None, list[str]]:
         """Call ``call(urls)``; if engines are lost during the call, repeat it without them.
 
@@ -231,7 +252,7 @@ class EnginePool:
         only to blame if its process has ended; then the run ends with what is known about it.
 
         Args:
-            replace: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
+            replace_all: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
 
         Returns:
             The result of the call, and the URLs of the remaining engines.
@@ -252,7 +273,7 @@ class EnginePool:
                 lost = ", ".join(url for url in urls if url not in left)
                 self._log.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
                 urls = left
-                if replace and not left:
+                if replace_all and not left:
                     urls = self._replace()
                     self._onload("weights")  # as _update_once did for the engines that were lost
         return None, []
@@ -306,7 +327,8 @@ class EnginePool:
         If the trainer has trained a step since the last update, the weights of that update exist only as the copy of
         ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
-        copy = self._model if self._trainer.trained == self._trained_at_update else self._trainer.old_actor.engines_copy
+        trained_since = self._trainer.trained != self.clock.trained
+        copy = self._trainer.old_actor.engines_copy if trained_since else self.clock.model
         if self.settings.offload_train or self.settings.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
             # serves, waiting would not end, because the rollout cannot finish.
@@ -319,9 +341,9 @@ class EnginePool:
                 return
             self.update_weights()
         else:
-            self._model = copy
+            self.clock = replace(self.clock, model=copy)
             self._pause_checks()
-            _, urls = self._call_with_failover(partial(self._send, actor), status.unsynced)
+            _, urls = self._call_with_failover(partial(self._send, actor, self.clock), status.unsynced)
             if self.settings.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self.end_update(urls)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from slime.cluster.actors import Ref
     from slime.cluster.engine_pool import EnginePool
-    from slime.cluster.ray_wait import ManagerClient, RolloutBatch
+    from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.rollout_manager import RolloutBatch
     from slime.cluster.snapshots import Snapshots
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from slime.cluster.actors import Ref
     from slime.cluster.engine_pool import EnginePool, Evaluations
     from slime.cluster.phases import StepLog
-    from slime.cluster.ray_wait import ManagerClient, RolloutBatch
+    from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.rollout_manager import RolloutBatch
     from slime.cluster.snapshots import Snapshots
     from slime.cluster.stop_signals import StopSignals
     from slime.config.args import Args
@@ -101,7 +102,7 @@ class Prefetcher:
             settings.update_weights_interval,
             settings.max_weight_staleness,
             rollouts.start,
-            version=pool.held_step,
+            version=pool.clock.step,
         )
         self.finished: deque[RolloutBatch] = deque()
         self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
@@ -119,7 +120,7 @@ class Prefetcher:
         optimizer = bound * self.settings.steps_per_rollout
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
-        first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.held_step
+        first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
         what = "the rollout manager to open a pool"
         self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, held)
         self.thread.start()
@@ -295,7 +296,7 @@ class Prefetcher:
 
     def _announce_version(self) -> None:
         """Tell the admission and the manager if the engines hold newer weights: samples started now are less stale."""
-        held = self._pool.held_step
+        held = self._pool.clock.step
         if held > self.admission.version:
             with self.changed:
                 self.admission.version_changed(held)
@@ -305,5 +306,5 @@ class Prefetcher:
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            what, held = "the rollout manager to start more groups", self._pool.held_step
+            what, held = "the rollout manager to start more groups", self._pool.clock.step
             self._manager.call(what, RolloutManager.advance_pool, held, taken, trained)

@@ -19,7 +19,6 @@ from slime.observability.run_state import StateFile
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.rollout_manager import RolloutManager
-    from slime.data.wire import Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -219,19 +218,6 @@ class _StatusPoll:
             progress = f"{said.get('done', '')}/{said.get('total', '')}"
             lines.append(f"  {name}: {said.get('phase')} {progress} for {age:.0f} s")
         return "what the processes say:\n" + "\n".join(lines) if lines else ""
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """One generated rollout as the driver gets it; the samples themselves stay where the actors keep objects."""
-
-    refs: list[Ref[Wire]]
-    """The training data, one object per data-parallel rank; empty with ``--debug-rollout-only``."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)
-    """A few samples to show."""
-    warnings: list[str] = field(default_factory=list)
-    """Warnings of the rollout manager's process since the last rollout."""
 
 
 class ManagerClient:

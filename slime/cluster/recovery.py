@@ -46,9 +46,9 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
 
-    parts = prepare(args)
-    with RunEnd(args, parts):
-        run, ranks = start(args, asynchronous, parts), TrainingRanks()
+    parts, ranks = prepare(args, asynchronous), TrainingRanks()
+    with RunEnd(parts):
+        run = start(parts)
         while True:
             try:
                 loop(args, run)

@@ -184,7 +184,7 @@ class Snapshots:
                 what, save = "the data source to be saved", RolloutManager.save_state
                 ahead = self._with_room(rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp)))
                 # A copy of the metrics: with --async-save the step's end clears them before the commit.
-                version, metrics = self._pool.version, {**self._log.pending}
+                version, metrics = self._pool.clock.version, {**self._log.pending}
                 step = Facts(rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics)
                 if (old_actor := self._trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor

@@ -17,7 +17,8 @@ from rich.console import Console
 from slime.cluster.engine import EngineStatus
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.phases import Run, StepLog
-from slime.cluster.ray_wait import ManagerClient, RolloutBatch
+from slime.cluster.ray_wait import ManagerClient
+from slime.cluster.rollout_manager import RolloutBatch
 from slime.cluster.snapshots import Snapshots, SnapshotSettings
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.trainer import OldActor, Trainer, TrainerSettings

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
-from slime.cluster.ray_wait import ManagerClient, RolloutBatch, WaitExpired
+from slime.cluster.ray_wait import ManagerClient, WaitExpired
+from slime.cluster.rollout_manager import RolloutBatch
 
 
 class Manager:
@@ -60,7 +61,7 @@ class Run:
             drains=False, replays=False,
         )  # fmt: skip
         self.settings = PrefetchSettings(**(values | settings))
-        self.held_step = 0
+        self.clock = SimpleNamespace(step=0)
         self.pending: dict[str, float] = {}
         self.events: list[Any] = []
         self.notes: list[str] = []
@@ -85,7 +86,7 @@ class Run:
 
     def update_weights(self) -> None:
         self.events.append("update")
-        self.held_step += 1
+        self.clock.step += 1
 
     def evaluate(self, step: int) -> None:
         self.events.append(("eval", step))

@@ -72,7 +72,7 @@ class Recovering:
         self.driver, self.ranks, self.started = Driver(trained=3), TrainingRanks(), 0
         begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
         given = {"manager": self.driver.manager, "engines_started": True, "run": self.driver.run}
-        self.parts = Parts(RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
+        self.parts = Parts(self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
         self.lost, self.answers, self.failure = RANKS, True, list[Exception]()
         patch.setattr(recovery, "lost_parts", lambda actors, error: list(self.lost))
         patch.setattr(recovery, "answers", lambda actor: self.answers)
