@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slime.types import JsonObject
 
 START_MARGIN_SECONDS = 180.0
-"""Added to ``--start-timeout`` in the driver. The engine's actor waits for ``--start-timeout`` and reports a failure with
+"""Added to ``--start-timeout`` in the driver. The engine itself waits that long and reports a failure with
 the engine's log; the driver must not give up before that report arrives."""
 END_SECONDS = 180.0
 """For the generation in progress to end, when the run goes back to a snapshot."""
