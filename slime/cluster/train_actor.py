@@ -22,9 +22,8 @@ from slime.observability.memory import memory_in_use
 from slime.observability.profiler import Profiler
 from slime.observability.timers import Span, Timers
 from slime.weights.audit import Calibration, Probe, probe_engines, probe_tokens
-from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.transports import Transport, create_transport, ranks_of_engines
+from slime.weights.transports import Transport, create_transport, ranks_of_engines, transport_kind
 from slime.weights.transports.peers import PeerLink, connect_store
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class TrainActor:
         self.same_host = True
         self.probe: Probe | None = None
         self.calibration: Calibration | None = None
-        self.audit_memory: AuditMemory | None = None  # what earlier updates sent, for the audit of later ones
+        self.updated_engines: set[str] = set()  # URLs of the engines that have got an update from this rank
         self.written: list[FileEntry] = []  # the files of the last save
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Store | None = None  # a connection to it
@@ -209,7 +208,6 @@ class TrainActor:
         elif self.transport is not None:
             run(self.transport.close())
         peers = self._peers(ranks, token)
-        self.audit_memory = self.audit_memory or AuditMemory()
         with self.backend.using(model):
             # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
             if self.weight_sync.audit:
@@ -224,7 +222,7 @@ class TrainActor:
                     is_sender=bool(urls),
                     check_equal=check_equal,
                     peers=peers,
-                    memory=self.audit_memory,
+                    updated=self.updated_engines,
                     adapter=self.backend.adapter_source(),
                 )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
@@ -243,7 +241,8 @@ class TrainActor:
 
     def choose_transport(self, same_host: bool) -> None:
         """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
-        if self.transport is not None and same_host != self.same_host and self.weight_sync.transport != "disk":
+        moved = same_host != self.same_host and not transport_kind(self.weight_sync).through_folder
+        if self.transport is not None and moved:
             run(self.transport.close())
             self.transport = None
         if self.transport is None:
