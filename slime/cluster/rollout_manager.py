@@ -114,7 +114,6 @@ class RolloutManager(EngineManager):
             return self._generate(rollout_id)
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
-
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
         groups, metrics = rollout.groups, rollout.metrics
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
@@ -250,7 +249,6 @@ class RolloutManager(EngineManager):
             return self._evaluate(rollout_id)
 
     def _evaluate(self, rollout_id: int) -> dict[str, float]:
-
         start = time.perf_counter()
         self._generate_state()
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)

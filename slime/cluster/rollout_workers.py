@@ -308,10 +308,13 @@ def worker_launcher(
         environment: The environment variables of the workers.
     """
     # Objects of classes of the hooks' files come back with samples; they are found only if the files are loaded here.
-    for path, name in _sample_hooks(args[0]):
-        load_function(path, name)
+    common = args[0]
+    hooks = [(common.custom_generate_function_path, "custom_generate"), (common.custom_rm_path, "CustomRewardModel")]
+    for path, name in (*hooks, *((hook, None) for hook in common.rollout_sample_hook_path)):
+        if path:
+            load_function(path, name)
     count, nodes = len(args), door().nodes()
-    given = args[0].reward_workers
+    given = common.reward_workers
     verifiers = math.ceil(given / count) if given else math.ceil(default_workers() / math.ceil(count / nodes))
     # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.
 
@@ -321,11 +324,6 @@ def worker_launcher(
         return door().create(RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True)
 
     return launch
-
-
-def _sample_hooks(args: Args) -> list[tuple[str, str | None]]:
-    named = [(args.custom_generate_function_path, "custom_generate"), (args.custom_rm_path, "CustomRewardModel")]
-    return [(path, name) for path, name in [*named, *((hook, None) for hook in args.rollout_sample_hook_path)] if path]
 
 
 async def _quiet(ref: Ref[Any]) -> None:

@@ -130,11 +130,12 @@ def start(parts: Parts) -> Run:
         slots = plan_slots(args)
         check_resources(args, slots.total)
         placement = parts.placement = Placement(slots, parts.stop.check)
-        args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
+        threads = args.threads_per_process or placement.threads_per_process()
+        parts.args = args = args.with_values(threads_per_process=threads)
 
         # The rollout manager, which starts the engines. Without --num-rollout, only its data source knows the length of
         # the run (--num-epoch). The training ranks need it when they are built, for the learning-rate schedule.
-        manager = parts.manager = _start_manager(args, parts, placement)
+        manager = parts.manager = _start_manager(parts, placement)
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
         num_rollout = args.num_rollout
         if num_rollout is None:
@@ -231,9 +232,10 @@ def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: lis
     return run
 
 
-def _start_manager(args: Args, parts: Parts, placement: Placement) -> ManagerClient:
+def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     from slime.config.layout import ParallelLayout
 
+    args = parts.args
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     values = args, str(parts.dir.path), layout, parts.keys, parts.stop.in_program
     # With several threads, status() and engine_status() can answer while generate() runs.
