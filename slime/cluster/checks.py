@@ -182,28 +182,28 @@ def _check_megatron_lm(args: Args) -> list[str]:
     """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
     named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
     named["--opd-teacher-load"] = (args.opd_teacher_load, None)
-    found = {
+    folders = {
         option: str(folder) for option, (path, step) in named.items() if (folder := megatron_lm_folder(path, step))
     }
-    if not found or args.debug_rollout_only:
+    if not folders or args.debug_rollout_only:
         return []
     if args.lora_rank:
         return [
             f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but Megatron-LM wrote this one: "
             "convert it with tools/convert_torch_dist_to_hf.py and pass the result as --hf-checkpoint"
-            for option, path in found.items()
+            for option, path in folders.items()
         ]
-    if "--load" in found:
+    if "--load" in folders:
         args.notices.append(
-            f"--load {found['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its optimizer, "
-            "random states and position in the data are not, so the run starts with its first rollout"
+            f"--load {folders['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its "
+            "optimizer, random states and position in the data are not, so the run starts with its first rollout"
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
     from slime.weights.megatron_lm import differing_shapes, open_megatron_lm
 
     problems = []
-    for option, path in found.items():
+    for option, path in folders.items():
         try:
             weights = open_megatron_lm(path, args.hf_checkpoint, args.model_name, args.trust_remote_code)
             assert weights is not None, "the folder was found above"
@@ -248,12 +248,12 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
             folder = Path(args.load).expanduser()
             hooks = [getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook"]
             own_classes = any(path and not str(path).startswith("slime.") for path in hooks)
-            found = snapshot_of(args.load, args.ckpt_step, digests=False)
-            if found is not None and (hostile := hostile_file(found.path, own_classes)):
+            snapshot = snapshot_of(args.load, args.ckpt_step, digests=False)
+            if snapshot is not None and (hostile := hostile_file(snapshot.path, own_classes)):
                 problems.append(f"--load {args.load}: {hostile}")
-            problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
-            if found is not None and not args.finetune:
-                check_same_old_actor(found.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
+            problems += _wrong_backend(args.load, snapshot.path if snapshot is not None else folder, args.train_backend)
+            if snapshot is not None and not args.finetune:
+                check_same_old_actor(snapshot.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
             if adapter_file(args.load) is not None:
                 from slime.models import peft_files  # imports torch, which the driver does not need otherwise
 

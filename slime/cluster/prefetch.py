@@ -120,9 +120,9 @@ class Prefetcher:
         optimizer = bound * self.settings.steps_per_rollout
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
-        first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
+        first, last, step = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
         what = "the rollout manager to open a pool"
-        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, held)
+        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, step)
         self.thread.start()
         return self
 
@@ -200,7 +200,7 @@ class Prefetcher:
         # The previous step ends here if no weight update ended it: save() may have left a hold.
         self._let_go()
         self._step_is_over()
-        held = self.admission.limited_by_staleness
+        bounded = self.admission.limited_by_staleness
         started = time.monotonic()
         with self._log.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
@@ -210,7 +210,7 @@ class Prefetcher:
             self.changed.notify_all()
         self._log.add_rollout(batch)
         self._log.pending["rollout/buffered"] = float(len(self.finished))
-        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if held else 0.0
+        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if bounded else 0.0
         self._tell_pool(taken=True)
         return batch
 
@@ -296,15 +296,15 @@ class Prefetcher:
 
     def _announce_version(self) -> None:
         """Tell the admission and the manager if the engines hold newer weights: samples started now are less stale."""
-        held = self._pool.clock.step
-        if held > self.admission.version:
+        step = self._pool.clock.step
+        if step > self.admission.version:
             with self.changed:
-                self.admission.version_changed(held)
+                self.admission.version_changed(step)
                 self.changed.notify_all()
-            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, held)
+            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, step)
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            what, held = "the rollout manager to start more groups", self._pool.clock.step
-            self._manager.call(what, RolloutManager.advance_pool, held, taken, trained)
+            what, step = "the rollout manager to start more groups", self._pool.clock.step
+            self._manager.call(what, RolloutManager.advance_pool, step, taken, trained)

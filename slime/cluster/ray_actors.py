@@ -204,9 +204,9 @@ def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
     killed: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = psutil.Process(process.pid)
-            if abs(found.create_time() - process.started) < 0.1:
-                killed += [*found.children(recursive=True), found]
+            root = psutil.Process(process.pid)
+            if abs(root.create_time() - process.started) < 0.1:
+                killed += [*root.children(recursive=True), root]
     for each in killed:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()

@@ -157,7 +157,7 @@ class _Poll:
     actor: ActorHandle
     asked: Ref[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
-    said: Progress = field(default_factory=Progress)  # the last answer
+    status: Progress = field(default_factory=Progress)  # the last answer
     answered: bool = False  # whether it ever did: an actor that is still starting is silent, but not lost
 
 
@@ -186,10 +186,10 @@ class _StatusPoll:
             poll = self.polls[asked[ref]]
             poll.asked = None
             try:
-                poll.said, poll.answered = door().get([ref])[0], True
+                poll.status, poll.answered = door().get([ref])[0], True
             except Exception as error:
-                poll.said = {"phase": f"does not answer: {type(error).__name__}"}
-            self.latest[asked[ref]] = poll.said
+                poll.status = {"phase": f"does not answer: {type(error).__name__}"}
+            self.latest[asked[ref]] = poll.status
         # At most one question per actor is open, so calls do not pile up at an actor that is frozen.
         for name in names:
             poll = self.polls[name]
@@ -210,13 +210,13 @@ class _StatusPoll:
     def report(self) -> str:
         lines = []
         for name in self.polls:
-            said = self.latest.get(name)
-            if not said:
+            status = self.latest.get(name)
+            if not status:
                 lines.append(f"  {name}: has not answered")
                 continue
-            age = time.time() - said.get("since", time.time())
-            progress = f"{said.get('done', '')}/{said.get('total', '')}"
-            lines.append(f"  {name}: {said.get('phase')} {progress} for {age:.0f} s")
+            age = time.time() - status.get("since", time.time())
+            progress = f"{status.get('done', '')}/{status.get('total', '')}"
+            lines.append(f"  {name}: {status.get('phase')} {progress} for {age:.0f} s")
         return "what the processes say:\n" + "\n".join(lines) if lines else ""
 
 

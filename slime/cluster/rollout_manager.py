@@ -202,14 +202,14 @@ class RolloutManager(EngineManager):
             WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
 
-        async def held() -> int:
+        async def held_requests() -> int:
             answers = [await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS) for url in urls]
             return sum(int(rank.get("num_held_reqs") or 0) for answer in answers for rank in answer["loads"])
 
         urls, schedule = self.fleet.urls(), self.schedule
         what = "the recorded tokens before a weight update (--replay-schedule)"
-        done = lambda: schedule.missing(run(held())) is None  # noqa: E731
-        report = lambda: str(schedule.missing(run(held())))  # noqa: E731
+        done = lambda: schedule.missing(run(held_requests())) is None  # noqa: E731
+        report = lambda: str(schedule.missing(run(held_requests())))  # noqa: E731
         wait_for(what, done, self.args.phase_timeout, poll=0.02, report=report)
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:

@@ -314,8 +314,8 @@ def worker_launcher(
         if path:
             load_function(path, name)
     count, nodes = len(args), door().nodes()
-    given = common.reward_workers
-    verifiers = math.ceil(given / count) if given else math.ceil(default_workers() / math.ceil(count / nodes))
+    verifiers_of_node = default_workers() / math.ceil(count / nodes)
+    verifiers = math.ceil(common.reward_workers / count if common.reward_workers else verifiers_of_node)
     # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.
 
     def launch(index: int) -> ActorHandle:
@@ -338,10 +338,10 @@ def _owned(group: Group) -> Group:
     Until then, they are read-only and keep the whole group in the object store.
     """
     for sample in flatten(group):
-        held = vars(sample)
-        for name, value in held.items():
+        fields = vars(sample)
+        for name, value in fields.items():
             if name in TOKEN_FIELDS and isinstance(value, Packed):
-                held[name] = Packed(np.array(value.values))
+                fields[name] = Packed(np.array(value.values))
             elif isinstance(value, np.ndarray):
-                held[name] = np.array(value)
+                fields[name] = np.array(value)
     return group

@@ -74,10 +74,10 @@ class Reports:
         The variables are removed and the pipe is closed in child processes, so that none of them takes itself for the
         driver.
         """
-        given = os.environ.pop(PIPE_VARIABLE, None)
+        pipe = os.environ.pop(PIPE_VARIABLE, None)
         self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
-        if given is not None:
-            self._pipe = int(given)
+        if pipe is not None:
+            self._pipe = int(pipe)
             os.set_inheritable(self._pipe, False)
         return self._pipe is not None
 

@@ -170,12 +170,12 @@ class TrainGroup:
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
-        found = self.ask_all("to save", TrainActor.finish_save)
-        for rank, entries in enumerate(found):
+        of_ranks = self.ask_all("to save", TrainActor.finish_save)
+        for rank, entries in enumerate(of_ranks):
             for entry in entries:
                 entry["path"] = f"{self.role}/{entry['path']}"
                 entry["rank"] = rank
-        return [entry for entries in found for entry in entries]
+        return [entry for entries in of_ranks for entry in entries]
 
     def save_hf(self, directory: str) -> None:
         self.ask_all("to write --save-hf", TrainActor.save_hf, directory)
@@ -210,8 +210,8 @@ class TrainGroup:
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
         measuring = self._start(TrainActor.measure_memory, share)
-        found = self._call(measuring, "to measure its memory", self.args.start_timeout)
-        return [one for one in found if one is not None]
+        measurements = self._call(measuring, "to measure its memory", self.args.start_timeout)
+        return [one for one in measurements if one is not None]
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
         self.ask_all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)

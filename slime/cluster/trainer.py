@@ -295,14 +295,14 @@ def settle_token_budget(
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         share, longest = memory_share(str(args.hf_checkpoint)), longest_per_gpu(args)
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)
-            found += group.measure_memory(share)
-        tokens = budget(found, longest)
-        note(explanation(tokens, longest, found))
-    given = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
-    forward_only = given or tokens
+            measurements += group.measure_memory(share)
+        tokens = budget(measurements, longest)
+        note(explanation(tokens, longest, measurements))
+    own_budget = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
+    forward_only = own_budget or tokens
     for group in trainer.groups:
         group.set_token_budgets(tokens, forward_only)
     what = "the rollout manager to take the token budget"
@@ -317,18 +317,18 @@ def memory_share(checkpoint: str) -> float:
     return SHARE_WITH_EXPERTS if experts else SHARE
 
 
-def explanation(tokens: int, longest: int, found: list[Measurement]) -> str:
+def explanation(tokens: int, longest: int, measurements: list[Measurement]) -> str:
     """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags allow a sample."""
-    least = min(found, key=lambda one: one.tokens)
-    said = (
+    least = min(measurements, key=lambda one: one.tokens)
+    text = (
         f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "
-        f"tightest of {len(found)} rank(s) has {least.bytes_for_tokens / 2**30:.1f} GiB for them"
+        f"tightest of {len(measurements)} rank(s) has {least.bytes_for_tokens / 2**30:.1f} GiB for them"
     )
     if least.tokens > tokens and tokens >= MOST_TOKENS:
-        said += " (more would not train faster)"
+        text += " (more would not train faster)"
     if tokens < longest:
-        said += (
+        text += (
             f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: lower "
             "--rollout-max-response-len, or use --gradient-checkpointing or --context-parallel-size"
         )
-    return said
+    return text
