@@ -85,16 +85,7 @@ class Run:
 
     def prefetch(self) -> Prefetcher:
         """Generate all rollouts of the asynchronous loop on a separate thread."""
-        return Prefetcher(
-            PrefetchSettings.from_args(self.args),
-            range(self.first_rollout, self.num_rollout),
-            manager=self.manager,
-            pool=self.pool,
-            evaluations=self.evaluations,
-            snapshots=self.snapshots,
-            log=self.log,
-            stop=self.stop,
-        )
+        return Prefetcher(PrefetchSettings.from_args(self.args), self)
 
     def offload_engines(self) -> None:
         """In a colocated run, move the accelerator memory from the engines to the trainer."""

@@ -16,12 +16,8 @@ from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.actors import Ref
-    from slime.cluster.engine_pool import EnginePool, Evaluations
-    from slime.cluster.phases import StepLog
-    from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.phases import Run
     from slime.cluster.rollout_manager import RolloutBatch
-    from slime.cluster.snapshots import Snapshots
-    from slime.cluster.stop_signals import StopSignals
     from slime.config.args import Args
 
 POLL_SECONDS = 0.25
@@ -76,33 +72,20 @@ class Prefetcher:
         stores an error                  -->  every wait raises it
 
     Args:
-        rollouts: The ids of the rollouts to generate.
-        log: Gets the metrics of the current step.
-        stop: A signal ends every wait of the main thread.
+        run: Whose rollouts are generated; a signal to it ends every wait of the main thread.
     """
 
-    def __init__(
-        self,
-        settings: PrefetchSettings,
-        rollouts: range,
-        *,
-        manager: ManagerClient,
-        pool: EnginePool,
-        evaluations: Evaluations,
-        snapshots: Snapshots,
-        log: StepLog,
-        stop: StopSignals,
-    ) -> None:
-        self.settings, self.rollouts = settings, rollouts
-        self._manager, self._pool, self._evaluations, self._snapshots = manager, pool, evaluations, snapshots
-        self._log, self._stop = log, stop
+    def __init__(self, settings: PrefetchSettings, run: Run) -> None:
+        self.settings = settings
+        self.rollouts = range(run.first_rollout, run.num_rollout)
+        self._run, self._manager, self._pool, self._log = run, run.manager, run.pool, run.log
         self.admission = Admission(
             1,
             settings.async_buffer_size,
             settings.update_weights_interval,
             settings.max_weight_staleness,
-            rollouts.start,
-            version=pool.clock.step,
+            run.first_rollout,
+            version=run.pool.clock.step,
         )
         self.finished: deque[RolloutBatch] = deque()
         self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
@@ -182,7 +165,7 @@ class Prefetcher:
         while not ready():
             if self.error is not None:
                 raise self.error
-            self._stop.check()
+            self._run.stop.check()
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
             self._announce_version()
@@ -236,7 +219,7 @@ class Prefetcher:
         # recording decides when a rollout starts.
         if not self.in_flight and not self.settings.replays:
             self._hold()
-        self._snapshots.save(rollout_id)
+        self._run.snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
@@ -266,17 +249,17 @@ class Prefetcher:
         """
         if self.in_flight:
             self._end_evaluation()
-            self.evaluation = step, self._evaluations.start(step)
+            self.evaluation = step, self._run.evaluations.start(step)
             return
         self._hold()
         try:
-            self._evaluations.run(step)
+            self._run.evaluations.run(step)
         finally:
             self._let_go()
 
     def _end_evaluation(self) -> None:
         if self.evaluation is not None:
-            self._evaluations.finish(*self.evaluation)
+            self._run.evaluations.finish(*self.evaluation)
             self.evaluation = None
 
     def _hold(self) -> None:

@@ -68,7 +68,9 @@ class Run:
 
     def prefetch(self) -> Prefetcher:
         waiter: Any = SimpleNamespace(get=lambda refs, *_, **__: [ref() for ref in refs])
-        parts: Any = dict(
+        run: Any = SimpleNamespace(
+            first_rollout=0,
+            num_rollout=8,
             manager=ManagerClient(self.actor_manager, waiter, 10.0),
             pool=self,
             evaluations=SimpleNamespace(run=self.evaluate, start=self.start_evaluation, finish=self.end_evaluation),
@@ -79,7 +81,7 @@ class Run:
             ),
             stop=SimpleNamespace(check=lambda: None),
         )  # fmt: skip
-        return Prefetcher(self.settings, range(0, 8), **parts)
+        return Prefetcher(self.settings, run)
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
         self.events.append(("recover", keep_version))
