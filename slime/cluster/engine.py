@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from slime.cluster.actors import ActorError, NoAnswer, door
+from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
 from slime.cluster.supervised import Supervised
 from slime.engines.plan import EngineSpec
 from slime.engines.router import Worker
 from slime.engines.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle
     from slime.cluster.placement import Placement
 
 ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.engine import ASK_SECONDS, launcher
+from slime.cluster.engine import ASK_SECONDS, EngineStatus, launcher
 from slime.cluster.engine_fleet import EngineFleet, FleetSettings
 from slime.cluster.health import EngineLoads, HealthMonitor, unhealthy
-from slime.cluster.placement import thread_environment
+from slime.cluster.placement import Placement, thread_environment
 from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
 from slime.config.machine import raise_file_limit
 from slime.config.rollout import may_use_workers
@@ -23,12 +23,11 @@ from slime.engines.handle import EngineHandle
 from slime.engines.http import init_http_client, take_retries, watch_faults
 from slime.engines.plan import plan_engines
 from slime.engines.settings import EngineSettings, RouterSettings
-from slime.engines.sglang_api import EngineError
+from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.observability import progress
 from slime.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from slime.cluster.engine import EngineStatus
     from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.engines.keys import RunKeys

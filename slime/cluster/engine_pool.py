@@ -26,15 +26,14 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import EnginesLost
+from slime.cluster.engine import EnginesLost, EngineStatus
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.sglang_api import EngineError, MemoryTag
-from slime.weights.update import WeightSyncError
+from slime.weights.update import UpdateReport, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.cluster.actors import Ref
-    from slime.cluster.engine import EngineStatus
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.backends.lr_schedule import zero_lr_warning
-from slime.cluster.engine_pool import Evaluations
+from slime.cluster.engine_pool import EnginePool, Evaluations
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
-from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
 from slime.weights.audit import gap_alarm
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from slime.cluster.actors import Ref
-    from slime.cluster.engine_pool import EnginePool
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.rollout_manager import RolloutBatch
     from slime.cluster.snapshots import Snapshots

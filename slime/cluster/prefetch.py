@@ -9,17 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import NoAnswer, door
+from slime.cluster.actors import NoAnswer, Ref, door
 from slime.cluster.ray_wait import WaitExpired
-from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import Ref
     from slime.cluster.phases import Run
     from slime.cluster.rollout_manager import RolloutBatch
     from slime.config.args import Args
-
 POLL_SECONDS = 0.25
 
 

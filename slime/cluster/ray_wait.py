@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from slime.cluster.actors import door
+from slime.cluster.actors import ActorHandle, Ref, door
 from slime.cluster.stop_signals import StopSignals
 from slime.observability.debugger import DEBUGGER
 from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.rollout_manager import RolloutManager
 
 P = ParamSpec("P")

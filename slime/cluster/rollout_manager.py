@@ -11,14 +11,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.checkpoint.shared_folder import Answer, answer
-from slime.cluster.actors import door
+from slime.cluster.actors import Ref, door
 from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
 from slime.cluster.generation import GarbageCollection, Generation
 from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.hooks import load_function
 from slime.data.convert import parts_of_ranks
-from slime.data.sample import flatten
+from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
 from slime.engines.background import run
@@ -33,12 +33,11 @@ from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.observability.trace_file import TraceFiles
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.complete import NotCompleted, complete
+from slime.rollout.complete import NotCompleted, Prompt, complete
 from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import Ref
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.data.sample import Group, Sample

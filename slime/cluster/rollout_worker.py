@@ -14,7 +14,7 @@ from slime.cluster.generation import GarbageCollection
 from slime.config.machine import raise_file_limit
 from slime.engines.background import background_loop
 from slime.engines.http import init_http_client, take_retries, watch_faults
-from slime.engines.keys import send_keys
+from slime.engines.keys import ServerKeys, send_keys
 from slime.engines.process import exempt_from_proxy
 from slime.observability.best_effort import take_warnings
 from slime.rollout.group import generate_and_rm_group
@@ -25,7 +25,6 @@ from slime.rollout.weight_timeline import TIMELINE, Noted
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.data.sample import Group
-    from slime.engines.keys import ServerKeys
     from slime.rollout.schedule_file import ScheduleLine
     from slime.types import SamplingParams
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.cluster.actors import ActorError, ActorLost, ActorProcess, NotEnded, door
+from slime.cluster.actors import ActorError, ActorHandle, ActorLost, ActorProcess, NotEnded, Ref, door
 from slime.cluster.rollout_worker import REPORT_SECONDS, GroupCall, GroupResult, Report, RolloutWorker
 from slime.cluster.supervised import Supervised
 from slime.config.hooks import load_function
@@ -29,7 +29,6 @@ from slime.rollout.verifier.pool import default_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.config.args import Args
     from slime.types import SamplingParams
 

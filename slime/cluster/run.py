@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from slime.cluster.actors import ActorError, ActorLost, door
+from slime.cluster.actors import ActorError, ActorHandle, ActorLost, Ref, door
 from slime.cluster.ray_wait import NoStatus, WaitExpired
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
@@ -27,7 +27,6 @@ from slime.config.settings import redacted_text
 from slime.observability.run_state import message_lines
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.phases import Run
     from slime.cluster.start import Parts
     from slime.config.args import Args

@@ -12,14 +12,13 @@ from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
 from slime.checkpoint.full_disk import is_full, wait_for_room
-from slime.checkpoint.manifest import Facts, RunFacts, changes, check_same_prompts
+from slime.checkpoint.manifest import Facts, Manifest, RunFacts, changes, check_same_prompts
 from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.stop_signals import StopRequested
+from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.cluster.supervisor import REPORTS
 
 if TYPE_CHECKING:
-    from slime.checkpoint.manifest import Manifest
     from slime.checkpoint.snapshot import Snapshot
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.phases import StepLog

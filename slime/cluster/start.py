@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import door, use
+from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.folders import FolderLock, lock_run, lock_save
@@ -22,7 +22,6 @@ from slime.config.parser import ConfigError
 from slime.engines.keys import RunKeys
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.placement import Placement
     from slime.cluster.train_actor import Role
     from slime.cluster.train_group import TrainGroup

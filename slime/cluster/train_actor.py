@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 from slime.backends.create import backend_class, create_backend
 from slime.backends.token_budget import CudaMeter, Measurement, measure
 from slime.checkpoint.shared_folder import Answer, answer
-from slime.cluster.actors import door
+from slime.cluster.actors import ActorProcess, Ref, door
 from slime.config.loading import ONE_AT_A_TIME
 from slime.data.schedule import PackingSettings
 from slime.engines.background import run
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from slime.backends.base import ModelTag, TrainBackend
     from slime.checkpoint.files import FileEntry
-    from slime.cluster.actors import ActorProcess, Ref
     from slime.config.args import Args
     from slime.data.fields import RankBatch, TrainData
     from slime.data.wire import Wire

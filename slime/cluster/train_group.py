@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
-from slime.cluster.actors import ActorProcess, door
-from slime.cluster.placement import pinning_environment, thread_environment
-from slime.cluster.train_actor import TrainActor
+from slime.cluster.actors import ActorHandle, ActorProcess, Ref, door
+from slime.cluster.placement import Placement, pinning_environment, thread_environment
+from slime.cluster.train_actor import Batches, Entries, Role, TrainActor, TrainResult
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import Waiter
     from slime.cluster.train_actor import Batches, Entries, Role, TrainResult
