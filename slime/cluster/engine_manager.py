@@ -28,10 +28,8 @@ from slime.observability import progress
 from slime.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.engines.keys import RunKeys
-    from slime.engines.sglang_api import MemoryTag
 
 CONTROL_DEADLINE_SECONDS = 600.0
 IDLE_DEADLINE_SECONDS = 60.0

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
-    from slime.weights.update import UpdateReport
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two polls of sync_recovered_engines

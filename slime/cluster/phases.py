@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from slime.cluster.actors import Ref
     from slime.cluster.ray_wait import ManagerClient
-    from slime.cluster.rollout_manager import RolloutBatch
     from slime.cluster.snapshots import Snapshots
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer

@@ -16,8 +16,8 @@ from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
-    from slime.cluster.rollout_manager import RolloutBatch
     from slime.config.args import Args
+
 POLL_SECONDS = 0.25
 
 

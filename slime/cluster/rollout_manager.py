@@ -40,12 +40,10 @@ from slime.rollout.state import GenerateState
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.data.sample import Group, Sample
     from slime.data.wire import Wire
     from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
-    from slime.rollout.complete import Prompt
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 

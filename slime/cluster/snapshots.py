@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
-    from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
     from slime.types import JsonObject

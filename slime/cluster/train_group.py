@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import Waiter
-    from slime.cluster.train_actor import Batches, Entries, Role, TrainResult
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
     from slime.observability.timers import Span
