@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,9 +159,7 @@ class Trainer:
         run = self._open()
         if run.trainer.trained is None:
             raise ValueError("there is nothing to save: no step was trained yet")
-        settings = run.snapshots.settings
-        if settings.folder is None:
-            run.snapshots.settings = dataclasses.replace(settings, folder=self._folder.checkpoints)
+        run.snapshots.folder = run.snapshots.folder or self._folder.checkpoints
         shares_memory = run.trainer.settings.colocated
         with self._working(run), run.stop.deferred():
             if shares_memory:

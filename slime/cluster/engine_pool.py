@@ -38,32 +38,13 @@ if TYPE_CHECKING:
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
-    from slime.config.args import Args
+    from slime.config.cluster import ClusterConfig
+    from slime.config.weight_sync import WeightSyncConfig
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two polls of sync_recovered_engines
 ANSWER_SECONDS = 60.0
 RESTART_SECONDS = 1200.0
-
-
-@dataclass(frozen=True)
-class EnginePoolSettings:
-    """The flags that the pool uses; ``check_*`` belong to ``--check-weight-update-equal``."""
-
-    use_fault_tolerance: bool
-    offload_train: bool
-    offload_rollout: bool
-    audit_weights: bool
-    check_equal: bool
-    check_interval: int
-    health_check_timeout: float
-
-    @classmethod
-    def from_args(cls, args: Args) -> EnginePoolSettings:
-        offload = bool(args.offload_train), bool(args.offload_rollout)
-        checks = bool(args.audit_weights), bool(args.check_weight_update_equal)
-        seconds = args.rollout_health_check_timeout
-        return cls(bool(args.use_fault_tolerance), *offload, *checks, args.check_weight_update_interval, seconds)
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,8 @@ class EnginePool:
 
     def __init__(
         self,
-        settings: EnginePoolSettings,
+        cluster: ClusterConfig,
+        sync: WeightSyncConfig,
         manager: ManagerClient,
         trainer: Trainer,
         log: StepLog,
@@ -119,7 +101,7 @@ class EnginePool:
         attempt: int = 0,
         first_rollout: int = 0,
     ) -> None:
-        self.settings, self.urls = settings, list(urls)
+        self.cluster, self.sync, self.urls = cluster, sync, list(urls)
         self.clock = WeightClock(attempt, first_rollout)
         self._manager, self._trainer, self._log = manager, trainer, log
         self._first_rollout = first_rollout
@@ -141,7 +123,7 @@ class EnginePool:
 
     def _update_once(self, actor: TrainGroup) -> bool:
         """Returns whether an engine holds the weights at the end."""
-        settings, trainer, log = self.settings, self._trainer, self._log
+        trainer, log = self._trainer, self._log
         with log.phase("update_weights"):
             urls = self._begin_update()
             # Colocated: the engines take memory for the weights only, because the trainer still holds its copy. The KV
@@ -154,17 +136,17 @@ class EnginePool:
             self.clock = sending
             trainer.old_actor.updated(actor, sending.version)
         trainer.log_memory("update_weights")
-        if settings.offload_train:
+        if self.cluster.offload_train:
             with log.timed("sleep"):
                 trainer.sleep()
             trainer.log_memory("sleep")
-        if settings.offload_rollout:
+        if self.cluster.offload_rollout:
             with log.timed("onload"):
                 self._onload("kv_cache", "cuda_graph")
             trainer.log_memory("onload")
         # After the KV cache is back, since an engine needs it to score the probe. Before end_update, so that a new
         # engine answers no request before its weights were audited.
-        if settings.audit_weights:
+        if self.sync.audit_weights:
             with log.phase("audit_weights"):
                 worst, urls = self._call_with_failover(actor.check_probe, urls)
                 log.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
@@ -192,7 +174,7 @@ class EnginePool:
         report = send()
         # If the checksums of an engine cannot be predicted, only this notices that a part of a tensor was not written:
         # the engines already hold these weights; overwrite them, send them again, compare.
-        if self.settings.check_equal and weights.is_checked(self.settings.check_interval):
+        if self.sync.check_weight_update_equal and weights.is_checked(self.sync.check_weight_update_interval):
             send(check_equal=True)
         return report
 
@@ -200,7 +182,7 @@ class EnginePool:
 
     def offload(self) -> None:
         """In a colocated run, let the engines release their memory, then let the trainer take it."""
-        if self.settings.offload_rollout and self.urls:
+        if self.cluster.offload_rollout and self.urls:
             self._trainer.log_memory("rollout")
             with self._log.phase("offload"):
                 self._release()
@@ -211,7 +193,7 @@ class EnginePool:
         self._manager.call("the engines to release memory", RolloutManager.offload)
 
     def _onload(self, *tags: MemoryTag) -> None:
-        if self.settings.offload_rollout:
+        if self.cluster.offload_rollout:
             self._manager.call(f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags)
 
     def end_for_save(self) -> None:
@@ -219,7 +201,7 @@ class EnginePool:
 
         Engines cannot release their memory while they generate, and what they are generating will not be used.
         """
-        if self.settings.offload_train and self.urls:
+        if self.cluster.offload_train and self.urls:
             self._manager.call("the engines to end", RolloutManager.end_engines)
 
     # --- engines that are lost ---------------------------------------------------------------
@@ -261,7 +243,7 @@ class EnginePool:
             except (WeightSyncError, EngineError) as error:
                 # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
-                tolerant = self.settings.use_fault_tolerance
+                tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
                 lose = self._manager.start(RolloutManager.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
@@ -282,14 +264,14 @@ class EnginePool:
         An engine takes its share of the memory that is free when it starts, so in a colocated run the trainer first
         releases all of its memory. On return, the engines have released theirs, and the trainer's weights are back.
         """
-        if not self.settings.use_fault_tolerance:
+        if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
         self._trainer.sleep()
         restart = self._manager.start(RolloutManager.start_lost_engines)
         urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
-        if self.settings.offload_rollout:
+        if self.cluster.offload_rollout:
             self._release()
         self._trainer.make_room_for_weights()
         return urls
@@ -327,7 +309,7 @@ class EnginePool:
         """
         trained_since = self._trainer.trained != self.clock.trained
         copy = self._trainer.old_actor.engines_copy if trained_since else self.clock.model
-        if self.settings.offload_train or self.settings.offload_rollout:
+        if self.cluster.offload_train or self.cluster.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
             # serves, waiting would not end, because the rollout cannot finish.
             if status.serving:
@@ -342,13 +324,14 @@ class EnginePool:
             self.clock = replace(self.clock, model=copy)
             self._pause_checks()
             _, urls = self._call_with_failover(partial(self._send, actor, self.clock), status.unsynced)
-            if self.settings.audit_weights:
+            if self.sync.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self.end_update(urls)
         self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
 
     def _status(self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
-        check_under_way = 4 * self.settings.health_check_timeout  # The manager may have to wait for a running check.
+        # The manager may have to wait for a running check.
+        check_under_way = 4 * self.cluster.rollout_health_check_timeout
         return self._manager.wait(ref, what, deadline + check_under_way)
 
     def _alive(self, status: EngineStatus) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slime.backends.lr_schedule import zero_lr_warning
 from slime.cluster.engine_pool import EnginePool, Evaluations
-from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.cluster.prefetch import Prefetcher
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
 from slime.weights.audit import gap_alarm
@@ -83,7 +83,7 @@ class Run:
 
     def prefetch(self) -> Prefetcher:
         """Generate all rollouts of the asynchronous loop on a separate thread."""
-        return Prefetcher(PrefetchSettings.from_args(self.args), self)
+        return Prefetcher(self)
 
     def offload_engines(self) -> None:
         """In a colocated run, move the accelerator memory from the engines to the trainer."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import NoAnswer, Ref, door
@@ -16,37 +15,8 @@ from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
-    from slime.config.args import Args
 
 POLL_SECONDS = 0.25
-
-
-@dataclass(frozen=True)
-class PrefetchSettings:
-    """The flags that the prefetcher uses.
-
-    Attributes:
-        drains: Whether an update waits for the groups in progress (``--update-weight-pause-mode drain``).
-        replays: Whether a recorded schedule is repeated (``--replay-schedule``).
-    """
-
-    async_buffer_size: int
-    update_weights_interval: int
-    max_weight_staleness: int | None
-    steps_per_rollout: int
-    drains: bool
-    replays: bool
-
-    @classmethod
-    def from_args(cls, args: Args) -> PrefetchSettings:
-        return cls(
-            async_buffer_size=args.async_buffer_size,
-            update_weights_interval=args.update_weights_interval,
-            max_weight_staleness=args.max_weight_staleness,
-            steps_per_rollout=args.num_steps_per_rollout or 1,
-            drains=args.update_weight_pause_mode == "drain",
-            replays=bool(args.replay_schedule),
-        )
 
 
 class Prefetcher:
@@ -73,18 +43,20 @@ class Prefetcher:
         run: Whose rollouts are generated; a signal to it ends every wait of the main thread.
     """
 
-    def __init__(self, settings: PrefetchSettings, run: Run) -> None:
-        self.settings = settings
+    def __init__(self, run: Run) -> None:
+        args = run.args
         self.rollouts = range(run.first_rollout, run.num_rollout)
         self._run, self._manager, self._pool, self._log = run, run.manager, run.pool, run.log
         self.admission = Admission(
             1,
-            settings.async_buffer_size,
-            settings.update_weights_interval,
-            settings.max_weight_staleness,
+            args.async_buffer_size,
+            args.update_weights_interval,
+            args.max_weight_staleness,
             run.first_rollout,
             version=run.pool.clock.step,
         )
+        self.replays = bool(args.replay_schedule)  # whether a recorded schedule decides when rollouts start
+        self.drains = args.update_weight_pause_mode == "drain"  # whether an update waits for the groups in progress
         self.finished: deque[RolloutBatch] = deque()
         self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
         self.generating = False  # whether the thread waits for a rollout from the manager
@@ -98,7 +70,7 @@ class Prefetcher:
 
     def __enter__(self) -> Prefetcher:
         bound = self.admission.bound
-        optimizer = bound * self.settings.steps_per_rollout
+        optimizer = bound * (self._run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
         first, last, step = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
@@ -124,7 +96,7 @@ class Prefetcher:
             manager, limit = self._manager, self._manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
-                if self.settings.replays and not self.in_flight:
+                if self.replays and not self.in_flight:
                     door().get([manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
@@ -215,7 +187,7 @@ class Prefetcher:
         """
         # A standing pool continues, since its snapshot is the state after the newest complete rollout. In a replay, the
         # recording decides when a rollout starts.
-        if not self.in_flight and not self.settings.replays:
+        if not self.in_flight and not self.replays:
             self._hold()
         self._run.snapshots.save(rollout_id)
 
@@ -223,11 +195,11 @@ class Prefetcher:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
         self._end_evaluation()
         # In a replay, the update must not come before the recorded number of tokens was generated with the old weights.
-        if self.settings.replays:
+        if self.replays:
             self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
         if not self.in_flight:
             self._hold()
-        elif self.settings.drains:
+        elif self.drains:
             with self._log.phase("drain"):
                 drained, what = self._manager.start(RolloutManager.drain_pool), "the groups in progress to finish"
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cluster.run import RunEnd, answers, lost_parts
@@ -123,8 +122,8 @@ def newest_snapshot(parts: Parts, run: Run) -> Snapshot | None:
     """The newest snapshot of this run: one that this process has committed, or the one from which it began."""
     from slime.checkpoint.snapshot import latest
 
-    if run.snapshots.saved != parts.begin.trained and run.snapshots.settings.folder is not None:
-        return latest(Path(run.snapshots.settings.folder))
+    if run.snapshots.saved != parts.begin.trained and run.snapshots.folder is not None:
+        return latest(run.snapshots.folder)
     return parts.begin.snapshot if parts.begin.resumes else None
 
 

@@ -207,7 +207,7 @@ def snapshot_before_stop(parts: Parts) -> None:
 def save_while_generating(run: Run) -> None:
     """Save what was trained since the last snapshot, if the run has a folder for it; the engines may end for this."""
     run.snapshots.commit()  # A snapshot of --async-save may still be open.
-    folder, trained = run.snapshots.settings.folder, run.trainer.trained
+    folder, trained = run.snapshots.folder, run.trainer.trained
     if folder is None or trained is None or trained == run.snapshots.saved:
         return
     # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.checkpoint.manifest import RunFacts
 from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
-from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
+from slime.cluster.engine_pool import EnginePool
 from slime.cluster.folders import FolderLock, lock_run, lock_save
 from slime.cluster.phases import Run, StepLog
 from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
+from slime.cluster.snapshots import Snapshots, StartingPoint, restore_rollouts, settings_of
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
 from slime.cluster.trainer import OldActor, Trainer, TrainerSettings, settle_token_budget
@@ -218,11 +219,11 @@ def _trainer(parts: Parts) -> Trainer:
 
 def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger) -> Run:
     args, begin, log = parts.args, parts.begin, parts.log
-    pool_settings = EnginePoolSettings.from_args(args)
-    pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
+    # The arguments are the settings of every section.
+    pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
-    save = SnapshotSettings.from_args(args, begin.attempt, world_size, parts.settings)
-    snapshots = Snapshots(save, manager, trainer, pool, log, parts.stop, begin.trained)
+    facts = RunFacts(attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings)
+    snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
     run = parts.run = Run(
         args, begin.first_rollout, int(args.num_rollout or 0),
         manager=manager, trainer=trainer, pool=pool, snapshots=snapshots, log=log, stop=parts.stop,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.cluster.prefetch import Prefetcher
 from slime.cluster.ray_wait import ManagerClient, WaitExpired
 from slime.cluster.rollout_manager import RolloutBatch
 
@@ -57,10 +57,10 @@ class Run:
     def __init__(self, manager: Manager, **settings: Any) -> None:
         self.actor_manager = manager
         values = dict(
-            async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, steps_per_rollout=1,
-            drains=False, replays=False,
+            async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, num_steps_per_rollout=None,
+            update_weight_pause_mode="retract", replay_schedule=None,
         )  # fmt: skip
-        self.settings = PrefetchSettings(**(values | settings))
+        self.args = SimpleNamespace(**(values | settings))
         self.clock = SimpleNamespace(step=0)
         self.pending: dict[str, float] = {}
         self.events: list[Any] = []
@@ -69,6 +69,7 @@ class Run:
     def prefetch(self) -> Prefetcher:
         waiter: Any = SimpleNamespace(get=lambda refs, *_, **__: [ref() for ref in refs])
         run: Any = SimpleNamespace(
+            args=self.args,
             first_rollout=0,
             num_rollout=8,
             manager=ManagerClient(self.actor_manager, waiter, 10.0),
@@ -81,7 +82,7 @@ class Run:
             ),
             stop=SimpleNamespace(check=lambda: None),
         )  # fmt: skip
-        return Prefetcher(self.settings, run)
+        return Prefetcher(run)
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
         self.events.append(("recover", keep_version))
@@ -240,7 +241,7 @@ def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.Monkey
 
 def test_in_drain_mode_an_update_waits_for_the_groups_of_the_pool() -> None:
     manager = Manager(in_flight=True)
-    run = Run(manager, drains=True)
+    run = Run(manager, update_weight_pause_mode="drain")
     manager.drained = lambda: run.events.append("drained")
     manager.let_go(0)
     with run.prefetch() as rollouts:
@@ -256,7 +257,7 @@ def test_no_rollout_starts_between_a_snapshot_and_the_update_after_it(
 ) -> None:
     """A resume with that snapshot makes them after the update, too. A standing pool is saved with its groups."""
     manager = Manager(in_flight)
-    run = Run(manager, async_buffer_size=2, replays=replays)
+    run = Run(manager, async_buffer_size=2, replay_schedule="schedule.jsonl" if replays else None)
     manager.let_go(0), manager.let_go(1)
     with run.prefetch() as rollouts:
         rollouts.next()
