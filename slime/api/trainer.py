@@ -160,7 +160,7 @@ class Trainer:
         if run.trainer.trained is None:
             raise ValueError("there is nothing to save: no step was trained yet")
         run.snapshots.folder = run.snapshots.folder or self._folder.checkpoints
-        shares_memory = run.trainer.settings.colocated
+        shares_memory = run.trainer.colocated
         with self._working(run), run.stop.deferred():
             if shares_memory:
                 run.offload_engines()

@@ -18,7 +18,7 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import Snapshots, StartingPoint, restore_rollouts, settings_of
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
-from slime.cluster.trainer import OldActor, Trainer, TrainerSettings, settle_token_budget
+from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
 from slime.config.parser import ConfigError
 from slime.engines.keys import RunKeys
 
@@ -213,8 +213,8 @@ def _trainer(parts: Parts) -> Trainer:
     actor = next((group for group in parts.groups if group.role == "actor"), None)
     critic = next((group for group in parts.groups if group.role == "critic"), None)
     old_actor = OldActor.from_args(args, parts.asynchronous, parts.begin.manifest)
-    settings = TrainerSettings.from_args(args)
-    return Trainer(settings, actor, critic, old_actor, parts.log, parts.stop, parts.begin.trained)
+    steps, trained = args.num_critic_only_steps, parts.begin.trained
+    return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
 
 
 def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger) -> Run:

@@ -4,7 +4,6 @@ copy ``old_actor`` holds."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
@@ -22,29 +21,8 @@ if TYPE_CHECKING:
     from slime.cluster.train_actor import Batches, TrainResult
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """The flags that the trainer uses.
-
-    Attributes:
-        offload_train: Whether training ranks move to CPU memory between their phases.
-        colocated: Whether training ranks or engines do so, because both share accelerators.
-        kl_in_returns: Whether the critic's returns have the KL penalty of the actor's log-probs (``--kl-coef``).
-    """
-
-    offload_train: bool
-    colocated: bool
-    num_critic_only_steps: int
-    ref_update_interval: int | None
-    kl_in_returns: bool = False
-
-    @classmethod
-    def from_args(cls, args: Args) -> TrainerSettings:
-        colocated = bool(args.offload_train or args.offload_rollout)
-        steps, interval = args.num_critic_only_steps, args.ref_update_interval
-        return cls(bool(args.offload_train), colocated, steps, interval, args.kl_coef != 0)
+    from slime.config.cluster import ClusterConfig
+    from slime.config.corrections import KlConfig
 
 
 class HoldsCopies(Protocol):
@@ -148,12 +126,16 @@ class Trainer:
         trained: The last rollout that a resumed run had trained in its snapshot.
 
     Attributes:
+        offloads: Whether training ranks move to CPU memory between their phases (``--offload-train``).
+        colocated: Whether they or the engines do so, because both share accelerators.
         trained: The last rollout whose training is complete; None before the first.
     """
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        cluster: ClusterConfig,
+        kl: KlConfig,
+        num_critic_only_steps: int,
         actor: TrainGroup | None,
         critic: TrainGroup | None,
         old_actor: OldActor,
@@ -161,7 +143,10 @@ class Trainer:
         stop: StopSignals,
         trained: int | None = None,
     ) -> None:
-        self.settings, self.actor, self.critic, self.old_actor = settings, actor, critic, old_actor
+        self.offloads = bool(cluster.offload_train)
+        self.colocated = bool(cluster.offload_train or cluster.offload_rollout)
+        self.kl, self.num_critic_only_steps = kl, num_critic_only_steps
+        self.actor, self.critic, self.old_actor = actor, critic, old_actor
         self.groups = [group for group in (actor, critic) if group is not None]
         self.trained = trained
         self._log, self._stop = log, stop
@@ -181,10 +166,10 @@ class Trainer:
 
     def _train(self, rollout_id: int, refs: Batches) -> None:
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        trains_actor = self.critic is None or rollout_id >= self.settings.num_critic_only_steps
+        trains_actor = self.critic is None or rollout_id >= self.num_critic_only_steps
         scores, values = None, None
         if self.critic is not None:
-            if self.settings.kl_in_returns:
+            if self.kl.kl_coef:
                 self.take_turn(self.actor)
                 if trains_actor:
                     self.old_actor.before_step(self.actor)
@@ -200,7 +185,7 @@ class Trainer:
             known = [[*a, *b] for a, b in zip(scores, values, strict=True)] if scores and values else values
             result, _ = self.actor.train(rollout_id, refs, known)
             self._log_result(result)
-        interval = self.settings.ref_update_interval
+        interval = self.kl.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
@@ -216,7 +201,7 @@ class Trainer:
 
         In this order, the accelerator never has to hold actor and critic at the same time.
         """
-        if self.settings.offload_train:
+        if self.offloads:
             for other in self.groups:
                 if other is not group:
                     other.sleep()
@@ -225,14 +210,14 @@ class Trainer:
     def wake(self) -> None:
         """With ``--offload-train``, wake the group that works first: the critic if there is one that does not wait for
         the actor's log-probs."""
-        if self.settings.offload_train and self.groups:
+        if self.offloads and self.groups:
             with self._log.timed("wake_up"):
-                self.take_turn(self.groups[0 if self.settings.kl_in_returns else -1])
+                self.take_turn(self.groups[0 if self.kl.kl_coef else -1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:
         """With ``--offload-train``, release the accelerator memory of all groups."""
-        if self.settings.offload_train:
+        if self.offloads:
             for group in self.groups:
                 group.sleep()
 
@@ -242,13 +227,13 @@ class Trainer:
         Optimizer state, gradients and the critic must leave before the engines take memory for their copy of the
         weights.
         """
-        if self.settings.offload_train and self.actor is not None:
+        if self.offloads and self.actor is not None:
             self.take_turn(self.actor)
             self.actor.sleep(keep_weights=True)
 
     def log_memory(self, phase: str) -> None:
         """Log ``memory/<phase>/…``, the GiB in use after a phase, if trainer and engines share accelerators."""
-        if self.settings.colocated:
+        if self.colocated:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"
                 used = {f"memory/{phase}/{role}{name}": gib for name, gib in group.memory().items()}

@@ -22,7 +22,7 @@ from slime.cluster.ray_wait import ManagerClient
 from slime.cluster.rollout_manager import RolloutBatch
 from slime.cluster.snapshots import Snapshots
 from slime.cluster.stop_signals import StopSignals
-from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer
 from slime.config.args import Args
 from slime.observability.display import Display
 from slime.weights.update import UpdateReport
@@ -198,7 +198,8 @@ class Driver:
         self.manager = ManagerClient(self.actor_manager, waiter, 10.0)
         old_actor = OldActor.from_args(self.args, asynchronous=False)
         groups: tuple[Any, Any] = self.actor, self.critic
-        self.trainer = Trainer(TrainerSettings.from_args(self.args), *groups, old_actor, self.log, self.stop, trained)
+        steps = self.args.num_critic_only_steps
+        self.trainer = Trainer(self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained)
         self.pool = EnginePool(self.args, self.args, self.manager, self.trainer, self.log, serving, 0, first_rollout)
         facts = RunFacts(attempt=0, world_size=2, seed=self.args.seed, settings={})
         self.snapshots = Snapshots(
