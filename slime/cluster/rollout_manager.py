@@ -221,6 +221,7 @@ class RolloutManager(EngineManager):
 
     def _log(self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of them to show."""
+        # The samples with their texts, then their metrics, which the user's function may log in place of the built-in ones.
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
         self.traces.write_samples(rollout_id, samples)
@@ -248,6 +249,7 @@ class RolloutManager(EngineManager):
     def _evaluate(self, rollout_id: int) -> dict[str, float]:
         start = time.perf_counter()
         self._generate_state()
+        # The responses of each evaluation set, and what is kept of them.
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})
@@ -256,6 +258,7 @@ class RolloutManager(EngineManager):
             write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args))
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
+        # The metrics: the user's function may log its own in place of the built-in ones.
         hook = self.args.custom_eval_rollout_log_function_path
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)

@@ -227,6 +227,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
     if not door().connected:
         return
     note = parts.log.note
+    # The rollout manager with its engines, which would go on to generate.
     if parts.manager is not None:
         manager = parts.manager.handle
         if failed and not answers(manager):
@@ -239,9 +240,11 @@ def shut_down(parts: Parts, failed: bool) -> None:
             with contextlib.suppress(Exception):
                 for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")
+    # What the training ranks hold beyond their processes: shared memory, and process groups with engines.
     for group in parts.groups:
         with contextlib.suppress(Exception):
             group.close()
+    # The last lines that the user sees, then the cluster with all processes that are left.
     if failed:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
     parts.log.close(failed)
