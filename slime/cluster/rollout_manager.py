@@ -221,7 +221,7 @@ class RolloutManager(EngineManager):
 
     def _log(self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of them to show."""
-        # The samples with their texts, then their metrics, which the user's function may log in place of the built-in ones.
+        # The samples with their texts, then their metrics, which a function of the user may log instead.
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
         self.traces.write_samples(rollout_id, samples)
