@@ -14,7 +14,7 @@ from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
 from slime.cluster.supervised import Supervised
 from slime.engines.plan import EngineSpec
 from slime.engines.router import Worker
-from slime.engines.settings import EngineSettings
+from slime.engines.settings import EngineSettings, RouterSettings
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -205,6 +205,26 @@ class EngineStatus:
     unsynced: list[str] = field(default_factory=list)
     slots: dict[str, range] = field(default_factory=dict)
     fatal: str | None = None
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """What the fleet does with its engines.
+
+    Attributes:
+        tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or end the run.
+        always_routed: Whether a single engine gets a router as well (``--use-router``).
+        updated: Whether the run has a trainer that sends weights.
+        start_seconds: How long a server may take to start.
+        workers: Number of rollout workers, among which the engines are divided.
+    """
+
+    router: RouterSettings
+    tolerant: bool
+    always_routed: bool
+    updated: bool
+    start_seconds: float
+    workers: int = 0
 
 
 class EnginesLost(RuntimeError):

@@ -10,44 +10,22 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineStatus, State
+from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
-from slime.engines.settings import RouterSettings
 
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FleetSettings:
-    """What the fleet does with its engines.
-
-    Attributes:
-        tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or end the run.
-        always_routed: Whether a single engine gets a router as well (``--use-router``).
-        updated: Whether the run has a trainer that sends weights.
-        start_seconds: How long a server may take to start.
-        workers: Number of rollout workers, among which the engines are divided.
-    """
-
-    router: RouterSettings
-    tolerant: bool
-    always_routed: bool
-    updated: bool
-    start_seconds: float
-    workers: int = 0
 
 
 class EngineFleet:

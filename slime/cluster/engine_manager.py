@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.engine import ASK_SECONDS, EngineStatus, launcher
-from slime.cluster.engine_fleet import EngineFleet, FleetSettings
+from slime.cluster.engine import ASK_SECONDS, EngineStatus, FleetSettings, launcher
+from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import EngineLoads, HealthMonitor, unhealthy
 from slime.cluster.placement import Placement, thread_environment
 from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher

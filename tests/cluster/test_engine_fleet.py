@@ -18,8 +18,8 @@ import pytest
 from make_args import make_args
 
 from slime.cluster import engine as engine_module
-from slime.cluster.engine import EngineStatus
-from slime.cluster.engine_fleet import EngineFleet, FleetSettings
+from slime.cluster.engine import EngineStatus, FleetSettings
+from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.http import close_session, post

@@ -296,7 +296,7 @@ def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drop
 @pytest.mark.parametrize(
     ("file", "words", "kind"),
     [
-        ("cluster/polling.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
         ("cluster/ray_wait.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
         ("cluster/ray_wait.py", "did not answer for 3 s (--status-timeout); waited for x", "wait_expired"),
         ("cluster/prefetch.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
