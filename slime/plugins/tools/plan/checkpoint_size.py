@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_config
-from slime.models.folder import local_folder, quantization_of
-from slime.models.shards import ModelError, TensorHeader, read_headers
+from slime.models.shards import ModelError, TensorHeader, local_folder, quantization_of, read_headers
 
 if TYPE_CHECKING:
     from slime.config.args import Args
