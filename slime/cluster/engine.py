@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec
 from slime.engines.router import Worker
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ActorError, NoAnswer, door
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings
 
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
-    from slime.engines.plan import EngineSpec
+    from slime.engines.launch import EngineSpec
 
 ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself
 ASK_SECONDS = 15.0  # An actor that does not answer for this long is lost.
@@ -61,7 +61,7 @@ class EngineActor:
             ServerFailed: With the server's last log lines.
         """
         from slime.engines.process import ServerFailed
-        from slime.engines.sglang.sampler import warm_up
+        from slime.engines.sglang.launch import warm_up
 
         until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
@@ -194,7 +194,7 @@ def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
     that only prefills or only decodes answers no plain request, so it cannot be warmed up; models that are not trained
     get no rollouts.
     """
-    from slime.engines.sglang.options import sampling_backend
+    from slime.engines.sglang.launch import sampling_backend
 
     compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
     return compiles and spec.updates and spec.worker_type == "regular"

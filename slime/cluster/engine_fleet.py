@@ -19,10 +19,9 @@ from slime.cluster.engine import GONE, Engine, EngineStatus, State
 from slime.cluster.polling import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec, RouterSettings
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
-from slime.engines.settings import RouterSettings
 
 if TYPE_CHECKING:
     from slime.cluster.engine_actor import EngineHost

@@ -53,7 +53,7 @@ class EngineManager:
         from slime.config.rollout import may_use_workers
         from slime.data.tokenizers import preload_tokenizer
         from slime.engines.http import init_http_client, watch_faults
-        from slime.engines.plan import plan_engines
+        from slime.engines.launch import plan_engines
         from slime.observability import progress
         from slime.observability.run_dir import RunDir
 
@@ -169,8 +169,7 @@ class EngineManager:
         Raises:
             EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
         """
-        from slime.engines.fan_out import on_each
-        from slime.engines.handle import EngineHandle
+        from slime.engines.handle import EngineHandle, on_each
 
         engines = [EngineHandle(url) for url in self.fleet.urls()]
         _, failed = run(on_each(engines, call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))

@@ -17,8 +17,8 @@ from slime.config.engine import DEFAULT_MODEL, WorkerType
 from slime.config.process_environment import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import CONTROL_VARIABLE, send_key, worker_key
+from slime.engines.launch import RouterSettings
 from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port, without_proxy
-from slime.engines.settings import RouterSettings
 
 WORKER_SECONDS = 60.0
 READY_SECONDS = 60.0

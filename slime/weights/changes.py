@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from slime.engines.flat import NamedTensor
+    from slime.engines.payload import NamedTensor
 
 BLOCK = 1 << 23  # elements per computation, which bounds the memory: each is converted to eight bytes
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}

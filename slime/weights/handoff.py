@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 
 
 class Handoff:

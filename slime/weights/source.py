@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime.engines.flat import NamedTensor
+    from slime.engines.payload import NamedTensor
     from slime.weights.settings import AdapterSource
 
 

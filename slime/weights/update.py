@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from slime.engines.flat import Bucket, NamedTensor
+from slime.engines.payload import Bucket, NamedTensor
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.sglang_api import EngineError, PauseMode
 from slime.weights import audit
 from slime.weights.transports import SendResult

@@ -19,7 +19,7 @@ from slime.cluster.checks import (
 )
 from slime.cluster.memory_estimate import snapshot_bytes
 from slime.config.args import Args
-from slime.plugins.agents.environments.check import check_environment
+from slime.plugins.agents.environments.source import check_environment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8

@@ -14,7 +14,7 @@ import pytest
 from slime.cluster import engine_loads
 from slime.cluster.engine import Engine
 from slime.cluster.engine_loads import EngineLoads
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec
 from slime.engines.process import free_port
 
 

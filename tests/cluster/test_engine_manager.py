@@ -73,7 +73,7 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytes
         await asyncio.sleep(0)
         return {}, {URLS[0]: EngineError("out of memory")}
 
-    monkeypatch.setattr("slime.engines.fan_out.on_each", on_each)
+    monkeypatch.setattr("slime.engines.handle.on_each", on_each)
     if not tolerant:
         with pytest.raises(EngineError, match="out of memory"):
             held.manager.onload(("kv_cache",))

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from odd_values import TEXTS, numbers, value
 
-from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.registry import Spec, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
 
 CHUNKS = 10
 OWN = """

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 from slime.weights.handoff import Handoff
 
 

@@ -22,8 +22,7 @@ from slime.config.machine import cache_folder, installed, remember, version_of
 from slime.config.process_environment import import_environment, module_command
 
 if TYPE_CHECKING:
-    from slime.engines.plan import EngineSpec
-    from slime.engines.settings import EngineSettings, RouterSettings
+    from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 
 CHECK_SECONDS = 300.0
 _MARK = "@@slime "
@@ -35,7 +34,7 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     Nothing is checked if the user gave no options, or for software that is not installed on this host. Options that
     these versions have accepted before are not checked again, since importing SGLang takes seconds.
     """
-    from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
+    from slime.engines.sglang.launch import ServerPlace, runs_on_cpu, server_words
 
     lines: dict[str, list[str]] = {}
     if settings.backend == "sglang" and installed("sglang"):
@@ -133,7 +132,7 @@ def main() -> None:
 
 def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from slime.engines.sglang.cpu_kernels import install
+        from slime.engines.sglang.kernels import install
 
         install()
     from importlib.metadata import version

@@ -18,7 +18,7 @@ from slime.engines.keys import ServerKeys
 from slime.engines.sglang.kernels import compile_meanwhile
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.cpu_kernels import install, pin_nothing
+    from slime.engines.sglang.kernels import install, pin_nothing
 
     install()
     pin_nothing()

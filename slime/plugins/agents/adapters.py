@@ -22,8 +22,7 @@ from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.data.sample import Sample
 from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.fields import ApiError, note
-from slime.plugins.agents.messages import Ask
+from slime.plugins.agents.messages import ApiError, Ask, note
 from slime.plugins.agents.openai_api import Chat, Responses
 from slime.plugins.agents.server import AgentServer, Dialect
 from slime.plugins.agents.session import Place, Session

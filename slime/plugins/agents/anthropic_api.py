@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 
 from slime.plugins.agents.demands import anthropic_choice, demand_of, schema_of
-from slime.plugins.agents.fields import (
+from slime.plugins.agents.messages import (
     CONTENT,
     FLAG,
     LIST,
     OBJECT,
     TEXT,
     ApiError,
+    Ask,
+    Message,
     Reply,
+    Tool,
+    call,
     check_fields,
     event,
+    fold_system,
     inner_object,
     note,
     objects,
     strings,
+    text_of,
+    tool,
     whole_number,
 )
-from slime.plugins.agents.messages import Ask, Message, Tool, call, fold_system, text_of, tool
 from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject, JsonValue
 

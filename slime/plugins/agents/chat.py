@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 
 from slime.data.json_text import clean
-from slime.plugins.agents.fields import ApiError
-from slime.plugins.agents.messages import Message, Tool, fold_system
+from slime.plugins.agents.messages import ApiError, Message, Tool, fold_system
 from slime.plugins.agents.tool_parsers import tools_in_words
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from slime.plugins.agents.demands import demand_of, openai_choice, schema_of
-from slime.plugins.agents.fields import (
+from slime.plugins.agents.messages import (
     CHOICE,
     CONTENT,
     FLAG,
@@ -16,16 +16,22 @@ from slime.plugins.agents.fields import (
     STOPS,
     TEXT,
     ApiError,
+    Ask,
+    Message,
     Reply,
+    Tool,
+    ToolCall,
+    call,
     check_fields,
     event,
     inner_object,
     note,
     objects,
     strings,
+    text_of,
+    tool,
     whole_number,
 )
-from slime.plugins.agents.messages import Ask, Message, Tool, ToolCall, call, text_of, tool
 from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.program import Reward, Task, run_program
+from slime.plugins.agents.program import AgentSettings, Reward, Task, run_program
 from slime.plugins.agents.server import agent_server
 from slime.plugins.agents.session import Session
-from slime.plugins.agents.settings import AgentSettings
-from slime.rollout.prompts import prompt_ids
+from slime.plugins.agents.trajectory import without_response
 from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 from slime.types import SamplingParams
@@ -124,14 +123,8 @@ def _samples(session: Session) -> list[Sample]:
     samples = session.tree.samples(session.state.args, session.sample, session.state.tokenizer)
     if samples:
         return samples
-    # The program never got an answer. The prompt and one untrained token make a valid sample.
-    sample = session.sample
-    end = session.state.tokenizer.eos_token_id
-    assert end is not None, "a model that answers in turns ends them with a token"
-    # Conversations are text only, and the model may have no processor for the media of a prompt.
-    sample.tokens = ([] if sample.multimodal_inputs else prompt_ids(session.state, sample)) or [end]
-    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
-    return [sample]
+    without_response(session.state, session.sample)
+    return [session.sample]
 
 
 async def _score_once(args: Args, samples: list[Sample]) -> None:

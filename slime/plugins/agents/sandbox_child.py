@@ -39,36 +39,40 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000,
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
-# System call -> its number on x86_64 and on aarch64 (None if it does not exist there).
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "fsopen": (430, 430), "fsmount": (432, 432), "move_mount": (429, 429),
-    "open_tree": (428, 428), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180),  # these allocate memory that no limit counts
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "init_module": (175, 105),
-    "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142), "personality": (135, 92),
-}  # fmt: skip
+Numbers = tuple[int | None, int | None]
+"""The numbers of a system call on x86_64 and on aarch64; None if it does not exist there."""
+
+
+def _numbers(table: str) -> dict[str, Numbers]:
+    """Read a table of system calls: name, number on x86_64, number on aarch64 (``-``: it does not exist there)."""
+    rows = [row.split() for row in table.split(",")]
+    return {name: (int(x86), None if arm == "-" else int(arm)) for name, x86, arm in rows}
+
+
+# memfd_create, memfd_secret, shmget, msgget, semget and mq_open allocate memory that no limit counts.
+_REFUSED = _numbers("""
+socket 41 198, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+pidfd_open 434 434, pidfd_getfd 438 438, pidfd_send_signal 424 424, mount 165 40, umount2 166 39,
+pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, fsopen 430 430, fsmount 432 432,
+move_mount 429 429, open_tree 428 428, mount_setattr 442 442, open_by_handle_at 304 265, memfd_create 319 279,
+memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180, bpf 321 280,
+perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, add_key 248 217, request_key 249 218,
+keyctl 250 219, init_module 175 105, finit_module 313 273, kexec_load 246 104, reboot 169 142,
+personality 135 92
+""")
 # Without namespaces, the code could reach other processes and the files of the machine. These calls send signals to
 # other processes, change them, or modify files.
-_REFUSED_OUTSIDE: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440),
-    "truncate": (76, 45), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None),
-    "mkdirat": (258, 34), "rmdir": (84, None), "creat": (85, None), "link": (86, None), "linkat": (265, 37),
-    "unlink": (87, None), "unlinkat": (263, 35), "symlink": (88, None), "symlinkat": (266, 36),
-    "mknod": (133, None), "mknodat": (259, 33), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "fchmodat2": (452, 452), "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88),
-    "execve": (59, 221), "execveat": (322, 281),
-}  # fmt: skip
+_REFUSED_OUTSIDE = _numbers("""
+kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+setpriority 141 140, sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+sched_setattr 314 274, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, process_madvise 440 440,
+truncate 76 45, rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -,
+creat 85 -, link 86 -, linkat 265 37, unlink 87 -, unlinkat 263 35, symlink 88 -, symlinkat 266 36, mknod 133 -,
+mknodat 259 33, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -,
+fchown 93 55, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14,
+lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88,
+execve 59 221, execveat 322 281
+""")
 # Commands that let a file or pipe send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP,
 # FIOASYNC.
 _FCNTL, _IOCTL = (72, 25), (16, 29)
@@ -324,11 +328,11 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     if machine == "x86_64":
         program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # x32 calls would bypass the checked numbers
 
-    def refuse(numbers: tuple[int | None, int | None], answer: int = _EPERM) -> None:
+    def refuse(numbers: Numbers, answer: int = _EPERM) -> None:
         if numbers[column] is not None:
             program.extend([(jump_equal, 0, 1, numbers[column]), (give, 0, 0, answer)])  # type: ignore[list-item]
 
-    def refuse_if(numbers: tuple[int | None, int | None], argument: int, test: int, value: int, wanted: bool) -> None:
+    def refuse_if(numbers: Numbers, argument: int, test: int, value: int, wanted: bool) -> None:
         """Refuse the call if the test of the argument's low word gives ``wanted``; allow it otherwise."""
         if numbers[column] is not None:
             yes, no = (0, 1) if wanted else (1, 0)

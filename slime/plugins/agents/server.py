@@ -20,8 +20,7 @@ from slime.data.json_text import too_deep
 from slime.data.sample import Sample
 from slime.engines.request_guard import add_last_route, add_routes, request_guard
 from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.fields import ApiError, guarded, note, to_json
-from slime.plugins.agents.messages import Ask
+from slime.plugins.agents.messages import ApiError, Ask, guarded, note, to_json
 from slime.plugins.agents.openai_api import Chat, Responses
 from slime.plugins.agents.session import Place, Session
 from slime.plugins.agents.trajectory import Turn

@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from slime.config.agent import choose_parser
-from slime.config.hf_config import read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
 from slime.data.reasoning import opened_by_ids, reasoning_tags
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.chat import ChatTemplate
-from slime.plugins.agents.constraints import structural_tag
-from slime.plugins.agents.demands import UNMET
-from slime.plugins.agents.fields import ApiError, Reply, note
-from slime.plugins.agents.messages import Ask, Message
-from slime.plugins.agents.reasoning import StreamSplit, parse_answer, split_reasoning
-from slime.plugins.agents.settings import AgentSettings
+from slime.plugins.agents.demands import UNMET, structural_tag
+from slime.plugins.agents.messages import ApiError, Ask, Message, Reply, note
+from slime.plugins.agents.program import AgentSettings
 from slime.plugins.agents.tool_formats import KNOWN_MARKS, NoCalls
-from slime.plugins.agents.tool_parsers import Shown, ToolParser, tool_parser
+from slime.plugins.agents.tool_parsers import (
+    Shown,
+    StreamSplit,
+    ToolParser,
+    parse_answer,
+    parser_name,
+    split_reasoning,
+    tool_parser,
+)
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.abort import retry_delay
 from slime.rollout.end_token import end_text
@@ -76,9 +79,7 @@ class Session:
         self.settings = AgentSettings.from_args(args)
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
-        model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
-        template = str(self.state.tokenizer.chat_template)
-        self.parser_name = choose_parser(self.settings.tool_parser, template, model_type)
+        self.parser_name = parser_name(self.settings.tool_parser, self.state.tokenizer, args.hf_checkpoint)
         tool_parser(self.parser_name)  # raise an error for an unknown name here, and not in the first request
         self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
         self.context = self.state.served

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket
 from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.weights.published import Manifest, PublishedBucket, Status, publishing, reports_folder, request

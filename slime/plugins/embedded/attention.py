@@ -26,7 +26,7 @@ from slime.models.masked_attention import ScoreChanges, masked_attention
 from slime.plugins.embedded.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from slime.plugins.embedded.named_adapters import NamedAdapters
+    from slime.plugins.embedded.linear import NamedAdapters
 
 NAME = "slime_slots"
 QUERIES_AT_ONCE = 512
@@ -218,7 +218,7 @@ def slots_attention(
     Args:
         query: ``[1, heads, rows, head_dim]``. ``key`` and ``value`` are ``[1, kv_heads, rows, head_dim]``.
         indices: What the layer's indexer has selected. transformers passes it under this name.
-        bounds: What :mod:`slime.plugins.embedded.row_attention` passes through the attention module.
+        bounds: What :mod:`slime.plugins.embedded.states` passes through the attention module.
 
     Returns:
         The outputs, ``[1, rows, heads, value_dim]``, and None for the attention weights.

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Literal
 from aiohttp import web
 
 from slime.plugins.embedded import fields
-from slime.plugins.embedded.answers import Answer
+from slime.plugins.embedded.fields import LOADED, BadRequest, body_of, json_answer
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import (
     CONSTRAINTS,
     SAMPLING_CHECKS,
-    BadRequest,
     GenerateBody,
     parse_generate,
     parse_sampling_params,
-)  # fmt: skip
+)
 from slime.plugins.embedded.routes_generate import (
     answers_as_they_come,
     check_length,
@@ -29,7 +28,7 @@ from slime.plugins.embedded.routes_generate import (
     run_all,
     send_events,
 )  # fmt: skip
-from slime.plugins.embedded.web import LOADED, body_of, json_answer
+from slime.plugins.embedded.sequence import Answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by another transport.
 
-The last bucket of an update has all factors (:attr:`slime.engines.flat.Bucket.adapter`). The buckets before it, if
+The last bucket of an update has all factors (:attr:`slime.engines.payload.Bucket.adapter`). The buckets before it, if
 there are any, are weights of the base. In most updates there are none.
 """
 
@@ -13,10 +13,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import AdapterPayload, AdapterRequest, Bucket, adapter_payload
 from slime.weights.published import publishing
 from slime.weights.settings import Written
 from slime.weights.transports.adapter_memory import AdapterMemory

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slime.engines.adapter_payload import shared_memory
+from slime.engines.payload import shared_memory
 from slime.weights.pinning import pin
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket
 from slime.models.fp8 import name_quantization
 from slime.models.fp8_format import Fp8Layout, layout_of
 from slime.models.shards import ModelError, read_headers, shorten

@@ -14,9 +14,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TypeVar
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket, NamedTensor, by_element_size
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket, NamedTensor, by_element_size
 from slime.engines.process import address_towards
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.weights.transports.base import OpenWindow, SendResult, stream

@@ -18,13 +18,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.engines.flat import flatten, layout
+from slime.engines.payload import flatten, layout
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, Store
 
-    from slime.engines.flat import NamedTensor
+    from slime.engines.payload import NamedTensor
 
 T = TypeVar("T")
 _NEVER = timedelta(days=1)  # NCCL's watchdog would end this process; slime aborts the communicator itself instead

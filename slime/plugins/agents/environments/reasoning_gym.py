@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slime.data.sample import Message
 from slime.plugins.agents.environments.base import (
     Environment,
     EnvironmentProblem,
@@ -20,8 +19,9 @@ from slime.plugins.agents.environments.base import (
     StepFailed,
     StepLimits,
     Task,
+    missing_package,
+    opening,
 )
-from slime.plugins.agents.environments.registry import missing_package
 from slime.rollout.verifier import VerifierPool, shared_pool
 from slime.types import JsonValue
 
@@ -61,11 +61,8 @@ class ReasoningGym(Environment):
 
     def task(self, number: int) -> Task:
         entry = self._tasks[number]
-        prompt: list[Message] = [{"role": "user", "content": entry["question"]}]
-        if self._system:
-            prompt.insert(0, {"role": "system", "content": self._system})
         answer = entry["answer"]
-        return Task(prompt, None if answer is None else str(answer))
+        return Task(opening(self._system, entry["question"]), None if answer is None else str(answer))
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         return _Question(self._key, number, limits)

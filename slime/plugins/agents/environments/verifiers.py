@@ -21,8 +21,9 @@ from slime.plugins.agents.environments.base import (
     StepFailed,
     StepLimits,
     Task,
+    environment,
+    missing_package,
 )
-from slime.plugins.agents.environments.registry import environment, missing_package
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
