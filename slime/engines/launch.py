@@ -183,15 +183,18 @@ def plan_engines(args: Args) -> list[EngineSpec]:
         return []
     specs: list[EngineSpec] = []
     slot = 0
+    # Both ways to describe the servers give groups, so that one loop makes the specifications.
     checkpoint, per_engine = str(args.hf_checkpoint), args.rollout_num_gpus_per_engine
     if args.sglang_config:
         models = read_server_groups(args.sglang_config, checkpoint, per_engine)
     else:
         models = simple_groups(checkpoint, int(args.rollout_num_gpus or 0), per_engine, args.prefill_num_servers or 0)
+    # The trainer has one set of weights, so at most one model is updated.
     updated = next((model.name for model in models if model.update_weights), None)
     for model in models:
         for group in model.groups:
             count = group.num_gpus // group.num_gpus_per_engine if group.worker_type != "placeholder" else 0
+            # Servers of a group stand side by side, each on its own accelerators.
             for i in range(count):
                 specs.append(
                     EngineSpec(

@@ -36,6 +36,7 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     """
     from slime.engines.sglang.launch import ServerPlace, runs_on_cpu, server_words
 
+    # Only what the user has given can be wrong. Groups with the same options are asked about once.
     lines: dict[str, list[str]] = {}
     if settings.backend == "sglang" and installed("sglang"):
         for spec in specs:
@@ -45,10 +46,12 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     router_lines = [router.words] if router.options else []
     if not lines and not router_lines:
         return []
+    # The process must import SGLang as the server will, also on a CPU.
     cpu = bool(lines) and runs_on_cpu(settings, specs[0])
     env = {**os.environ, **import_environment(), **({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})}
     command = module_command("slime.engines.sglang.check")
     asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
+    # Importing SGLang takes seconds, so options that were accepted before are not asked again.
     accepted = _mark_of_acceptance(asked, cpu)
     if accepted.is_file():
         return []
@@ -58,6 +61,7 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
         )
     except subprocess.TimeoutExpired:
         return [f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they have"]
+    # Other output of SGLang may surround the line with the result.
     said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
     if said is None:
         tail = answer.stderr.strip()[-2000:]

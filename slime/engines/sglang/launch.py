@@ -156,19 +156,23 @@ def start(
     node: tuple[int, int, str | None],
 ) -> EngineProcess:
     """Start the server behind a guard process; see :func:`slime.engines.launch.start_engine`."""
+    # Every port is chosen here and kept free until the server listens, half a minute later.
     port = free_port(host)
     bootstrap = free_port(host) if spec.worker_type == "prefill" else None
     rank, num_nodes, rendezvous = node
     # SGLang's own choice can be taken by an outgoing connection before the ranks have loaded their modules and listen.
     meeting = free_port(host) if num_nodes == 1 else None
     place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap, meeting)
+    # The guard ends the server with this process, also if this process is killed.
     command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
     command += [*module_command("slime.engines.sglang.server"), *server_words(settings, spec, place)]
+    # Keys and GPUs are in the environment, which other users cannot read.
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
     if takes_keys(settings, spec):
         env |= settings.keys.environment()
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    # The name of the server in messages and logs.
     part = f" node {rank}" if num_nodes > 1 else ""
     what = f"SGLang engine {spec.index}{part}" + (f" ({spec.model})" if spec.model != "default" else "")
     ports = [(host, number) for number in (bootstrap, meeting) if number is not None]

@@ -53,8 +53,8 @@ FLAG = Kind((bool,), "true or false")
 OBJECT = Kind((dict,), "an object")
 LIST = Kind((list,), "a list")
 CONTENT = Kind((str, list), "a string or a list of parts")
-STOPS = Kind((str, list), "a string or a list of strings")
-CHOICE = Kind((str, dict), "a string or an object")
+COMMON_FIELDS = {"stream": FLAG, "model": TEXT}
+"""The fields of all three APIs that nothing else checks."""
 
 
 def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: str = "") -> None:
@@ -110,7 +110,7 @@ def strings(body: JsonObject, name: str) -> list[str]:
     items = [value] if isinstance(value, str) else value
     found = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
     if found is None or not isinstance(items, list) or len(found) < len(items):
-        raise ApiError(400, f"{name} must be {STOPS.words}, got {_shown(value)}")
+        raise ApiError(400, f"{name} must be a string or a list of strings, got {_shown(value)}")
     return [item for item in found if item]
 
 

@@ -209,6 +209,7 @@ def enter_namespaces(order: Order) -> None:
     Root with CAP_SYS_ADMIN creates them directly and changes its user id afterwards. Other users, and root without this
     capability (for example in a container), create a user namespace as well.
     """
+    # Create the namespaces: directly as root, otherwise inside a user namespace.
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     uid, gid = os.geteuid(), os.getegid()
     powerful = uid == 0
@@ -217,14 +218,18 @@ def enter_namespaces(order: Order) -> None:
             call("unshare", flags)
         except PermissionError:
             powerful, order["user"] = False, None
+    # In the user namespace, this user is the one without rights of the outside.
     if not powerful:
         call("unshare", flags | _NEWUSER)
         for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
             with open(f"/proc/self/{file}", "w", encoding="ascii") as out:
                 out.write(text)
+    # Mounts of the new namespace must not reach the machine's own.
     call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    # The new root is an empty file system in memory, whose size is the limit of all files.
     options = f"size={order['disk_bytes']},nr_inodes=4096,mode=755"
     call("mount", b"tmpfs", NEW_ROOT.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
+    # Show what the code may read, a few devices, and folders that it may write to.
     for path in visible(order["readable"]):
         show(path)
     for name in ("null", "zero", "random", "urandom"):
@@ -232,6 +237,7 @@ def enter_namespaces(order: Order) -> None:
     for folder in ("/tmp", WORK):
         os.makedirs(NEW_ROOT + folder, exist_ok=True)  # it exists if a readable folder is below it
         os.chmod(NEW_ROOT + folder, 0o777)
+    # Enter the new root, and take the old one away.
     os.chdir(NEW_ROOT)
     call("pivot_root", b".", b".")
     call("umount2", b".", _MNT_DETACH)
@@ -322,8 +328,10 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     if machine not in _ARCHITECTURES:
         raise OSError(f"no system call numbers for {machine}: the sandbox knows {', '.join(_ARCHITECTURES)}")
     column, audit = _ARCHITECTURES[machine]
+    # Instructions of the classic BPF machine: load a word, compare, and give the verdict.
     load, jump_equal, jump_set, jump_ge, give = 0x20, 0x15, 0x45, 0x35, 0x06
     low_word = lambda argument: 16 + 8 * argument  # noqa: E731  # little-endian
+    # First the architecture, since the numbers of another one mean other calls.
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, audit), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":
         program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # x32 calls would bypass the checked numbers
@@ -346,18 +354,22 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
         for value in values:
             program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
+        # What is left is allowed.
         program.append((give, 0, 0, _ALLOW))
 
+    # What no code may do.
     for numbers in _REFUSED.values():
         refuse(numbers)
     # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back to clone.
     refuse(_CLONE3, _ENOSYS)
+    # Processes and namespaces of its own.
     if children:
         refuse_if(_CLONE, 0, jump_set, _CLONE_NEW, True)
     else:
         refuse(_FORK)
         refuse(_VFORK)
         refuse_if(_CLONE, 0, jump_set, _CLONE_THREAD, False)
+    # Without namespaces: signals to other processes, and everything that writes to files.
     if outside:
         for numbers in _REFUSED_OUTSIDE.values():
             refuse(numbers)
@@ -370,6 +382,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     refuse_if(_PRCTL, 0, jump_equal, _PR_SET_PDEATHSIG, True)
     program.append((give, 0, 0, _ALLOW))
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # Install the filter. It needs the promise to gain no privileges, and cannot be taken back.
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     filters = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))

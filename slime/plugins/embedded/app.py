@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from slime.engines.keys import NO_KEYS, ServerKeys
-from slime.engines.request_guard import add_last_route, add_routes, request_guard
+from slime.engines.request_guard import request_guard
 from slime.plugins.embedded import adapters, routes_generate, routes_openai, routes_weights
 from slime.plugins.embedded.fields import LOADED, body_of, errors_as_json, json_answer, list_of, one_of, take
 from slime.plugins.embedded.loading import Loaded
@@ -175,9 +175,8 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS
     app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
-    tables = (routes, *(module.routes for module in (adapters, routes_generate, routes_openai, routes_weights)))
-    add_routes(app, [route for table in tables for route in table if isinstance(route, web.RouteDef)])
-    add_last_route(app)
+    for table in (routes, *(module.routes for module in (adapters, routes_generate, routes_openai, routes_weights))):
+        app.add_routes(table)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:
         loaded.engine.start(asyncio.get_running_loop())

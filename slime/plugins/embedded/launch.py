@@ -49,8 +49,10 @@ def start_embedded_engine(
     The engine ends when the calling process ends, even if the caller is killed.
     """
     port = port or free_port(host)
+    # The server watches this process and ends with it.
     command = [*module_command("slime.plugins.embedded.server"), "--parent-pid", str(os.getpid())]
     command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
+    # Options that are None have the default of the server.
     options = {
         "--dtype": settings.dtype,
         "--device": settings.device,
@@ -65,6 +67,7 @@ def start_embedded_engine(
         command.append("--deterministic")
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
+    # Keys are in the environment, which other users cannot read.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     env |= without_proxy(settings.model, host) | settings.keys.environment()
     if settings.threads:
@@ -121,6 +124,7 @@ class EngineThread:
 
     async def _serve(self) -> None:
         settings = self.settings
+        # Load the model. Imports of several threads at the same time would get in each other's way.
         with ONE_AT_A_TIME, large_imports():
             import torch
 
@@ -139,6 +143,7 @@ class EngineThread:
                 trust_remote_code=settings.trust_remote_code,
             )
             loaded = load_engine(options)
+        # Serve it: to clients of this process without a port, and on a port if asked.
         runner = web.AppRunner(make_app(loaded, self.host, settings.keys), **SERVING)
         await runner.setup()
         self._stop = asyncio.Event()
@@ -150,6 +155,7 @@ class EngineThread:
             self._ready.set()
             await self._stop.wait()
         finally:
+            # End the model's thread, and leave nothing of the model in memory.
             await runner.cleanup()
             vars(loaded).clear()  # aiohttp caches applications, and with them the model would stay in memory
             if self.listens:

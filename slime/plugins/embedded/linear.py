@@ -101,6 +101,7 @@ def _with_adapter(module: nn.Linear, base: Forward) -> Forward:
 
 def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
     """Return one forward per layer of a group. The first layer called with an input computes the result of all."""
+    # One product for all layers of the group, packed for oneDNN.
     weight = torch.cat([module.weight.detach() for module in group]) if len(group) > 1 else group[0].weight.detach()
     biases = [module.bias.detach() for module in group if module.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -112,6 +113,7 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
 
     if len(group) == 1:
         return [alone]
+    # The layers of a group are called with the same input. The first call computes the result of all.
     shared: list[torch.Tensor] = []  # the last input, and the results of all layers for it
 
     def part(start: int, end: int, last: bool) -> Forward:
@@ -125,6 +127,7 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
 
         return forward
 
+    # Each layer gets its columns of the result.
     forwards, start = [], 0
     for module in group:
         end = start + module.out_features

@@ -233,6 +233,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     """
     from transformers import AutoTokenizer
 
+    # Load the model with the attention of transformers, and what it says of itself.
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     attention.register()
     plain = plain_attention(load_hf_config(options.model_path, options.trust_remote_code))
@@ -244,6 +245,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
+    # Exchange the attention, and compare the logits with those before.
     reference = plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
     _set_attention(model)
     stateful = use_slots(model)
@@ -261,6 +263,7 @@ def load_engine(options: EngineOptions) -> Loaded:
         make_reproducible(runner, vocab_size, options.random_seed)
         alone = ", rows attend one by one" if runner.attend_alone else ""
         logger.info("deterministic mode: forward passes of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
+    # Build the parts around the model.
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     context_len = min(context_len, rotary_limit(text_config.to_dict()) or context_len)
@@ -275,6 +278,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     )
     seed = DETERMINISTIC_SEED if options.deterministic else None
     engine = Engine(scheduler, runner, Weights(model), seed)
+    # Image-text models have a processor as well.
     images = None
     if is_multimodal(config):
         trust, urls = options.trust_remote_code, options.allow_image_urls

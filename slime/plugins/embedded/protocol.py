@@ -169,6 +169,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         BadRequest: A field is missing, unknown, or has a wrong value.
     """
     body = fields.json_object(body, "the body")
+    # One prompt or several, as text or as token ids.
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise BadRequest("pass either text or input_ids")
@@ -182,6 +183,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
     if not prompts:
         raise BadRequest("the batch of prompts is empty")
+    # The fields besides the prompts, and one request for each sample of each prompt.
     stream = fields.take(body, "stream", fields.truth, False)
     checks = _checks(vocab_size)
     per_prompt = ("rid", "sampling_params", *checks)

@@ -118,10 +118,12 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     body = await body_of(request)
     name = _group_name(body)
     groups = request.app[GROUPS]
+    # A name stands for one group, and their number is limited.
     if name in groups:
         raise BadRequest(f"the process group {name!r} exists already; destroy it first")
     if len(groups) >= MAX_GROUPS:
         raise BadRequest(f"there are {len(groups)} process groups already; destroy one first")
+    # All fields are checked before the name is reserved.
     world_size = need(body, "world_size", whole(1, 2**20))
     arguments = (
         need(body, "master_address", text(253)),
@@ -180,6 +182,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     one broadcast with the bytes of all tensors, without gaps.
     """
     body = await body_of(request)
+    # What is about to come, tensor by tensor.
     names = need(body, "names", list_of(_NAME, MAX_TENSORS))
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
@@ -189,10 +192,12 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
         _Announced(name, DTYPES[dtype], torch.Size(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
+    # One broadcast for each tensor, or one for all.
     receive = _receive
     if take(body, "load_format", one_of(FLAT), None):
         _require_aligned(tensors)
         receive = _receive_flat
+    # The group and the update must be open, since the broadcast waits for all members.
     version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
@@ -201,6 +206,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 
+    # On the model's thread, between two steps.
     def write() -> int:
         return engine.weights.load(receive(tensors, group, engine.runner.device))
 

@@ -321,10 +321,12 @@ class Runner:
     def _image_prefill(self, work: Work) -> Logits:
         """Compute one whole prompt with images. The model merges the image features into the embeddings itself."""
         seq = work.sequence
+        # The whole prompt is one segment from position 0.
         part = Work(seq, 0, work.end, work.sample)
         rows = rows_of([part])
         step = segment_context(self.cache, [part], rows)
         inner = getattr(self.model, "model", self.model)
+        # What the processor made of the images.
         inputs = _extended(seq.request.image_inputs or {}, work.end)
         if images_see_ahead(inner):
             types = inputs["token_type_ids"]
@@ -342,6 +344,7 @@ class Runner:
             )
         finally:
             attention.set_step(None)
+        # Later tokens continue at the rotary position at which the images ended.
         deltas = getattr(inner, "rope_deltas", None)
         if deltas is not None:
             seq.position_shift = int(deltas.flatten()[0])

@@ -297,6 +297,7 @@ def build_answer(
         start: The first token to include. In a stream, each response begins where the last one ended.
         text: The text of these tokens, if it is known.
     """
+    # Fields that every response has.
     request = sequence.request
     spans = version_spans(sequence.version_events, weight_version, count)
     meta: dict[str, Any] = {
@@ -306,10 +307,12 @@ def build_answer(
         "weight_version": spans[-1]["version"],
         "num_retractions": sequence.retractions,
     }
+    # Fields that the request has asked for.
     if request.return_logprob:
         meta.update(_logprobs(sequence, detokenizer, start, count))
     if request.return_top_p_token_ids:
         meta["top_p_token_ids"], meta["top_p_token_offsets"] = _nuclei(sequence.output_nuclei[start:count])
+    # Counts and versions, in the order of SGLang.
     meta["reasoning_tokens"] = 0
     meta["completion_tokens"] = count
     meta["cached_tokens"] = sequence.cached_tokens

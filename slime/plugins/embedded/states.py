@@ -203,11 +203,13 @@ def _with_index_keys(plain: Callable[..., Tensor]) -> Callable[..., Tensor | Sel
                 return plain(with_batch(hidden_states), with_batch(q_resid), rotary, mask, None, past_key_values=keys)
 
         found: dict[RowGroup | Segment, Tensor | None] = {}
+        # Rows of decode steps, each with the keys of its own slot.
         for group in step.groups:
             mask = step.row_mask(group, attention.UNBOUNDED, hidden_states.dtype)[:, 0]
             chosen = select(group.start, group.end, True, _IndexKeys(step, group), mask)[:, 0].long()
             # In ascending order they are summed in an order that depends on nothing else.
             found[group] = chosen.sort(-1).values if chosen.shape[-1] < group.length else None
+        # Prompts, as one sequence each.
         for segment in step.segments:
             found[segment] = _select_of_segment(step, segment, heads, select)
         return found

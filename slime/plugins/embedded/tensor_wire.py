@@ -123,7 +123,9 @@ def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     """Open memory of another process on a GPU that both processes see. torch checks the handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+    # Every field is checked here, because torch takes the handle apart in C++.
     handle: dict[str, Any] = {name: need(buffer, name, check, "buffer.") for name, check in _CUDA_HANDLE.items()}
+    # The index of a GPU may differ between the two processes, so it is named by its UUID.
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if handle["device"] not in seen:
         raise BadRequest(f"the tensors are on GPU {handle['device']}, but this engine sees {', '.join(seen) or 'none'}")

@@ -199,17 +199,20 @@ class Spec:
         Raises:
             EnvironmentProblem: An option is not ``key=value``, or there is no name.
         """
+        # The name of a user's class may have a colon itself (file.py:Class).
         head, _, query = text.partition("?")
         name, _, what = head.partition(":")
         if name not in parts("environment") and "." in head:
             name, what = head, ""
         options: dict[str, JsonValue] = {}
+        # Each option once, as key=value.
         for part in filter(None, query.split("&")):
             key, equals, value = part.partition("=")
             if not (equals and key.isidentifier() and value):
                 raise EnvironmentProblem(f"the option {part!r} is not of the form key=value")
             if key in options:
                 raise EnvironmentProblem(f"the option {key} is given twice")
+            # A system prompt is text as it stands; YAML would read a colon in it as a mapping.
             value = unquote(value)
             if name in parts("environment") and key in _TEXTS and not _QUOTED.fullmatch(value):
                 options[key] = value

@@ -73,6 +73,7 @@ async def _converse(
         sample.status = Sample.Status.FAILED  # an aborted sample would be generated again and again
         mark_unscored(sample, "error", servers.lost)
         return sample
+    # The conversation goes on until the model calls no tool or has no room left.
     while await talk.turn() is not None:
         calls = _calls(parser, said(talk, talk.turns[-1]))
         if not calls:
@@ -81,6 +82,7 @@ async def _converse(
         if servers.lost is not None:
             mark_unscored(sample, "error", servers.lost)
             break
+        # Each result is a message of its own, in the order of the calls.
         names = [entry["function"]["name"] for entry in calls]
         messages = [{"role": "tool", "name": n, "content": r} for n, r in zip(names, results, strict=True)]
         if not talk.reply(messages):
