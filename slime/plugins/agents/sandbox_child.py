@@ -32,9 +32,8 @@ NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is n
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+_NEWNS, _NEWUTS, _NEWIPC = 0x20000, 0x4000000, 0x8000000
+_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000, 2, 4
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -218,7 +217,6 @@ def enter_namespaces(order: Order) -> None:
             call("unshare", flags)
         except PermissionError:
             powerful, order["user"] = False, None
-    # In the user namespace, this user is the one without rights of the outside.
     if not powerful:
         call("unshare", flags | _NEWUSER)
         for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
@@ -354,15 +352,12 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
         for value in values:
             program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
-        # What is left is allowed.
-        program.append((give, 0, 0, _ALLOW))
+            program.append((give, 0, 0, _ALLOW))
 
-    # What no code may do.
     for numbers in _REFUSED.values():
         refuse(numbers)
     # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back to clone.
     refuse(_CLONE3, _ENOSYS)
-    # Processes and namespaces of its own.
     if children:
         refuse_if(_CLONE, 0, jump_set, _CLONE_NEW, True)
     else:

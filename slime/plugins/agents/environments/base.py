@@ -22,7 +22,7 @@ import yaml
 
 from slime.config.hooks import HookError, load_function
 from slime.config.seeds import derive_seed
-from slime.data.sample import Message
+from slime.data.sample import Message, Sample
 from slime.registry import find, parts
 from slime.types import JsonValue
 
@@ -298,3 +298,14 @@ def missing_package(package: str, error: ImportError) -> EnvironmentProblem:
         f"the package {package} cannot be imported ({error}): install it with pip install 'slime-rl[{package}]', or "
         f"pip install {package}"
     )
+
+
+SPEC, NUMBER = "environment", "environment_task"
+"""Keys of ``Sample.metadata``: the environment in its full form, and the number of the task."""
+
+
+def task_sample(spec: str, number: int) -> Sample:
+    """Return the task ``number`` of an environment (in its full form, see :func:`own_seed`) as a sample."""
+    task = environment(spec).task(number)
+    tools = {"tools": [dict(tool) for tool in task.tools]} if task.tools else {}
+    return Sample(prompt=task.prompt, label=task.label, metadata={**task.metadata, **tools, SPEC: spec, NUMBER: number})

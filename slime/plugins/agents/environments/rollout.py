@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from slime.data.reasoning import after_thinking, opened_by_ids
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.environments.base import Episode, Step, StepFailed, StepLimits, environment
-from slime.plugins.agents.environments.source import NUMBER, SPEC
+from slime.plugins.agents.environments.base import NUMBER, SPEC, Episode, Step, StepFailed, StepLimits, environment
 from slime.plugins.agents.trajectory import without_response
 from slime.rollout.end_token import text_of
 from slime.rollout.generate import generate as generate_text

@@ -15,7 +15,7 @@ from slime.data.order import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed, task_sample
 from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-SPEC, NUMBER = "environment", "environment_task"
-"""Keys of ``Sample.metadata``: the environment in its full form, and the number of the task."""
-
-
-def task_sample(spec: str, number: int) -> Sample:
-    """Return the task ``number`` of an environment (in its full form, see :func:`own_seed`) as a sample."""
-    task = environment(spec).task(number)
-    tools = {"tools": [dict(tool) for tool in task.tools]} if task.tools else {}
-    return Sample(prompt=task.prompt, label=task.label, metadata={**task.metadata, **tools, SPEC: spec, NUMBER: number})
 
 
 class EnvironmentTasks:

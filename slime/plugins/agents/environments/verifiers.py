@@ -123,7 +123,7 @@ class Verifiers(Environment):
 
 async def run(program: Program) -> float:
     """Play the episode that the metadata of a row name: the agent program of ``--environment verifiers:…``."""
-    from slime.plugins.agents.environments.source import NUMBER, SPEC
+    from slime.plugins.agents.environments.base import NUMBER, SPEC
 
     made = environment(program.metadata[SPEC])
     assert isinstance(made, Verifiers), "only tasks of verifiers are sent to this program"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
 from slime.plugins.agents.environments.reasoning_gym import make, score, try_sizes
-from slime.plugins.agents.environments.source import check_environment, task_sample
+from slime.plugins.agents.environments.source import check_environment
 
 pytest.importorskip("reasoning_gym", reason="pip install 'slime-rl[reasoning-gym]'")
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
