@@ -76,10 +76,10 @@ class EngineHandle:
         return self._api
 
     async def _server_info(self) -> dict[str, Any]:
-        said: dict[str, Any] = await self._get("/server_info")
+        info: dict[str, Any] = await self._get("/server_info")
         if self._api is None:
-            self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
-        return said
+            self._api, self._ranks = choose_api_version(info, self.url), int(info.get("tp_size", 1))
+        return info
 
     async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
         """Send one request, and once more if the server closed the connection before it answered.
@@ -95,10 +95,10 @@ class EngineHandle:
         raise AssertionError("unreachable")
 
     async def _get(self, path: str) -> Any:
-        said = await self._call("GET", path)
-        if not isinstance(said, dict):
-            raise EngineError(f"{self.url}{path} answered 200, but not with a JSON object: {str(said)[:200]!r}")
-        return said
+        answer = await self._call("GET", path)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.url}{path} answered 200, but not with a JSON object: {str(answer)[:200]!r}")
+        return answer
 
     async def _post(
         self, path: str, body: Mapping[str, object] | bytes | None = None, seconds: float | None = None
@@ -120,16 +120,16 @@ class EngineHandle:
         return True
 
     async def info(self) -> EngineInfo:
-        said, model = await asyncio.gather(self._server_info(), self._get("/model_info"))
+        server, model = await asyncio.gather(self._server_info(), self._get("/model_info"))
         api = await self.connect()
         return EngineInfo(
             kind=api.kind,
-            version=str(said["version"]),
+            version=str(server["version"]),
             model_path=str(model["model_path"]),
             weight_version=str(model["weight_version"]),
-            dtype=str(said.get("dtype", "")),
-            tensor_parallel_size=int(said.get("tp_size", 1)),
-            extra=said,
+            dtype=str(server.get("dtype", "")),
+            tensor_parallel_size=int(server.get("tp_size", 1)),
+            extra=server,
         )
 
     async def load(self) -> dict[str, int]:

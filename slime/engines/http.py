@@ -106,15 +106,15 @@ def session() -> aiohttp.ClientSession:
     from slime.engines.sources import SpreadConnector
 
     loop = asyncio.get_running_loop()
-    found = _sessions.get(loop)
-    if found is None or found.closed:
+    pool = _sessions.get(loop)
+    if pool is None or pool.closed:
         connector = SpreadConnector(keepalive_seconds=60.0)
         # request() sets the time limit of a request as a whole; aiohttp's own total would be 5 minutes for all.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        pool = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
         if threading.current_thread().daemon:  # such a loop runs until the process ends, and nobody closes its pool
             atexit.register(_close_at_exit, loop)
-    return found
+    return pool
 
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
@@ -137,9 +137,9 @@ def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
 
 async def close_session() -> None:
     """Close the pool of the running loop; the next request opens a new one."""
-    found = _sessions.pop(asyncio.get_running_loop(), None)
-    if found is not None:
-        await found.close()
+    pool = _sessions.pop(asyncio.get_running_loop(), None)
+    if pool is not None:
+        await pool.close()
 
 
 def take_retries() -> int:

@@ -262,7 +262,7 @@ class Routers:
         A router has failed if its process ended, or if it did not answer :data:`MOST_MISSED_PINGS` consecutive pings.
         The description contains the last log lines. Each call of this method sends one ping to each router.
         """
-        found = []
+        failed = []
         for model, router in {**self.by_model, **self.by_share}.items():
             if not isinstance(router, RouterProcess):
                 continue
@@ -276,8 +276,8 @@ class Routers:
                 if self._missed[model] < MOST_MISSED_PINGS:
                     continue
                 what = f"did not answer {MOST_MISSED_PINGS} times within {PING_SECONDS:.0f} s"
-            found.append((model, f"the router (pid {router.pid}) {what}:\n{router.log_tail()}"))
-        return found
+            failed.append((model, f"the router (pid {router.pid}) {what}:\n{router.log_tail()}"))
+        return failed
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
         """Start a router that ended or hangs again, at the same address, which clients keep using.

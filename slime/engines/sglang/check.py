@@ -62,11 +62,11 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     except subprocess.TimeoutExpired:
         return [f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they have"]
     # Other output of SGLang may surround the line with the result.
-    said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
-    if said is None:
+    result = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
+    if result is None:
         tail = answer.stderr.strip()[-2000:]
         return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
-    problems: list[str] = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
+    problems: list[str] = list(dict.fromkeys(json.loads(result.removeprefix(_MARK))))
     if not problems:
         remember(accepted)
     return problems

@@ -212,10 +212,10 @@ def _compute_capability() -> str | None:
         return None
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = set(subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split())
+        capabilities = set(subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split())
     except subprocess.SubprocessError:
         return None
-    return found.pop() if len(found) == 1 else None
+    return capabilities.pop() if len(capabilities) == 1 else None
 
 
 def main() -> None:

@@ -57,8 +57,8 @@ def sampling_backend(settings: EngineSettings, spec: EngineSpec) -> str | None:
     without top-p and top-k only health checks need the kernels, because a greedy token is top-k with k = 1 in SGLang.
     """
     options = {**settings.sglang, **spec.options}
-    if given := options.get("sampling_backend"):
-        return str(given)
+    if backend := options.get("sampling_backend"):
+        return str(backend)
     # SGLang has samplers of its own for other devices.
     return "pytorch" if settings.whole_vocabulary and options.get("device") in (None, "cuda") else None
 
@@ -68,12 +68,12 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
 
     The overrides of the group take precedence over the user's flags, and these over the choices of slime.
     """
-    given = {**settings.sglang, **spec.options}
+    user_options = {**settings.sglang, **spec.options}
     ours: dict[str, object] = {
         "model_path": spec.model_path,
         "host": place.host,
         "port": place.port,
-        "tp_size": spec.num_gpus // int(str(given.get("pp_size") or 1)),
+        "tp_size": spec.num_gpus // int(str(user_options.get("pp_size") or 1)),
         "random_seed": settings.seed + spec.index,
         "skip_server_warmup": True,
         "trust_remote_code": settings.trust_remote_code,
@@ -96,7 +96,7 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         if runs_on_cpu(settings, spec):
             ours["lora_backend"] = "torch_native"
     # A server with several data-parallel groups needs a port for each of them, and chooses them itself.
-    if place.nccl_port is not None and int(str(given.get("dp_size") or 1)) == 1:
+    if place.nccl_port is not None and int(str(user_options.get("dp_size") or 1)) == 1:
         ours["nccl_port"] = place.nccl_port
     if place.num_nodes > 1:
         ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
@@ -105,7 +105,7 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         if place.bootstrap_port is not None:
             ours["disaggregation_bootstrap_port"] = place.bootstrap_port
     if runs_on_cpu(settings, spec):
-        return {**ours, "device": "cpu", **CPU_DEFAULTS, **given}
+        return {**ours, "device": "cpu", **CPU_DEFAULTS, **user_options}
     if settings.offload:
         ours["enable_memory_saver"] = True
         # Without updates, nobody sends released weights again. With an adapter, nobody sends the base again.
@@ -114,7 +114,7 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         ours["enable_deterministic_inference"] = True
     if (backend := sampling_backend(settings, spec)) is not None:
         ours["sampling_backend"] = backend
-    return {**ours, **given}
+    return {**ours, **user_options}
 
 
 def takes_keys(settings: EngineSettings, spec: EngineSpec) -> bool:
@@ -202,6 +202,6 @@ def warm_up(url: str, seconds: float) -> None:
     except OSError as error:
         raise ServerFailed(f"{url} did not answer its first request with top-p and top-k: {error!r}") from error
     if status != 200:
-        said = answer.decode(errors="replace")[:500]
+        message = answer.decode(errors="replace")[:500]
         advice = "--sglang-sampling-backend pytorch uses no kernels that must be compiled"
-        raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {said}; {advice}")
+        raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {message}; {advice}")

@@ -126,14 +126,14 @@ class BaseAdapter:
         """
         if sid in self._server.sessions:
             raise ValueError(f"session {sid!r} is open already: finish or drop it first")
-        given = dict(sampling_defaults or {})
+        defaults = dict(sampling_defaults or {})
         args = self.args.with_values(
             rollout_max_context_len=max_context_tokens or self.args.rollout_max_context_len,
-            rollout_max_response_len=given.get("max_new_tokens") or self.args.rollout_max_response_len,
+            rollout_max_response_len=defaults.get("max_new_tokens") or self.args.rollout_max_response_len,
         )
         state = GenerateState(args)
         state.__dict__["tokenizer"] = self.tokenizer
-        params = cast("SamplingParams", {**state.sampling_params, **given})
+        params = cast("SamplingParams", {**state.sampling_params, **defaults})
         self._server.sessions[sid] = _Session(sid, args, params, self.max_turns)
         return sid
 

@@ -52,9 +52,9 @@ class ChatTemplate:
         Returns:
             The ids, or None if the template fails on the placeholder or does not render it.
         """
-        said: Message = {"role": "assistant", "content": _MARK}
+        marked: Message = {"role": "assistant", "content": _MARK}
         try:
-            text = self._render([*messages[: known - 1], said, *messages[known:]], tools)
+            text = self._render([*messages[: known - 1], marked, *messages[known:]], tools)
         except ApiError:
             return None
         _, found, after = text.partition(_MARK)

@@ -150,8 +150,8 @@ def _check(schema: Schema, where: str) -> None:
     try:
         _validator(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
-        words = error.message if isinstance(error, SchemaError) else "nested too deeply"
-        raise ApiError(400, f"{where}: the JSON schema is invalid: {words}"[:500]) from error
+        reason = error.message if isinstance(error, SchemaError) else "nested too deeply"
+        raise ApiError(400, f"{where}: the JSON schema is invalid: {reason}"[:500]) from error
 
 
 def _validator(schema: Schema) -> type[Validator]:

@@ -108,10 +108,10 @@ def strings(body: JsonObject, name: str) -> list[str]:
     """Return a field that is a string or a list of strings as a list without empty strings."""
     value = body.get(name) or []
     items = [value] if isinstance(value, str) else value
-    found = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
-    if found is None or not isinstance(items, list) or len(found) < len(items):
+    texts = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
+    if texts is None or not isinstance(items, list) or len(texts) < len(items):
         raise ApiError(400, f"{name} must be a string or a list of strings, got {_shown(value)}")
-    return [item for item in found if item]
+    return [item for item in texts if item]
 
 
 def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | None:
@@ -131,10 +131,10 @@ def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObje
     value = body.get(name)
     if value is None and not required:
         return []
-    found = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
-    if found is None or not isinstance(value, list) or len(found) < len(value) or (required and not found):
+    entries = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
+    if entries is None or not isinstance(value, list) or len(entries) < len(value) or (required and not entries):
         raise ApiError(400, f"{name} must be a list of objects" + (", at least one" if required else ""))
-    return found
+    return entries
 
 
 def note(name: str, words: str) -> None:

@@ -207,9 +207,9 @@ class Responses(_OpenAi):
         check_fields(body, {**COMMON_FIELDS, "previous_response_id": TEXT, "instructions": CONTENT})
         if body.get("background") or body.get("conversation"):
             raise ApiError(400, "background and conversation are not supported: use previous_response_id")
-        given = body.get("input")
-        question: JsonObject = {"role": "user", "content": given}
-        items = [question] if isinstance(given, str) else objects(body, "input")
+        text_or_items = body.get("input")
+        question: JsonObject = {"role": "user", "content": text_or_items}
+        items = [question] if isinstance(text_or_items, str) else objects(body, "input")
         messages = _from_items(items)
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
@@ -293,10 +293,10 @@ class Responses(_OpenAi):
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
             # The complete answer must contain the text that was streamed, also where that of the turn differs.
-            said = _message_item(turn, text)
-            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
+            message = _message_item(turn, text)
+            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=message))
             thought = [item for item in items if item["type"] == "reasoning"]
-            items = [*thought, said, *(item for item in items if item["type"] == "function_call")]
+            items = [*thought, message, *(item for item in items if item["type"] == "function_call")]
         for index, item in enumerate(items):
             if item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": index}

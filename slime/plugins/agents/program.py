@@ -239,10 +239,10 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
         raise ProgramError(f"exit status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
     last = output.text.rstrip().rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    return found.get("reward") if isinstance(found, dict) else None
+    return result.get("reward") if isinstance(result, dict) else None
 
 
 class _Tail:

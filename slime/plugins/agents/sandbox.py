@@ -274,11 +274,11 @@ async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] 
                 # Not wait_for: in Python 3.11 it can swallow a cancellation.
                 async with asyncio.timeout(START_SECONDS):
                     began = await ready.read(1)
-                    said = b"" if began else await outputs[1]
+                    error_output = b"" if began else await outputs[1]
             except TimeoutError as error:
                 raise SandboxUnavailable(f"a sandbox was not set up within {START_SECONDS:g} s") from error
             if not began:
-                lines = said.decode(errors="replace").splitlines()
+                lines = error_output.decode(errors="replace").splitlines()
                 raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")
             start = time.monotonic()
             stopped = await _until_end(process, over, limits.seconds)

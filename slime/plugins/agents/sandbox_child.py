@@ -387,10 +387,10 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
 def call(name: str, *arguments: int | bytes | None) -> None:
     """Call a function of the C library that returns 0 or -1. An error is raised as an OSError with its name."""
-    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    c_arguments = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     if name == "pivot_root":
-        name, words = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *words]
-    if getattr(_libc, name)(*words) != 0:
+        name, c_arguments = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *c_arguments]
+    if getattr(_libc, name)(*c_arguments) != 0:
         code = ctypes.get_errno()
         shown = ", ".join(repr(word) for word in arguments if not isinstance(word, bytes) or len(word) < 80)
         raise OSError(code, f"{name}({shown}): {os.strerror(code)}")

@@ -137,10 +137,10 @@ class Session:
             new = ask.messages
             # In the Responses API, instructions are not inherited: those of this request replace the earlier ones.
             system = [message for message in new if message["role"] == "system"]
-            said = before.conversation()
-            if system and said[0]["role"] == "system":
-                said = said[1:]
-            ask.messages = [*system, *said, *(message for message in new if message["role"] != "system")]
+            earlier = before.conversation()
+            if system and earlier[0]["role"] == "system":
+                earlier = earlier[1:]
+            ask.messages = [*system, *earlier, *(message for message in new if message["role"] != "system")]
         parent = self.tree.find(ask)
         if parent is not None and before is not None and before.all_keys() == parent.all_keys():
             parent = before  # the conversations are equal, but not the reasoning, which the keys leave out
@@ -245,11 +245,11 @@ class Session:
         demand."""
         if ask.demand is None or not self.settings.constrains:
             return None
-        found = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
-        if found is None:
+        tag = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
+        if tag is None:
             what = f"--agent-tool-parser {self.parser_name}"
             note(what, "has no grammar, so answers are not constrained but only checked")
-        return found
+        return tag
 
     def _check_demand(self, ask: Ask, turn: Turn) -> None:
         """Raise an error for an answer that does not meet the client's demand, unless it was truncated."""
@@ -300,8 +300,8 @@ class Session:
         if len(outputs) == 1 and not isinstance(matched, str):
             text = str(outputs[0]["text"])
         else:
-            said = ids[:-1] if isinstance(matched, int) else ids
-            text = str(self.state.tokenizer.decode(said, skip_special_tokens=bool(params.get("skip_special_tokens"))))
+            shown = ids[:-1] if isinstance(matched, int) else ids
+            text = str(self.state.tokenizer.decode(shown, skip_special_tokens=bool(params.get("skip_special_tokens"))))
         if matched is None and ids:  # an end token may be the last one for which there is room
             text = text.removesuffix(end_text(self.state, ids[-1], stopped=False))
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text

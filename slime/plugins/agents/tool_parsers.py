@@ -83,9 +83,9 @@ class SGLangParser:
         self.marks = (begins.strip(),) if begins.strip() else ()  # type: ignore[misc]
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        rest, found = self._parser.parse_non_stream(text)
+        rest, items = self._parser.parse_non_stream(text)
         calls = []
-        for item in found:
+        for item in items:
             try:
                 arguments = parse_json(item.parameters or "{}")
             except ValueError:
@@ -120,10 +120,10 @@ class Shown:
                 self._held, self._ended = text, bool(text.strip())
                 return ""
             self._opening = ()
-        found = [at for mark in self._marks if (at := text.find(mark)) >= 0]
-        if found:
+        marks_at = [at for mark in self._marks if (at := text.find(mark)) >= 0]
+        if marks_at:
             self._ended = True
-            return text[: min(found)]
+            return text[: min(marks_at)]
         keep = max((overlap(text, mark) for mark in self._marks), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -150,11 +150,11 @@ def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, st
     """
     if tags is None:
         return "", text
-    said = text.lstrip()
-    if not opened and not said.startswith(tags.start):
+    body = text.lstrip()
+    if not opened and not body.startswith(tags.start):
         return "", text
-    reasoning, found, answer = said.removeprefix(tags.start).partition(tags.end)
-    return reasoning.strip(), answer.lstrip() if found else ""
+    reasoning, end, answer = body.removeprefix(tags.start).partition(tags.end)
+    return reasoning.strip(), answer.lstrip() if end else ""
 
 
 def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[ToolCall]]:
@@ -168,11 +168,11 @@ def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str,
     while True:
         begin = text.find(tags.start)
         before = text if begin < 0 else text[:begin]
-        content, found = parser.parse(before)
+        content, new_calls = parser.parse(before)
         if begin < 0 or _open_call(parser, content):  # the tag is part of a call
-            content, found = (content, found) if begin < 0 else parser.parse(text)
-            return "".join([*kept, content]), calls + found
-        calls += found
+            content, new_calls = (content, new_calls) if begin < 0 else parser.parse(text)
+            return "".join([*kept, content]), calls + new_calls
+        calls += new_calls
         end = text.find(tags.end, begin)
         end = len(text) if end < 0 else end + len(tags.end)
         kept += [content, text[begin:end]]
@@ -214,8 +214,8 @@ class StreamSplit:
             text = start.removeprefix(self._tags.start) if tagged else text
         reasoning = ""
         if self._state == "reasoning":
-            reasoning, found, text = text.partition(self._tags.end)
-            if not found:
+            reasoning, end_tag, text = text.partition(self._tags.end)
+            if not end_tag:
                 return self._think(reasoning), ""
             reasoning, self._state = self._trimmed(reasoning).rstrip(), "after"
         if self._state == "after":

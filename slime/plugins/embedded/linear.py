@@ -81,11 +81,11 @@ def _siblings(linears: dict[str, nn.Linear]) -> list[list[nn.Linear]]:
         parent, _, own = name.rpartition(".")
         for names in _SIBLINGS:
             group = [linears.get(f"{parent}.{sibling}") for sibling in names]
-            found = [module for module in group if module is not None]
-            if own != names[0] or len(found) != len(names):
+            present = [module for module in group if module is not None]
+            if own != names[0] or len(present) != len(names):
                 continue
-            if len({(module.in_features, module.bias is None) for module in found}) == 1:
-                groups.append(found)
+            if len({(module.in_features, module.bias is None) for module in present}) == 1:
+                groups.append(present)
     return groups
 
 

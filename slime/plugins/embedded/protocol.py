@@ -126,16 +126,16 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
         BadRequest: A name is unknown, a value has the wrong type or is out of range, or a constraint is not supported.
     """
     raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
-    given = {key: value for key, value in raw.items() if value is not None}
+    present = {key: value for key, value in raw.items() if value is not None}
     for name in CONSTRAINTS:
-        if given.pop(name, None):
+        if present.pop(name, None):
             raise BadRequest(f"{where}{name} is not supported by the embedded engine")
     for name in ("custom_params", "stream_interval"):
-        given.pop(name, None)
-    unknown = sorted(set(given) - set(SAMPLING_CHECKS))
+        present.pop(name, None)
+    unknown = sorted(set(present) - set(SAMPLING_CHECKS))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
-    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in given.items()}
+    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in present.items()}
     values["stop"] = tuple(text for text in values.get("stop", ()) if text)
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
@@ -178,9 +178,9 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
             raise BadRequest(f"{name} is not supported by the embedded engine")
     if text is not None and not isinstance(text, str | list):
         raise refuse("text", "must be a string or a list of strings", text)
-    given = input_ids if text is None else text
-    is_single = isinstance(given, str) or (text is None and _is_flat(given))
-    prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
+    raw = input_ids if text is None else text
+    is_single = isinstance(raw, str) or (text is None and _is_flat(raw))
+    prompts: list[object] = [raw] if is_single or not isinstance(raw, list) else raw
     if not prompts:
         raise BadRequest("the batch of prompts is empty")
     # The fields besides the prompts, and one request for each sample of each prompt.

@@ -360,8 +360,8 @@ def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: i
 
 
 def _triples(values: Iterable[float | None], ids: list[int], texts: Detokenizer | None) -> list[Scored]:
-    words: Iterable[str | None] = texts.token_texts(ids) if texts else [None] * len(ids)
-    return list(zip(values, ids, words, strict=False))
+    token_texts: Iterable[str | None] = texts.token_texts(ids) if texts else [None] * len(ids)
+    return list(zip(values, ids, token_texts, strict=False))
 
 
 def _pairs(entry: list[tuple[float, int]], texts: Detokenizer | None) -> list[Scored]:

@@ -104,8 +104,8 @@ class RunStates:
                 getattr(self.own, name)[0] = value
 
     def _held(self, name: str, state_idx: int = 0) -> Any:
-        held = getattr(self.own, name)
-        return held if ONE_STATE else held[state_idx]
+        value = getattr(self.own, name)
+        return value if ONE_STATE else value[state_idx]
 
     def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
         return bool(self._held("has_previous_state", state_idx))
@@ -202,17 +202,17 @@ def _with_index_keys(plain: Callable[..., Tensor]) -> Callable[..., Tensor | Sel
             with step.part(self, start, end, each):
                 return plain(with_batch(hidden_states), with_batch(q_resid), rotary, mask, None, past_key_values=keys)
 
-        found: dict[RowGroup | Segment, Tensor | None] = {}
+        selected: dict[RowGroup | Segment, Tensor | None] = {}
         # Rows of decode steps, each with the keys of its own slot.
         for group in step.groups:
             mask = step.row_mask(group, attention.UNBOUNDED, hidden_states.dtype)[:, 0]
             chosen = select(group.start, group.end, True, _IndexKeys(step, group), mask)[:, 0].long()
             # In ascending order they are summed in an order that depends on nothing else.
-            found[group] = chosen.sort(-1).values if chosen.shape[-1] < group.length else None
+            selected[group] = chosen.sort(-1).values if chosen.shape[-1] < group.length else None
         # Prompts, as one sequence each.
         for segment in step.segments:
-            found[segment] = _select_of_segment(step, segment, heads, select)
-        return found
+            selected[segment] = _select_of_segment(step, segment, heads, select)
+        return selected
 
     return forward
 
@@ -231,16 +231,16 @@ def _select_of_segment(
     """
     rows, at_once = segment.end - segment.start, max(1, SCORES_AT_ONCE // (heads * segment.length))
     device = step.write_index.device
-    found = torch.zeros(rows, segment.length, dtype=torch.bool, device=device)
+    selected = torch.zeros(rows, segment.length, dtype=torch.bool, device=device)
     most = 0
     for first in range(0, rows, at_once):
         last = min(first + at_once, rows)
         part = Segment(segment.start + first, segment.start + last, segment.slot, segment.length - rows + last)
         mask = torch.arange(part.length, device=device) <= step.positions[part.start : part.end, None]
         chosen = select(part.start, part.end, False, _IndexKeys(step, part), mask[None])[0].long()
-        found[first:last].scatter_(1, chosen, True)
+        selected[first:last].scatter_(1, chosen, True)
         most = chosen.shape[-1]
-    return found if most < segment.length else None
+    return selected if most < segment.length else None
 
 
 class _IndexKeys:

@@ -166,8 +166,8 @@ class Weights:
         shapes, where = stored.shapes(), str(stored.folder)
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}
-        found = set(names.values())
-        known = found | set(self.factors)
+        stored_views = set(names.values())
+        known = stored_views | set(self.factors)
         missing = sorted(name for name in self.views if name not in known and _is_weight(self.model, name))
         if missing:
             raise WeightError(f"{where!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")

@@ -284,12 +284,12 @@ def _own(name: str) -> Callable[..., object]:
         known = ", ".join(parts("environment"))
         raise EnvironmentProblem(f"there is no environment {name!r}: known are {known}, and file.py:Class of your own")
     try:
-        found: Callable[..., object] = load_function(name)
+        environment_class: Callable[..., object] = load_function(name)
     except HookError as error:
         raise EnvironmentProblem(str(error)) from error
     except (Exception, SystemExit) as error:  # The user's file can raise anything.
         raise EnvironmentProblem(f"importing {name} failed with {type(error).__name__}: {error}") from error
-    return found
+    return environment_class
 
 
 def missing_package(package: str, error: ImportError) -> EnvironmentProblem:

@@ -123,7 +123,7 @@ class Servers:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        found = cls()
+        servers = cls()
         for address in addresses:
             target: Any = address
             try:
@@ -138,10 +138,10 @@ class Servers:
                     cause = cause.exceptions[0]
                 raise StepFailed("error", f"--mcp-server {address}: {type(cause).__name__}: {cause}"[:2000]) from error
             for tool in listed:
-                found.add(tool, client, address)
+                servers.add(tool, client, address)
             if target is not address:
-                found.started |= {tool.name for tool in listed}
-        return found
+                servers.started |= {tool.name for tool in listed}
+        return servers
 
     def add(self, tool: Any, client: Any, address: str) -> None:
         """Add a tool of a client."""
@@ -244,10 +244,10 @@ def _show_tools(template: str, sample: Sample, schemas: list[Tool]) -> None:
     if "tools" in template:
         sample.metadata = {**sample.metadata, "tools": schemas}
     else:
-        words = tools_in_words(schemas)
+        description = tools_in_words(schemas)
         if prompt[0].get("role") == "system":
             known, prompt = str(prompt[0]["content"]), prompt[1:]
             # A discarded response leaves the prompt as it is: it has the words already.
-            words = known if known.endswith(words) else f"{known}\n\n{words}"
-        prompt = [{"role": "system", "content": words}, *prompt]
+            description = known if known.endswith(description) else f"{known}\n\n{description}"
+        prompt = [{"role": "system", "content": description}, *prompt]
     sample.prompt = prompt

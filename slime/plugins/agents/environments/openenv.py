@@ -142,13 +142,13 @@ class OpenEnvEpisode(Episode):
         answer = await self._socket.receive_json()
         if answer["type"] == "error":
             raise _Refused(answer["data"])
-        found: dict[str, Any] = answer["data"]
-        return found
+        result: dict[str, Any] = answer["data"]
+        return result
 
     async def step(self, text: str) -> Step:
-        said = self.made.action(text)
+        turn = self.made.action(text)
         try:
-            action: Any = json.loads(said) if self.made.field == "json" else {self.made.field: said}
+            action: Any = json.loads(turn) if self.made.field == "json" else {self.made.field: turn}
         except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
@@ -184,8 +184,8 @@ def _http(url: str, path: str, body: dict[str, JsonValue] | None = None) -> dict
         request.data = json.dumps(body).encode()
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_HTTP_SECONDS) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            content: dict[str, Any] = json.load(answer)
+            return content
     except (OSError, ValueError) as error:  # URLError is an OSError
         raise EnvironmentProblem(
             f"no OpenEnv server answers at {url}/{path} ({error}): start it first, or correct the URL"

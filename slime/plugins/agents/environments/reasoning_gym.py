@@ -97,8 +97,8 @@ def score(key: str, number: int, text: str) -> float:
     from reasoning_gym.utils import extract_answer
 
     tasks = _tasks(key)
-    found = extract_answer(text)
-    return float(tasks.score_answer(text.strip() if found is None else found, tasks[number]))
+    extracted = extract_answer(text)
+    return float(tasks.score_answer(text.strip() if extracted is None else extracted, tasks[number]))
 
 
 def try_sizes(what: str, options: Mapping[str, JsonValue], seconds: float) -> None:
