@@ -45,7 +45,7 @@ def spec(random_: Random, folder: Path) -> str:
     pairs = []
     for _ in range(random_.randrange(4)):
         key = random_.choice(KEYS)
-        # As many terms as it is told, until memory ends: before a run starts, try_sizes bounds what a package builds.
+        # A package builds as many terms as it is told, until memory ends.
         found = random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
         text = yaml.safe_dump(found, default_flow_style=True).removesuffix("...\n").strip()
         text = text if random_.random() < 0.8 or key in TERMS else random_.choice(TEXTS)

@@ -120,7 +120,7 @@ class Environment(ABC):
         """Begin an episode of the task ``number``."""
 
 
-def opening(system: str, text: str) -> list[Message]:
+def opening(system: str | None, text: str) -> list[Message]:
     """Return the first messages of a task: a system prompt, if there is one, and a text of the user."""
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": text}]

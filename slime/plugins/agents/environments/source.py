@@ -15,7 +15,7 @@ from slime.data.order import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed, task_sample
+from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
 from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
@@ -104,12 +104,7 @@ def check_environment(args: Args) -> list[str]:
     if args.environment is None:
         return []
     try:
-        whole = own_seed(args.environment, args.rollout_seed)
-        if (spec := Spec.parse(whole)).name == "reasoning_gym":
-            from slime.plugins.agents.environments.reasoning_gym import try_sizes
-
-            try_sizes(spec.what, spec.options, args.environment_timeout)
-        first = task_sample(whole, 0)
+        first = task_sample(own_seed(args.environment, args.rollout_seed), 0)
     except EnvironmentProblem as error:
         return [f"--environment {args.environment}: {error}"]
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
