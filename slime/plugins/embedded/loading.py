@@ -194,7 +194,6 @@ class EngineOptions:
     trust_remote_code: bool = False
     weight_version: str = "default"
     random_seed: int = 0
-    allow_image_urls: bool = False
 
     @classmethod
     def of(cls, **values: Any) -> EngineOptions:
@@ -281,8 +280,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     # Image-text models have a processor as well.
     images = None
     if is_multimodal(config):
-        trust, urls = options.trust_remote_code, options.allow_image_urls
-        images = ImageReader(options.model_path, device, dtype, trust, urls)
+        images = ImageReader(options.model_path, device, dtype, options.trust_remote_code)
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
 
 

@@ -31,8 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on the rest of the batch")
     parser.add_argument("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, else the cores")
     parser.add_argument("--trust-remote-code", action="store_true")
-    urls = "take images by URL and file path: everyone who reaches the port can then read files and the network"
-    parser.add_argument("--allow-image-urls", action="store_true", help=urls)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--random-seed", type=int, default=0)
     parser.add_argument("--parent-pid", type=int, help="end when this process, our parent, is gone")
