@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 from torch import nn
 
-from slime.models.cpu_linear import CpuLinear
+from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, attach, lora_layers
 from slime.models.peft_files import Factors, factors_of, other_forms, read_config, read_factors
 from slime.models.shards import ModelError

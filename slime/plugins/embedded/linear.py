@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from slime.models.cpu_linear import CpuLinear
+from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, lora_layers
 from slime.models.peft_files import Factors
 from slime.plugins.embedded.fields import BadRequest, WeightError

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from slime.models.layer_kinds.kind import Sees, all_before
-from slime.models.layer_kinds.kinds import GATED_DELTA_NET
-from slime.models.layer_kinds.registry import ModelLayers, layers_of
+from slime.models.layer_kinds import GATED_DELTA_NET, ModelLayers, Sees, all_before, layers_of
 from slime.models.loading import ModelError
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.attention import Bounds, RowGroup, Segment, Selected, StateRun, StepContext, rows_of_group
