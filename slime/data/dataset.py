@@ -279,8 +279,8 @@ class Dataset:
         if self._kept is not None:
             return self.samples[position]
         samples, report = self._chunks[position // CHUNK]
-        report.lacking.raise_if_any()
-        report.wrong.raise_if_any()
+        if report.wrong:
+            raise DataError([problem for _, problem in report.wrong])
         return samples[position % CHUNK]
 
     def shuffle(self, epoch_id: int | None) -> None:

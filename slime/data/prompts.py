@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.files import lookup
 from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
-from slime.data.rows import Problems, RawRow, Row
+from slime.data.rows import SHOWN, Problems, RawRow, Row
 from slime.data.sample import Message
 from slime.types import JsonValue
 
@@ -57,13 +57,15 @@ class Report:
         self.rows = 0
         self.names = ""  # columns of the first row
         self.absent = _asked(keys)  # the expected columns that no row has had so far
-        self.wrong = Problems()
-        self.lacking = Problems()  # rows that lack a required column, which may be a mistake of the whole file
+        self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; position and problem
+        self.counts = {False: 0, True: 0}  # number of problems, by whether only a column is missing
         self.json_prompts = 0  # number of prompts that were messages as JSON text
 
     def add(self, where: str, error: ValueError) -> None:
-        problems = self.lacking if isinstance(error, MissingColumn) else self.wrong
-        problems.add(f"{where}: {error}")
+        missing = isinstance(error, MissingColumn)
+        self.counts[missing] += 1
+        if self.counts[missing] <= SHOWN:
+            self.wrong.append((missing, f"{where}: {error}"))
 
     def saw(self, row: Row) -> None:
         self.names = self.names or _names(row.data)
@@ -76,8 +78,10 @@ class Report:
         self.json_prompts += later.json_prompts
         self.names = self.names or later.names
         self.absent &= later.absent
-        self.wrong.extend(later.wrong)
-        self.lacking.extend(later.lacking)
+        for missing, problem in later.wrong:
+            if sum(kind == missing for kind, _ in self.wrong) < SHOWN:
+                self.wrong.append((missing, problem))
+        self.counts = {missing: count + later.counts[missing] for missing, count in self.counts.items()}
 
     def tell(self, spec: str, problems: Problems) -> None:
         """Add the collected problems to ``problems``.
@@ -97,9 +101,11 @@ class Report:
                 problems.add(said)
             else:
                 problems.warnings.append(said)
-        if not any(name in ("prompt", "label") for name, _ in absent):  # else it was said for all rows at once
-            problems.extend(self.lacking)
-        problems.extend(self.wrong)
+        said_once = any(name in ("prompt", "label") for name, _ in absent)
+        told = [problem for missing, problem in self.wrong if not (missing and said_once)]
+        for problem in told:
+            problems.add(problem)
+        problems.count += self.counts[False] + (0 if said_once else self.counts[True]) - len(told)
 
 
 def parse_rows(
