@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from slime.api.arguments import Data, InputFolder, parse
+from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
 from slime.api.callbacks import Callback, as_callback
-from slime.api.prompts import Prompt, check_prompts, is_single
 from slime.api.table import Table
 
 if TYPE_CHECKING:
@@ -108,6 +106,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         # With --async-save, the folder gets this name once the snapshot is complete.
         folder = run.snapshots.folder_of(rollout_id) if saves else None
+        # An evaluation that Ctrl-C has interrupted belongs to the weights before this step.
         with self._working(run):
             self._finish_evaluation(run)
             batch = run.generate(rollout_id)
@@ -160,10 +159,8 @@ class Trainer:
         run = self._open()
         if run.trainer.trained is None:
             raise ValueError("there is nothing to save: no step was trained yet")
-        settings = run.snapshots.settings
-        if settings.folder is None:
-            run.snapshots.settings = dataclasses.replace(settings, folder=self._folder.checkpoints)
-        shares_memory = run.trainer.settings.colocated
+        run.snapshots.folder = run.snapshots.folder or self._folder.checkpoints
+        shares_memory = run.trainer.colocated
         with self._working(run), run.stop.deferred():
             if shares_memory:
                 run.offload_engines()
@@ -266,7 +263,7 @@ class Trainer:
     @property
     def checkpoints(self) -> list[Path]:
         """The complete snapshots of the run, the newest last."""
-        from slime.cluster.load_folder import snapshots_of
+        from slime.cluster.folders import snapshots_of
 
         files, before = self._files, self._folder.path
         folder = Path(self.args.save) if self.args.save else files.checkpoints
@@ -364,6 +361,7 @@ class Trainer:
         except BaseException as error:
             self._end(error)
             raise
+        # Callbacks run outside of the block, where Ctrl-C has its usual meaning again.
         interrupted = run.stop.requested is not None
         run.stop.forget()
         news, self._news = self._news, []

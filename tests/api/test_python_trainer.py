@@ -161,7 +161,7 @@ def test_ctrl_c_during_training_ends_after_the_step(program: Program) -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
-    assert trainer.next_rollout == 1 and len(trainer.history) == 1 and program.driver.pool.version == "0.1"
+    assert trainer.next_rollout == 1 and len(trainer.history) == 1 and program.driver.pool.clock.version == "0.1"
 
 
 def test_ctrl_c_during_an_evaluation_keeps_it_for_later(program: Program) -> None:
@@ -475,7 +475,7 @@ def test_a_notebook_shows_the_curve_and_a_table_as_text(monkeypatch: pytest.Monk
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), "rich would show it elsewhere"
     pytest.importorskip("matplotlib", reason="pip install 'slime-rl[plots]'")
-    from slime.observability.charts import reward_curve
+    from slime.plugins.tools.summary.charts import reward_curve
 
     figure: Any = reward_curve(summary_of([0.1, 0.5]))
     assert figure._repr_png_().startswith(b"\x89PNG")

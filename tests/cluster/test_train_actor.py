@@ -11,7 +11,7 @@ from make_args import make_args
 
 from slime.cluster.train_actor import TrainActor
 from slime.engines.keys import NO_KEYS
-from slime.observability.timers import Timers
+from slime.observability.progress import Timers
 from slime.weights.settings import WeightSyncSettings
 
 
@@ -27,7 +27,7 @@ class Made:
 def test_the_transport_follows_engines_that_come_back_elsewhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, follows: bool
 ) -> None:
-    monkeypatch.setattr("slime.weights.transports.create_transport", Made)
+    monkeypatch.setattr("slime.cluster.train_actor.create_transport", Made)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS
     actor.weight_sync = WeightSyncSettings.from_args(make_args(update_weight_transport=kind))
@@ -56,7 +56,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     """Also with ``--no-offload-train``: the engines take their memory next, and count on it being free."""
     cleared: list[bool] = []
     monkeypatch.setattr("slime.backends.train_loop.train_on_rollout", lambda *_: ({}, {}))
-    monkeypatch.setattr("slime.data.wire.to_rank_batch", lambda batch: dict(batch))
+    monkeypatch.setattr("slime.data.fields.to_rank_batch", lambda batch: dict(batch))
     monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, **__: None)
     monkeypatch.setattr("ray.get", lambda refs, timeout=None: refs)
     actor: Any = TrainActor.__new__(TrainActor)
@@ -89,7 +89,7 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
         sent.append(is_sender)
         assert adapter is factors, "all ranks can leave out the base of an adapter"
 
-    monkeypatch.setattr("slime.weights.transports.create_transport", Made)
+    monkeypatch.setattr("slime.cluster.train_actor.create_transport", Made)
     monkeypatch.setattr("slime.weights.transports.on_cuda", lambda: False)
     monkeypatch.setattr("slime.weights.sync.sync_weights", sync)
     actor: Any = TrainActor.__new__(TrainActor)

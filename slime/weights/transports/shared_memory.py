@@ -1,4 +1,4 @@
-"""Shared memory that is freed even if a process is killed.
+"""Shared memory that is freed even if a process is killed, and that a GPU can copy from at full speed.
 
 torch removes a shared memory file after its last user has closed it, and its ``torch_shm_manager`` removes the files of
 killed processes. But this manager is a child of the trainer, and Ray kills the children of a worker together with the
@@ -12,22 +12,35 @@ followed, and a file that cannot be opened or removed is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
+import shutil
+import socket
 import stat
+import tempfile
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+
 SHARED_MEMORY = "/dev/shm"
 _LISTS = "slime-weights-"
 LIST_NAME = re.compile(rf"{_LISTS}(?P<pid>[0-9]+)-[0-9a-f]{{8}}", re.ASCII)
+MANAGER_FOLDERS = "torch-shm-dir-*"
+MANAGER_AGE_SECONDS = 5.0
+"""A manager creates its folder and listens in it at once. A younger folder may belong to one that does so just now."""
+CONNECT_SECONDS = 1.0
+"""A stopped manager with a full backlog would never accept a connection."""
 FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
 
 
@@ -109,7 +122,8 @@ def allocate(size: int, files: FileList) -> Buffer:
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the files that dead processes of this user left, and return their names.
+    """Remove the files that dead processes of this user left, and the folders of dead ``torch_shm_manager``s; returns
+    the names of both.
 
     This is cheap, and safe at any time: see the module for the files that are never read or removed.
     """
@@ -129,7 +143,29 @@ def sweep_shared_memory() -> list[str]:
                 _remove_own(name)
         finally:
             os.close(fd)
+    for folder in Path(tempfile.gettempdir()).glob(MANAGER_FOLDERS):
+        with contextlib.suppress(OSError):  # another run has removed it meanwhile, or its manager does not answer
+            if _manager_is_gone(folder):
+                shutil.rmtree(folder)
+                removed.append(folder.name)
     return removed
+
+
+def _manager_is_gone(folder: Path) -> bool:
+    """Whether this is the folder of a ``torch_shm_manager`` of this user that was killed: its socket is left in it."""
+    status = folder.lstat()
+    old = time.time() - status.st_mtime > MANAGER_AGE_SECONDS
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    # A manager's folder holds nothing but its socket. One with anything else in it is left alone.
+    if not (old and ours and os.listdir(folder) in ([], ["manager.sock"])):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CONNECT_SECONDS)
+        try:
+            probe.connect(str(folder / "manager.sock"))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+    return False
 
 
 def _remove_listed(fd: int, pid: str) -> list[str]:
@@ -173,3 +209,69 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+logger = logging.getLogger(__name__)
+
+
+class HostMemory(Protocol):
+    """An object with a buffer in host memory."""
+
+    flat: torch.Tensor  # uint8
+
+
+def pin(owner: HostMemory, device: torch.device) -> bool:
+    """Page-lock the buffer of an object in this process while the object exists. Return whether this succeeded.
+
+    Every process that maps shared memory must register its own mapping, although the pages exist only once. If CUDA
+    refuses, the memory stays pageable, which is correct but slower.
+
+    Args:
+        device: The device to or from which the buffer is copied. Nothing happens unless it is a CUDA device.
+    """
+    if device.type != "cuda" or not owner.flat.numel():
+        return False
+    runtime, storage = cuda_runtime(), owner.flat.untyped_storage()
+    code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
+    if code:
+        logger.warning(
+            "cudaHostRegister of %.0f MiB of shared memory failed (error %d): weight updates are copied at the lower "
+            "speed of pageable memory", storage.nbytes() / 2**20, code,
+        )  # fmt: skip
+        clear_error(device)
+        return False
+    # The finalizer holds a reference to the storage, so the memory stays mapped until it is unregistered. It does not
+    # run at exit: then the driver releases everything, and CUDA may have been shut down already.
+    weakref.finalize(owner, _unpin, runtime, storage).atexit = False
+    return True
+
+
+def _unpin(runtime: ModuleType, storage: torch.UntypedStorage) -> None:
+    synchronize()  # a copy from this memory may still be running
+    code = int(runtime.cudaHostUnregister(storage.data_ptr()))
+    if code:
+        logger.warning("cudaHostUnregister failed (error %d)", code)
+
+
+def cuda_runtime() -> ModuleType:
+    """Return the bindings of the CUDA runtime, which pin memory that exists already."""
+    import torch
+
+    return torch.cuda.cudart()
+
+
+def synchronize() -> None:
+    """Wait for the work of the current CUDA device."""
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def clear_error(device: torch.device) -> None:
+    """Clear the error of a failed call, which the CUDA runtime keeps and torch raises after the next kernel launch."""
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        logger.debug("the error of cudaHostRegister was cleared")
