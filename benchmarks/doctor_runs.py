@@ -34,8 +34,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
 from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
-from slime.plugins.tools.doctor.facts import read_facts  # noqa: E402
-from slime.plugins.tools.doctor.findings import Finding  # noqa: E402
+from slime.plugins.tools.doctor.facts import Finding, read_facts  # noqa: E402
 from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
 
 REFUSED = "refused"

@@ -16,8 +16,8 @@ from slime.cluster.memory_estimate import memory_lines, snapshot_bytes
 from slime.cluster.parameters import count_parameters
 from slime.data.sample import Sample
 from slime.engines.background import run
-from slime.plugins.tools.plan import warn
-from slime.plugins.tools.plan.gpus import KINDS
+from slime.plugins.tools.plan import read as warn
+from slime.plugins.tools.plan.setups import KINDS
 from slime.rollout.rm_hub import async_rm
 
 MESSAGES = [{"role": "user", "content": "What is 3 times 2?"}]

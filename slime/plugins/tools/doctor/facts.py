@@ -1,4 +1,5 @@
-"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there."""
+"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there; and what a
+rule finds in it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import glob
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -173,11 +174,12 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
     """
     import shutil
 
-    from slime.plugins.tools.doctor.stacks import stacks
+    from slime.plugins.tools.doctor.evidence import stacks
 
     run = RunDir(folder)
     if not run.config.is_file():
         raise NoRun(no_run(folder))
+    # A folder that somebody else made could lead anywhere.
     for path in () if outside else (run.config, run.metrics, folder / STATE):
         if path.exists() and not is_inside(path, folder):
             raise NoRun(
@@ -189,6 +191,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
     except (UnreadableRun, MetricsError) as error:
         raise NoRun(str(error)) from error
     state = read_state(folder)
+    # Logs outside of the folder are counted, and read only if the caller wants it.
     logs, left = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)], 0
     if not outside:
         inside = [path for path in logs if is_inside(path, folder)]
@@ -274,3 +277,25 @@ def _process(process: psutil.Process) -> Process:
         return Process(process.pid, name, process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
     except psutil.Error:
         return Process(process.pid, "?", False)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One diagnosis.
+
+    Attributes:
+        kind: A short name, such as ``disk_full``.
+        title: What is wrong, as a sentence.
+        evidence: Lines of a log, or values of metrics, that show it.
+        advice: What to do.
+        hint: Whether nothing is broken, and the run could only be better.
+    """
+
+    kind: str
+    title: str
+    evidence: tuple[str, ...]
+    advice: str
+    hint: bool = False
+
+
+Rule = Callable[[Facts], Iterator[Finding]]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.plugins.tools.doctor.facts import DUMPS, Facts, is_inside
-from slime.plugins.tools.doctor.findings import Finding
+from slime.plugins.tools.doctor.facts import DUMPS, Facts, Finding, is_inside
 
 _NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -135,6 +134,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
 
 def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding | None:
     """Return what is wrong in a process group; None if every operation that a rank has begun is complete."""
+    # The first operation that some rank has begun and not ended, and the ranks that belong to its group.
     begun = {rank: one.operations.get(group, ()) for rank, one in ranks.items()}
     members = {member for one in ranks.values() for member in one.members.get(group, ())} or set(ranks)
     begun = {rank: some for rank, some in begun.items() if rank in members}
@@ -143,6 +143,7 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     if not waiting:
         return None
     number, asking, operation = min(waiting, key=lambda entry: entry[:2])
+    # Who has begun it, who is behind, and who left no record.
     there = {rank: one for rank, some in begun.items() for one in some if one.number == number}
     last = {rank: some[-1].number if some else 0 for rank, some in begun.items()}
     behind = sorted(rank for rank in members if rank in begun and last[rank] < number)
@@ -150,6 +151,7 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     kinds = {(one.what, one.sizes) for one in there.values()}
     name = f"operation {number} ({operation.what}) of process group {group}"
     shown = tuple(_line(rank, begun[rank][-1] if begun[rank] else None) for rank in sorted(begun))[:_MOST_SHOWN]
+    # The order is that of causes: a rank that never came, ranks that called something else, a rank that is gone.
     if behind:
         return Finding(
             "rank_behind",

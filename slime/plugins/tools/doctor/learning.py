@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from slime.observability.evaluations import figures
-from slime.plugins.tools.doctor.facts import FILTERED, Facts, Row, filtered
-from slime.plugins.tools.doctor.findings import Finding
-from slime.plugins.tools.doctor.tokens import worst_tokens
+from slime.plugins.tools.doctor.evidence import worst_tokens
+from slime.plugins.tools.doctor.facts import FILTERED, Facts, Finding, Row, filtered
 
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"
@@ -185,7 +185,7 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
 
 
 def unstable(facts: Facts) -> Iterator[Finding]:
-    """Gradients that jump, ratios that are clipped, and a policy that runs away from its reference."""
+    """Gradients that jump."""
     norms = facts.series("train/grad_norm")
     usual = sorted(norms)[len(norms) // 2] if norms else 0.0
     if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
@@ -197,24 +197,59 @@ def unstable(facts: Facts) -> Iterator[Finding]:
             "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
             "responses are the usual cause.",
         )
-    clipped = facts.lately("train/pg_clipfrac")
-    if clipped is not None and clipped > 0.4:
-        yield Finding(
-            "clipping",
-            f"{clipped:.0%} of the tokens are clipped: the policy changes too much within a rollout.",
-            (f"train/pg_clipfrac {clipped:.2f}",),
-            "Lower --lr, or take fewer steps per rollout (--num-steps-per-rollout).",
+
+
+class Threshold(NamedTuple):
+    """A metric that must not be above ``most``, by the median of its latest values. ``title`` gets the value."""
+
+    kind: str
+    metric: str
+    most: float
+    title: str
+    advice: str
+
+
+THRESHOLDS = (
+    Threshold(
+        "clipping",
+        "train/pg_clipfrac",
+        0.4,
+        "{:.0%} of the tokens are clipped: the policy changes too much within a rollout.",
+        "Lower --lr, or take fewer steps per rollout (--num-steps-per-rollout).",
+    ),
+    *(
+        Threshold(
+            "kl",
+            metric,
+            1.0,
+            f"The policy has run far away: {metric} is {{:.2f}} per token.",
+            "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
         )
-    for name in ("train/ppo_kl", "train/kl_loss", "rollout/kl"):
-        latest = facts.lately(name)
-        if latest is not None and abs(latest) > 1.0:
-            yield Finding(
-                "kl",
-                f"The policy has run far away: {name} is {latest:.2f} per token.",
-                (f"{name}: {listed(facts.series(name)[-5:])}",),
-                "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
-            )
-            return
+        for metric in ("train/ppo_kl", "train/kl_loss", "rollout/kl")
+    ),
+    Threshold(
+        "repetition",
+        "rollout/repetition_frac",
+        0.3,
+        "{:.0%} of the responses repeat themselves.",
+        "Give repeated text no reward, lower --lr, or continue from an earlier snapshot.",
+    ),
+    Threshold(
+        "stale",
+        "rollout/staleness/mean",
+        3.0,
+        "Samples are {:.1f} weight versions old on average when they are trained.",
+        "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
+    ),
+)
+
+
+def thresholds(facts: Facts) -> Iterator[Finding]:
+    """A metric that is above what a run can learn with."""
+    for kind, metric, most, title, advice in THRESHOLDS:
+        latest = facts.lately(metric)
+        if latest is not None and abs(latest) > most:
+            yield Finding(kind, title.format(latest), (f"{metric}: {listed(facts.series(metric)[-5:])}",), advice)
 
 
 def entropy(facts: Facts) -> Iterator[Finding]:
@@ -284,7 +319,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
 
 
 def lengths(facts: Facts) -> Iterator[Finding]:
-    """Responses that are cut off, shrink to nothing, or repeat themselves."""
+    """Responses that are cut off, or shrink to nothing."""
     cut, reward = facts.change("rollout/truncated_ratio", least=6), facts.change(REWARD, least=6)
     if cut is not None and cut[1] > 0.6 and cut[1] >= cut[0] - 0.1 and not (reward and reward[1] > reward[0] + 0.1):
         yield Finding(
@@ -303,18 +338,10 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             "Look whether the reward punishes length, and at --advantage-estimator: a mean per sample favours "
             "short ones.",
         )
-    repeats = facts.lately("rollout/repetition_frac")
-    if repeats is not None and repeats > 0.3:
-        yield Finding(
-            "repetition",
-            f"{repeats:.0%} of the responses repeat themselves.",
-            (f"rollout/repetition_frac {repeats:.2f}",),
-            "Give repeated text no reward, lower --lr, or continue from an earlier snapshot.",
-        )
 
 
 def dropped(facts: Facts) -> Iterator[Finding]:
-    """Samples that are thrown away, or trained too late."""
+    """Samples that are thrown away."""
     prompts = facts.settings.get("rollout_batch_size")
     thrown = [filtered(row) for row in facts.steps[-LATEST:]]
     if isinstance(prompts, int) and len(thrown) >= 3 and median(thrown) >= 2 * prompts:
@@ -323,14 +350,6 @@ def dropped(facts: Facts) -> Iterator[Finding]:
             f"For each rollout of {prompts} groups, the filter throws {median(thrown):.0f} away.",
             (f"{FILTERED}*, the sum of all reasons: {listed(thrown)}",),
             "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
-        )
-    stale = facts.lately("rollout/staleness/mean")
-    if stale is not None and stale > 3:
-        yield Finding(
-            "stale",
-            f"Samples are {stale:.1f} weight versions old on average when they are trained.",
-            (f"rollout/staleness/mean {stale:.1f}",),
-            "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
         )
 
 

@@ -132,6 +132,7 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
         except BaseException as error:  # a user's function can also raise SystemExit
             answer["error"] = error
 
+    # The thread cannot be ended from outside. If it does not return, the command reports that and ends itself.
     thread = threading.Thread(target=work, name=HOOK_THREAD, daemon=True)
     begin = time.monotonic()
     thread.start()

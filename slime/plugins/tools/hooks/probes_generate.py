@@ -9,7 +9,7 @@ from typing import Any
 from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, check_signature, guarded, wrong
-from slime.plugins.tools.hooks.turns import appends_recorded, check_mask, check_turns
+from slime.plugins.tools.hooks.turns import check_turns
 from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.settings import request_params
@@ -23,6 +23,7 @@ def generate(bench: Bench, fn: Hook) -> str:
     """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of samples."""
     bench.start_engine()
     args = bench.args
+    # First its signature, for a message that says how it is called.
     params: SamplingParams = {**request_params(args), "sampling_seed": 1}
     sample = Sample()
     if takes_list(fn):
@@ -39,18 +40,17 @@ def generate(bench: Bench, fn: Hook) -> str:
         return list(await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group)))
 
     guarded(fn, whole_group, bench.limit, loop=True)  # a first call, so that imports and connections are not measured
-    with appends_recorded():
-        outcome = guarded(fn, whole_group, bench.limit, loop=True)
+    outcome = guarded(fn, whole_group, bench.limit, loop=True)
     if outcome.stall:
         raise Complaint(
             f"it blocks the event loop for {outcome.stall:.1f} s, in which no other sample can continue. Await async "
             "clients (slime.utils.http_utils.post), or run blocking code with asyncio.to_thread",
             outcome.place,
         )
+    # The samples that it returned, which later probes take as well.
     leaves = flatten(outcome.result)
     for one in leaves:
         _check_generated(bench, fn, one)
-        check_mask(bench, fn, one)
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
         bench.notes.append("without rollout_log_probs, the trainer needs another forward pass for the old log-probs")

@@ -66,7 +66,7 @@ def postprocess(bench: Bench, fn: Hook) -> str:
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     with batch.lent_to("--rollout-data-postprocess-path") as view:
-        result = guarded(fn, lambda: fn(args, 0, view), bench.limit).result
+        result = bench.call(fn, args, 0, view)
     if result is not None:
         bench.notes.append("its return value is ignored: it must modify rollout_data in place")
     _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
@@ -102,6 +102,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     args = bench.args.with_values(**settings)
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
+    # Random logits for the response tokens of the samples, as a model would give them.
     targets = torch.cat(
         [t[len(t) - n :] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)]
     ).long()
@@ -116,6 +117,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     )
     tokens.values = None
 
+    # The loss of a run with its backward pass, as one micro-batch.
     loss_settings = LossSettings.from_args(args)
 
     def both() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -128,6 +130,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
         return value.detach(), metrics
 
     value, metrics = guarded(fn, both, bench.limit).result
+    # What came out of it.
     if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
         raise wrong(fn, f"the loss {float(value):g} or its gradient is not finite")
     if not logits.grad.abs().sum():

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from .generation import response_lengths
 from .layouts import divisors, fitting, flags
 from .plan import Plan, slots
-from .seconds import decode_seconds, prefill_seconds
+from .seconds import decode_seconds, prefill_seconds, response_lengths
 from .setups import EngineSetup
 from .simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 
@@ -162,7 +161,7 @@ def simulated(plan: Plan, mode: Mode, training: float | None = None) -> Way:
     made, share = setting(plan, mode)
     tokens = made.batch * made.samples * sum(made.lengths) / len(made.lengths)
     per_token = (_training(plan) if training is None else training) / tokens
-    run = simulate(made, mode, per_token).run
+    run = simulate(made, mode, per_token)
     return Way(mode, plan, steady(run), per_token * _steady_tokens(run), int(max(run.staleness)), share)
 
 

@@ -6,12 +6,9 @@ from dataclasses import dataclass, replace
 
 from slime.config.layout import ParallelLayout
 
-from .generation import rollout_seconds
-from .gpus import GpuKind
 from .memory import Phase, cache_tokens, phases, train_memory
-from .seconds import HOST_COPY, sync_seconds, train_seconds
-from .setups import EngineSetup, Packs, Placement, TrainSetup, Workload, packs
-from .shape import PlannedModel
+from .seconds import HOST_COPY, rollout_seconds, sync_seconds, train_seconds
+from .setups import EngineSetup, GpuKind, Packs, Placement, PlannedModel, TrainSetup, Workload, packs
 
 MEASURED = {"fsdp": ({"dp"}, 4), "megatron": ({"dp", "tp", "ep"}, 4)}
 """By backend: the parallel sizes above 1 that were measured on H200s, and the largest number of GPUs."""
@@ -161,6 +158,7 @@ def _remedy(run: Run, largest: str) -> str:
 
 def _extrapolated(run: Run) -> list[str]:
     found = []
+    # The kind of GPU, the layout and the kind of model of the trainer.
     if not run.kind.measured:
         found.append(f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 reaches")
     if run.train is not None:
@@ -180,6 +178,7 @@ def _extrapolated(run: Run) -> list[str]:
         if not run.train.compiled:
             found.append("layers that are not compiled: the factor is assumed")
         found += _untimed(run.train)
+    # The model and the engines.
     if run.model.shape.kv_rank is not None:
         found.append("multi-latent attention: no measurement")
     if run.model.others:

@@ -1,17 +1,23 @@
-"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates.
+"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates; of generation, with requests of
+unequal length that share the decode steps of an engine.
 
 Each constant holds for all models, layouts and kinds of GPU, as a share of what the data sheet says.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, exp
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
 
 from slime.data.balance import forward_flops
+from slime.observability.samples import read_samples, sample_files
 
-from .gpus import GpuKind
-from .setups import EngineSetup, Packs, TrainSetup
-from .shape import PlannedModel
+from .setups import EngineSetup, GpuKind, Packs, PlannedModel, TrainSetup, Workload
 
 MATMUL = 0.726
 """Share of the data sheet's FLOP/s that large bf16 products reach under load: 718 of 989 (790 on a cool GPU)."""
@@ -245,3 +251,76 @@ def prefill_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, tok
 def sync_seconds(model: PlannedModel, engine: EngineSetup) -> float:
     """Seconds of a full weight sync. All engines receive the same buckets at the same time."""
     return SYNC_FIXED + engine.dtype_bytes * model.parameters / SYNC_RATE
+
+
+MOST = 4096
+"""Number of lengths that are kept: evenly from all, in ascending order."""
+
+
+def measured_lengths(run: Path) -> tuple[int, ...]:
+    """Read the response lengths of a run's samples.
+
+    Returns:
+        Up to :data:`MOST` lengths in tokens, in ascending order.
+
+    Raises:
+        ValueError: The folder has no samples, or a file of them is damaged.
+    """
+    found: list[int] = []
+    for file in sample_files(run, "rollout").values():
+        try:
+            found += [int(row["response_length"]) for row in read_samples(file)]
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+    found.sort()
+    if not found:
+        raise ValueError(f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a rollout")
+    count = min(len(found), MOST)
+    return tuple(max(found[(2 * i + 1) * len(found) // (2 * count)], 1) for i in range(count))
+
+
+def response_lengths(work: Workload, count: int) -> list[int]:
+    """Return ``count`` lengths that are spread evenly over their distribution, in an order that is always the same.
+
+    The distribution is log-normal with mean ``response_tokens`` and ``sigma``, cut at ``longest``; the cut lowers the
+    mean. Measured lengths are taken evenly in their order.
+    """
+    if work.lengths:
+        lengths = [work.lengths[(2 * i + 1) * len(work.lengths) // (2 * count)] for i in range(count)]
+        Random(0).shuffle(lengths)
+        return lengths
+    if not work.sigma:
+        return [max(round(min(work.response_tokens, work.longest)), 1)] * count
+    normal, median = NormalDist(), work.response_tokens / exp(work.sigma**2 / 2)
+    quantiles = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
+    lengths = [max(round(min(median * exp(work.sigma * z), work.longest)), 1) for z in quantiles]
+    Random(0).shuffle(lengths)
+    return lengths
+
+
+@lru_cache(maxsize=512)  # a search plans each set of engines with many layouts
+def rollout_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, work: Workload, slots: int) -> float:
+    """Estimate a rollout on ``engine.engines`` engines, each with an equal share of the requests.
+
+    The engine has continuous batching: when a request ends, the next one starts. All running requests get one token in
+    each decode step, whose duration follows from their number and mean context.
+
+    Args:
+        slots: Requests that an engine runs at once; the KV cache may hold fewer than ``engine.slots``.
+    """
+    share = max(ceil(work.count / engine.engines), 1)
+    waiting = response_lengths(work, share)[::-1]
+    running: list[tuple[float, float]] = []  # a heap of (step in which it ends, step in which it started)
+    step = seconds = started = 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            heapq.heappush(running, (step + waiting.pop(), step))
+            started += step
+        end = running[0][0]
+        context = work.prompt_tokens + (step + end) / 2 - started / len(running)
+        seconds += (end - step) * decode_seconds(model, kind, engine, len(running), context)
+        step = end
+        while running and running[0][0] <= step:
+            started -= heapq.heappop(running)[1]
+    prompts = share / work.samples * work.prompt_tokens  # the samples of a group share its prompt in the cache
+    return seconds + prefill_seconds(model, kind, engine, prompts, work.prompt_tokens)

@@ -117,8 +117,10 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         backend.load(job.load / job.role)
     copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
+    # The copies of the weights are those of the run only if they are refreshed in the same order.
     if job.role == "actor":
         old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
+    # Steps on the way are trained as usual, and the last one is watched.
     for rollout_id in job.rollouts:
         batch = _read_batch(job, args, place, rollout_id)
         replayed = rollout_id == job.rollouts[-1]
@@ -178,6 +180,7 @@ def _replay(
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
     position = capture.position_of(batch, job.sample) if job.sample is not None else None
+    # Watching changes no number: what is taken is a copy.
     with ExitStack() as stack:
         if actor and job.sample is not None:
             stack.enter_context(capture.losses_of(backend, position, parts))
@@ -189,6 +192,7 @@ def _replay(
     if position is not None and actor:
         result.sample = capture.facts_of(batch, position)
         result.sample.parts = parts
+    # The weights are compared last, because loading the snapshot replaces them.
     after = _copy_of_weights(backend, job) if actor else {}
     result.after = _digests(after)
     if job.tensors is not None:

@@ -167,6 +167,7 @@ def read_run(
     run = RunDir(folder)
     if not run.config.is_file():
         raise ReplayError(no_run(folder))
+    # What the run recorded: its metrics, and the attempt that trained the step.
     try:
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []
     except MetricsError as error:
@@ -176,6 +177,7 @@ def read_run(
     template = _template(chosen)
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
+    # Only data is taken from the folder. Code that it names runs with the consent of the caller.
     settled, changes = chosen.settled, _changes(flags)
     directory = Path(settled.working_directory)
     recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
@@ -190,6 +192,7 @@ def read_run(
         run_its_code(lines)
         modules.append(str(directory))
     sys.path.extend(modules)
+    # The start of a run settles some values by the machine. Those of the run are taken, not those of this machine.
     args = _arguments(recorded, changes, template, settled.asynchronous)
     if (given := set(changes.get("train_env_vars", ()))) == set(recorded.unrecorded):
         changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
@@ -234,6 +237,7 @@ def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
 
 def _trains_like(attempt: Attempt) -> dict[str, Any]:
     """Return all that decides how a step is trained; a resumed run differs from its first attempt in ``load``."""
+    # A resumed run differs in these from its first attempt, and trains the same.
     of_start = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "num_rollout", "start_rollout_id")
     settings = {name: value for name, value in attempt.settings.items() if name not in {*of_start, *_GENERATES}}
     settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))

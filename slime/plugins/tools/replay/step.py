@@ -162,7 +162,7 @@ def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...]
         dtype=sent.dtype if sent is not None else None,
         expected=after.path if after is not None else None,
         sample=wanted.sample,
-        tensors=wanted.tensors.absolute() if wanted.tensors is not None else None,
+        tensors=wanted.tensors,
         asynchronous=run.settled.asynchronous,
     )
 
@@ -228,10 +228,12 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     tolerance = wanted.tolerance
     if tolerance is None:
         tolerance = 0.0 if exact else TOLERANCE[args.train_dtype]
+    # Which tensors an update may have left out, because training does not change them.
     frozen, changing = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list), first.changing
     if changing is not None:
         frozen = lambda name: name not in changing  # noqa: E731
     frozen = whole_frozen(frozen) if frozen is not None else None
+    # What the engines got before and after the step, and the snapshot after it.
     earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
     state = run.state_before(trained.start)

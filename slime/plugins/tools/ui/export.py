@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import orjson
 
-from slime.plugins.tools.ui import page, views
+from slime.plugins.tools.ui import views
 from slime.plugins.tools.ui.runs import Run, Runs
+from slime.plugins.tools.ui.server import alone
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def export(runs: Runs, limits: Limits) -> str:
             continue
         answers[path] = value
         room -= len(as_json(value))
-    return page.alone(_plain(answers), _made(limits, left_out))
+    return alone(_plain(answers), _made(limits, left_out))
 
 
 def _plain(answers: Mapping[str, object]) -> dict[str, object]:

@@ -54,6 +54,7 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
     complete = [event for event in events if event.get("ph") == "X"]
     if not complete:
         return None
+    # Divide the events among the driver, the training ranks and the lanes of samples.
     start = min(event["ts"] for event in complete)
     phases: list[Span] = []
     ranks: dict[str, list[Span]] = {}
@@ -69,10 +70,12 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
         else:
             lane = lanes.setdefault((event["pid"], event["tid"]), Lane(event["pid"] - 1, event["tid"]))
             lane.spans.append(span)
+    # Calls that only wrap others say when a sample began and ended, and are not drawn.
     for lane in lanes.values():
         own = [s for s in lane.spans if s[0] != GROUP] or lane.spans  # a group ends with its last sample
         lane.whole = min(s[1] for s in own), max(s[2] for s in own)
         lane.spans = [s for s in lane.spans if s[0] not in WRAPPERS] or lane.spans
+    # A long step is drawn in part; the sentences are about all of it.
     samples = list(lanes.values())
     shown = _last_groups(samples)
     end = max((event["ts"] + event["dur"] - start) / 1e6 for event in complete)

@@ -15,8 +15,7 @@ from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
 from slime.cluster.local_ranks import Place
 from slime.config.args import Args
-from slime.plugins.tools.verify.batch import batch_of_rank
-from slime.plugins.tools.verify.reference import Scores
+from slime.plugins.tools.verify.reference import Scores, batch_of_rank
 
 LARGE = 1e6
 STEP = 16.0

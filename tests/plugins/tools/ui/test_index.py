@@ -13,11 +13,10 @@ import zstandard
 from slime.data.sample import Sample
 from slime.observability import samples
 from slime.observability.samples import KeptTexts, write_samples
+from slime.plugins.tools.ui.follow import MARK, Series, Tail
 from slime.plugins.tools.ui.index import SampleIndex, reward_number
 from slime.plugins.tools.ui.runs import Runs
-from slime.plugins.tools.ui.series import Series
 from slime.plugins.tools.ui.site import NotFound, answer, path_of
-from slime.plugins.tools.ui.tail import MARK, Tail
 
 
 def sample(index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?") -> Sample:
