@@ -99,8 +99,13 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(text)] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
 
 
-def rows() -> Iterator[Row]:
+@cache
+def rows() -> tuple[Row, ...]:
     """All rows of H200s that say what was run."""
+    return tuple(_rows())
+
+
+def _rows() -> Iterator[Row]:
     for name in TRAINING:
         for row in read(name):
             overlapped = "--tp-comm-overlap" in row.get("flags", ())

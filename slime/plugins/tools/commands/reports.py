@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import signal
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ from slime.observability.regular import shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slime.checkpoint.ledger import Line
     from slime.checkpoint.ledger_report import Report
     from slime.plugins.tools.ui.runs import Runs
 
@@ -166,39 +166,36 @@ def ledger(args: argparse.Namespace) -> int:
     return int(not report.closes)
 
 
-def _tables(report: Report) -> list[Table]:
-    from rich.table import Table
-
+def _tables(report: Report) -> Iterator[Table]:
     cut = report.cut
-    table = Table(title=f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint")
-    table.add_column("state")
-    table.add_column("groups", justify="right")
-    places = [*report.counts.items()]
+    title = f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint"
+    counts: list[tuple[object, object]] = [*report.counts.items()]
     if cut:
-        places += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
-    for state, count in places:
-        table.add_row(shown(state), str(count))
-    versions = Table(title="trained groups by the weight versions of their tokens")
-    versions.add_column("versions")
-    versions.add_column("groups", justify="right")
-    for names, count in list(report.versions.items())[-_MOST_ROWS:]:
-        versions.add_row(shown(names) or "-", str(count))
-    tables = [table, versions]
+        counts += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
+    yield _table(title, ("state", "groups"), counts)
+    versions = [(names or "-", count) for names, count in list(report.versions.items())[-_MOST_ROWS:]]
+    yield _table("trained groups by the weight versions of their tokens", ("versions", "groups"), versions)
     if cut and cut["open"]:
-        tables.append(_open_groups(cut["open"]))
-    return tables
+        rows = cut["open"][:_MOST_ROWS]
+        yield _table(
+            f"open groups ({len(rows)} of {len(cut['open'])})",
+            ("group", "state", "asked in", "versions", "tokens", "returns"),
+            [
+                (row["group"], row["state"], row["asked"], " ".join(row["versions"]) or "-", row.get("tokens", 0),
+                 row.get("returns", 0))
+                for row in rows
+            ],
+        )  # fmt: skip
 
 
-def _open_groups(rows: list[Line]) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"open groups ({min(len(rows), _MOST_ROWS)} of {len(rows)})")
-    for name in ("group", "state", "asked in", "versions", "tokens", "returns"):
-        table.add_column(name)
-    for row in rows[:_MOST_ROWS]:
-        names = " ".join(row["versions"])
-        cells = (row["group"], row["state"], row["asked"], names or "-", row.get("tokens", 0), row.get("returns", 0))
-        table.add_row(*map(shown, cells))
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right" if name == "groups" else "left")
+    for row in rows:
+        table.add_row(*map(shown, row))
     return table
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientSession, web
 
@@ -250,22 +250,6 @@ class Request:
     of_text: bool = False  # the prompt was sent as a text
 
 
-class _Params(TypedDict, total=False):
-    """The ``sampling_params`` that the scripted engine reads."""
-
-    stop: str | list[str] | None
-    no_stop_trim: bool
-    max_new_tokens: int | None
-
-
-class _Answer(TypedDict, total=False):
-    """The fields of an engine's answer that the scripted engine changes."""
-
-    text: str
-    output_ids: list[int]
-    meta_info: dict[str, object]
-
-
 class ScriptedEngine:
     """A proxy of a real engine that replaces the generated text according to the number of the request.
 
@@ -288,9 +272,12 @@ class ScriptedEngine:
         on_abort: Callable[[], None],
         refuses: bool = False,
     ) -> None:
+        self.url = url
+        self.tokenizer = tokenizer
+        self.answers = answers
+        self.abort_at = abort_at
+        self.on_abort = on_abort
         self.refuses = refuses
-        self.url, self.tokenizer, self.answers = url, tokenizer, answers
-        self.abort_at, self.on_abort = abort_at, on_abort
         self.requests: list[Request] = []
         self.runaway = asyncio.Event()  # set if the function keeps sending requests after the abort
         app = web.Application(client_max_size=1 << 30)
@@ -329,7 +316,7 @@ class ScriptedEngine:
         if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
             return await self._send("POST", "/generate", json.dumps(body).encode())
         number = len(self.requests)
-        params: _Params = dict(body.get("sampling_params") or {})  # type: ignore[assignment]  # JSON from a client
+        params: dict[str, Any] = dict(body.get("sampling_params") or {})
         asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]), of_text=not body.get("input_ids"))
         self.requests.append(asked)
         if self.refuses:
@@ -353,7 +340,7 @@ class ScriptedEngine:
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
-    def _write(self, answer: _Answer, number: int, asked: Request, params: _Params) -> _Answer:
+    def _write(self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]) -> dict[str, Any]:
         """Replace the text of the real engine's answer by the script's."""
         text = self.answers[number] if number < len(self.answers) else LAST
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -373,7 +360,7 @@ class ScriptedEngine:
             answer["output_ids"] = ids
         return answer
 
-    def _ended(self, text: str, ids: list[int], params: _Params) -> tuple[str, list[int], JsonObject]:
+    def _ended(self, text: str, ids: list[int], params: dict[str, Any]) -> tuple[str, list[int], JsonObject]:
         """End a text as an engine does: at a stop string, at the token limit, or with the end token."""
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops

@@ -94,7 +94,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
             weights += 4.0 * trained / shards
         if train.state_on_cpu:
             weights = gradients = optimizer = 0.0
-        # FSDP frees the gradients after each step. Only sums over several micro-batches meet the activations of the next.
+        # FSDP frees the gradients after a step. Only sums over several micro-batches meet the activations of the next.
         held = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp

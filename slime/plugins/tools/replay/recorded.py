@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -311,16 +311,9 @@ def _holds_weights(load: str) -> bool:
 
 def dumps_of(template: str) -> frozenset[int]:
     """Return the rollouts of which there is a file."""
-    path = Path(template)
-    place = next((part for part in path.parts if "{rollout_id}" in part), None)
-    if place is None:
+    before, placeholder, after = template.partition("{rollout_id}")
+    if not placeholder:
         return frozenset()
-    before = Path(*path.parts[: path.parts.index(place)])
-    after = path.parts[path.parts.index(place) + 1 :]
-    pattern = re.compile(re.escape(place).replace(re.escape("{rollout_id}"), r"(\d+)"))
-    found = set()
-    for entry in before.iterdir() if before.is_dir() else ():
-        match = pattern.fullmatch(entry.name)
-        if match and entry.joinpath(*after).exists():
-            found.add(int(match[1]))
-    return frozenset(found)
+    paths = glob.glob(f"{glob.escape(before)}*{glob.escape(after)}")
+    numbers = (path[len(before) : len(path) - len(after)] for path in paths)
+    return frozenset(int(number) for number in numbers if number.isdecimal())

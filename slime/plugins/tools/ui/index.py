@@ -39,8 +39,6 @@ create index if not exists of_prompt on samples (prompt, kind, step);
 create table if not exists prompts (key text primary key, head text, label text) without rowid;
 """
 Row = dict[str, int | float | str | None]
-Stamp = tuple[int, int, int]
-"""When a file was changed, its size, and the number of its lines that are no samples."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +53,11 @@ class SampleIndex:
     """
 
     def __init__(self, folder: Path, cache: Path | None, settings: Mapping[str, object] | None = None) -> None:
-        self.folder, self.settings, self._lock = folder, settings or {}, threading.RLock()
+        self.folder = folder
+        self.settings = settings or {}
+        self._lock = threading.RLock()
         self._seen_folder = -1
         self._pending: list[tuple[str, int, Path]] = []
-        self._in_memory = False
         self.connection = self._open(cache)
         self.version = 0  # grows with every change
 
@@ -69,7 +68,6 @@ class SampleIndex:
                 # The index has the beginnings of prompts, so other users may not read it.
                 cache.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return _connect(str(cache / name))
-        self._in_memory = True
         return _connect(":memory:")
 
     # --- building ------------------------------------------------------------------------------------
@@ -110,13 +108,8 @@ class SampleIndex:
             match = _NAME.fullmatch(name)
             if match:
                 found[match["kind"], int(match["step"])] = path
-        gone = known.keys() - found.keys()
-        try:
-            for kind, step in gone:
-                self._forget(kind, step)
-        except sqlite3.OperationalError as error:
-            self._move_to_memory(error)
-            return self._changed()
+        for kind, step in known.keys() - found.keys():
+            self._forget(kind, step)
         changed = [
             (kind, step, path) for (kind, step), path in found.items() if known.get((kind, step)) != _stamp(path)
         ]
@@ -172,29 +165,12 @@ class SampleIndex:
                 prompts[name] = (name, text[:_HEAD], _text(record.get("label"))[:_HEAD])
                 rows.append((kind, step, position, *_numbers(record, step, reward_key), name, offset, len(line)))
             offset += len(line) + 1
-        with self._lock:
-            try:
-                self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
-            except sqlite3.OperationalError as error:
-                self._move_to_memory(error)
-                self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
-
-    def _move_to_memory(self, error: sqlite3.OperationalError) -> None:
-        if self._in_memory:
-            raise error
-        logger.warning("the index cannot be written (%s), so it is kept in memory", error)
-        self.connection.close()
-        self.connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
-
-    def _store(
-        self, kind: str, step: int, rows: list[tuple[object, ...]], prompts: list[tuple[str, str, str]], file: Stamp
-    ) -> None:
-        with self.connection as connection:
+        with self._lock, self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
             marks = ", ".join("?" * 14)
             connection.executemany(f"insert into samples values ({marks})", rows)
-            connection.executemany("insert or ignore into prompts values (?, ?, ?)", prompts)
-            connection.execute("insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *file))
+            connection.executemany("insert or ignore into prompts values (?, ?, ?)", prompts.values())
+            connection.execute("insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *stamp, bad))
             self.version += 1
 
     # --- queries -------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def _of_run(run: Run, parts: Sequence[str]) -> views.View | None:
         case ["sample", kind, number, position]:
             return views.sample(run, kind, _number(number), _number(position))
         case ["tokens", number, index]:
-            return views.tokens(run, _number(number), _number(index))
+            return run.tokens.sample(_number(number), _number(index))
         case ["prompts"]:
             return views.prompts(run)
         case ["prompt", key]:

@@ -65,9 +65,9 @@ def reference_scores(
         if with_gradients:
             found.loss += float(loss.detach())
             loss.backward()
-    # The gradients need the names and shapes of the checkpoint, which may differ from those of the module (experts in
-    # one tensor, transposed matrices). The export knows how to rename and reshape weights. So each parameter gets its
-    # gradient as its value, and is exported like a weight. Buffers have no gradient: infinities mark what came from them.
+    # Why gradients take the place of the weights: they need the names and shapes of the checkpoint, which may differ
+    # from those of the modules (experts in one tensor, transposed matrices), and the export knows how to rename and
+    # reshape weights. Buffers have no gradient: they are filled with infinity, which marks what came from them.
     if with_gradients:
         with torch.no_grad():
             for parameter in model.parameters():
