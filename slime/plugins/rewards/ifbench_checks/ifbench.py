@@ -13,8 +13,8 @@ import string
 from collections import Counter
 from itertools import pairwise
 
-from slime.plugins.rewards.ifbench_checks.registry import checker
-from slime.plugins.rewards.ifbench_checks.text import (
+from slime.plugins.rewards.ifbench_checks.registry import (
+    checker,
     lines,
     sentence_end,
     sentences,

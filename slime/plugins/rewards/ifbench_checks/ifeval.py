@@ -10,8 +10,16 @@ import importlib
 import json
 import re
 
-from slime.plugins.rewards.ifbench_checks.registry import Relation, checker, compare
-from slime.plugins.rewards.ifbench_checks.text import enclosed, lines, sentences, tokens, word_tokens
+from slime.plugins.rewards.ifbench_checks.registry import (
+    Relation,
+    checker,
+    compare,
+    enclosed,
+    lines,
+    sentences,
+    tokens,
+    word_tokens,
+)
 
 _DETECTOR = "langdetect"
 

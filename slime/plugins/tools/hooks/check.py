@@ -109,10 +109,10 @@ def _report(bench: Bench, option: str, name: str, path: str, say: Callable[[str]
 
 
 def _try(bench: Bench, option: str, name: str, path: str) -> str:
-    from slime.plugins.tools.hooks import probes, probes_train
+    from slime.plugins.tools.hooks.probes import PROBES
 
     fn = _load(name, path)
-    probe = probes.PROBES.get(name) or probes_train.PROBES.get(name)
+    probe = PROBES.get(name)
     if probe is None and name not in CALLS:
         return "it exists, but it is called only in a run"
     of_the_run = getattr(bench.args, name)
