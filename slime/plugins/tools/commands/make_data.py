@@ -144,6 +144,7 @@ def _calculations() -> tuple[str, str]:
 
 
 def _tool_row(a: int, b: int) -> dict[str, object]:
+    # Two finished calls show a small model how to use the tool.
     messages = [{"role": "system", "content": TOOL_PROMPT}]
     for x, y in ((31, 14), (25, 67)):
         messages += [

@@ -117,6 +117,7 @@ def _layouts(meta: JsonObject) -> dict[str, Layout]:
     from slime.weights.maps.family import projection_layouts
     from slime.weights.maps.registry import get_family
 
+    # Megatron stores the rows of fused layers in an order of its own.
     settings = meta["settings"]
     entries = get_family(str(meta["model_type"])).entries(settings if isinstance(settings, dict) else {})
     # The other linear layers divide their input features, so that B is whole.
@@ -146,6 +147,7 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layout
     from slime.models.lora_experts import is_expert_module, per_expert
     from slime.models.peft_files import Factors
 
+    # The factors alone are read: the optimizer's state has tensors of the same names.
     tensors = StoredTensors(folder)
     modules = [
         name.removesuffix(".lora_A")

@@ -81,6 +81,7 @@ def plan(options: argparse.Namespace) -> int:
     args, problems = read_command_line(options.rest, prog="slime plan")
     if args.hf_checkpoint is None:
         problems.insert(0, "--hf-checkpoint is needed: a local folder with the config.json of the model")
+    # The machine of the run, which this one need not be.
     machine = Machine(min(options.gpus or 8, 8), 16, False)
     problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
     if not problems and not args.debug_rollout_only:
@@ -104,9 +105,11 @@ def plan(options: argparse.Namespace) -> int:
             f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
             "give a local folder with that file; weights are not needed"
         )
+    # The passes that the trainer makes follow from the flags of the loss.
     passes = TrainNeeds.from_args(args).log_prob_passes(args.num_steps_per_rollout or 1)
     run = replace(run, work=replace(run.work, log_prob_passes=passes))
     made = make_plan(run)
+    # Layouts and modes are compared only for runs with both sides.
     both = run.train is not None and run.engine is not None
     others = best(run, options.gpus or made.gpus, options.layouts) if both and options.layouts else []
     # Without a distribution of lengths there is no tail, which decides how far the modes differ.

@@ -83,6 +83,7 @@ def replay(
     from slime.plugins.tools.replay.recorded import ReplayError, read_run
     from slime.plugins.tools.replay.step import replay_step
 
+    # The folder of the run must not add modules to the import path of any process.
     added = SAFE_PATH.keys() - os.environ.keys()
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
     try:
@@ -118,6 +119,7 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, run: RecordedRun) -> 
     for line in page(result):
         print(shown(line))
     if result.sample is not None:
+        # Only those of the response: a prompt is not trained.
         tokens = result.sample.tokens[len(result.sample.tokens) - result.sample.response_length :].tolist()
         for line in sample_page(result.sample, texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)):
             print(shown(line))
@@ -189,6 +191,7 @@ def add_verify(commands: Subparsers) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from slime.plugins.tools.verify.run import Target
 
+    # Sizes of 1 are left out, so that FSDP, which has few of them, is not told of Megatron's.
     sizes: dict[str, int | bool] = {
         name: size
         for flag, (_, name) in PARALLEL.items()

@@ -283,6 +283,7 @@ def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
             f"--host {host}: {error.strerror or error}; it takes an address of this machine, or 0.0.0.0 for all of them"
         ) from error
     door = replace(Door.at(host, 0, token), port=listener.getsockname()[1])
+    # The runs are followed by a thread, and requests see what it has read.
     refresher = Refresher(runs)
     refresher.start()
 

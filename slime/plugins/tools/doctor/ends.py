@@ -215,6 +215,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
 
 def _starved(error: str) -> Finding | None:
     """A finding if a rollout was not finished because its filter has dropped most groups."""
+    # The rollout itself counts what its filter has dropped, and says so at its deadline.
     told = _DROPPED.search(error)
     if told is None:
         return None
@@ -232,6 +233,7 @@ def _starved(error: str) -> Finding | None:
 
 def _cause_in_logs(facts: Facts, consequence: Finding) -> Finding | None:
     """Return what another process said at its end, if this explains why the driver lost it or waited in vain."""
+    # Only the ends of the logs, and only causes: a log may be full of consequences.
     ends = {name: text[-END_CHARACTERS:] for name, text in facts.logs.items() if name != "driver.log"}
     cause = _match(facts, ends, [pattern for pattern in PATTERNS if pattern.kind not in CONSEQUENCES])
     return cause and replace(cause, evidence=(*cause.evidence, *consequence.evidence[:1]))
@@ -242,6 +244,7 @@ def hanging(facts: Facts) -> Iterator[Finding]:
     state = facts.state
     if state is None or state.status != "running" or not facts.processes:
         return
+    # A stopped process explains every wait.
     stopped = [f"pid {one.pid}: {one.name}" for one in facts.processes if one.stopped]
     seconds = facts.now - state.since
     if stopped:
@@ -282,6 +285,7 @@ def _named_wait(facts: Facts) -> Iterator[str]:
         f"the driver waits for {state.waiting} since {facts.now - state.waiting_since:.0f} s "
         f"(deadline {state.deadline:.0f} s)"
     )
+    # What was said long ago tells which process is stuck.
     for name, said in state.said.items():
         if said:
             total = f"/{said['total']}" if said.get("total") else ""
@@ -296,6 +300,7 @@ def _phase(facts: Facts) -> str:
 
 
 def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] = PATTERNS) -> Finding | None:
+    # Patterns come before places: the more specific cause is meant, wherever it stands.
     for pattern in patterns:
         for where, text in texts.items():
             if (found := pattern.text.search(text)) is not None:

@@ -37,6 +37,7 @@ def stacks(processes: Sequence[tuple[int, str]]) -> list[str]:
     Args:
         processes: Process ids and names.
     """
+    # It is an extra: without it, the finding still names the wait.
     program = find_py_spy()
     if program is None:
         return ["py-spy is not installed (pip install py-spy): the stacks of the processes are not shown"]
@@ -61,6 +62,7 @@ def _dump(program: str, pid: int) -> str:
 
 def _main_thread(dump: str, pid: int) -> list[str]:
     """Return the frames of the main thread, and the innermost one of slime if it lies deeper in the stack."""
+    # py-spy lists all threads; the main one runs the step.
     threads = re.split(r"^(?=Thread )", dump, flags=re.MULTILINE)
     # Its thread id is that of the process; its name is known only where threading was imported.
     main = next((one for one in threads if one.startswith(f"Thread {pid} ")), "")
@@ -104,6 +106,7 @@ def _rows_of_phases(facts: Facts) -> Iterator[str]:
     rows: dict[str, dict[str, float]] = {}
     most: dict[str, float] = {}
     last: float | None = None
+    # The last value of each phase, and the largest memory of the device in the whole run.
     for step in facts.steps:
         for name, value in step.items():
             found = _MEMORY.fullmatch(name)
@@ -165,6 +168,7 @@ def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
     """Return lines about the outliers of the recorded step in which ``metric`` was largest."""
     template = facts.settings.get("save_debug_train_data")
     steps = sorted((row for row in facts.steps if row.get(metric)), key=lambda row: -(row[metric] or 0.0))
+    # The step with the largest gap may have no dump, so the next ones are looked for.
     for row in steps:
         number = int(row.get("rollout/step") or 0)
         path = find_dump(template, facts.folder, facts.settings.get("run_name"), number)
@@ -208,6 +212,7 @@ def _described(samples: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]
 
 def _outliers(sample: Mapping[str, Any]) -> tuple[list[Outlier], int]:
     ids, mask = sample["tokens"].tolist(), sample["loss_masks"].tolist()
+    # A NaN is an outlier, too.
     both = zip(sample["rollout_log_probs"].tolist(), sample["log_probs"].tolist(), mask, strict=True)
     first, end = len(ids) - len(mask), len(mask) - 1
     found = [
@@ -227,6 +232,7 @@ def _pattern(found: Sequence[Outlier], of_sample: Counter[int]) -> Iterator[str]
     for text, holds in rules:
         if sum(map(holds, found)) >= _SHARE * len(found):
             yield f"most of them are {text}"
+    # One token or one sample alone points to its special meaning.
     token, times = Counter(one.token for one in found).most_common(1)[0]
     if times >= _SHARE * len(found):
         yield f"most of them have the id {token}: a special token, or one that a sampling mask of one side excludes"

@@ -231,6 +231,7 @@ def _logs_of_nccl(settings: object) -> list[Path]:
     name = _environment(settings).get("NCCL_DEBUG_FILE")
     if not name:
         return []
+    # NCCL writes one file for each host and process.
     path = Path(name)
     pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
     try:
@@ -254,6 +255,7 @@ def processes_of(state: RunState | None) -> list[Process] | None:
     """Return the driver of a run and its descendants; see :attr:`Facts.processes`."""
     import psutil
 
+    # Process ids of another machine mean nothing here.
     if state is None or state.host != socket.gethostname():
         return None
     try:

@@ -86,9 +86,11 @@ def read_recordings(
 
 def _dumps(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int, Path]]:
     """Yield role, rank and path of the files that have the name of a dump."""
+    # Where slime lets PyTorch write its dumps.
     for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
         if (match := _NAME.fullmatch(path.name)) is not None:
             yield match[1], int(match[2]), path
+    # Where the user's variables let it.
     for prefix in (Path(environment[name]) for name in PREFIXES if environment.get(name)):
         for path in sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else ():
             rank = path.name.removeprefix(prefix.name)
@@ -101,6 +103,7 @@ def _recording(dump: Mapping[str, Any]) -> Recording:
     for entry in dump["entries"]:
         if entry.get("is_p2p"):
             continue
+        # An operation that has left the ring of the recorder is over.
         done = entry.get("state") == "completed" or bool(entry.get("retired"))
         sizes = "x".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else ""
         one = Operation(entry["collective_seq_id"], str(entry["profiling_name"]), sizes, done, _where(entry))
@@ -121,6 +124,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     """A rank that is behind the others in a collective operation, or that calls another one."""
     if facts.state is None or facts.state.status in ("completed", "stopped"):
         return
+    # Dumps from before the last complete step are of a trouble that is over.
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
     recordings = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)

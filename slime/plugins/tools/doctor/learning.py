@@ -42,6 +42,7 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
     rewards = facts.series(REWARD)
     if len(rewards) < 3 or max(rewards) != min(rewards) or not facts.learns_from_rewards:
         return
+    # No success at all is another fault than no difference.
     if rewards[0] == 0.0:
         title = "No response has ever got a reward."
         advice = (
@@ -58,6 +59,7 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
 
 def nothing_trained(facts: Facts) -> Iterator[Finding]:
     """A learning rate or gradient of 0 in all steps."""
+    # A rate of 0 explains a gradient that changes nothing, so it comes first.
     rates, norms = facts.series("train/lr-pg_0"), facts.series("train/grad_norm")
     if len(rates) >= 3 and max(rates) == 0.0:
         yield Finding(
@@ -79,6 +81,7 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
 def large_learning_rate(facts: Facts) -> Iterator[Finding]:
     """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
     rates, rewards = facts.series("train/lr-pg_0"), facts.series(REWARD)
+    # A high rate alone is no fault, if the reward rises with it.
     large = LARGE_RATE * (10 if facts.settings.get("lora_rank") else 1)
     if len(rewards) < 3 or max(rates, default=0.0) <= large or not facts.learns_from_rewards:
         return
@@ -123,6 +126,7 @@ def _share_without_spread(facts: Facts) -> float | None:
 
 def weights_differ(facts: Facts) -> Iterator[Finding]:
     """Engines that do not compute what the trainer computes."""
+    # The audit compares both sides on the same weights. It is sure, and the gap of a step is not.
     audits = facts.series("perf/audit_logprob_diff")
     if audits and max(audits[-3:]) > 1.0:
         yield Finding(
@@ -186,6 +190,7 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
 
 def unstable(facts: Facts) -> Iterator[Finding]:
     """Gradients that jump."""
+    # A jump is measured by what is usual in this run.
     norms = facts.series("train/grad_norm")
     usual = sorted(norms)[len(norms) // 2] if norms else 0.0
     if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
@@ -257,6 +262,7 @@ def entropy(facts: Facts) -> Iterator[Finding]:
     change, reward = facts.change(ENTROPY), facts.change(REWARD)
     if change is None or reward is None:
         return
+    # Both ends are a fault only while the task is not solved.
     first, last = change
     shown = (f"{ENTROPY} {first:.3f} at first, {last:.3f} now; {REWARD} {reward[0]:.3f}, {reward[1]:.3f}",)
     if last < 0.1 * first and last < 0.1 and reward[1] < 0.9:
@@ -281,6 +287,7 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     rewards = facts.series(REWARD)
     if len(rewards) < 10:
         return
+    # The best window against the last one, beyond what noise explains.
     width = max(len(rewards) // 5, 3)
     means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
     best, last = max(means), means[-1]
@@ -305,6 +312,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
     change = facts.change(REWARD, least=6)
     if change is None or change[1] < change[0] + 0.1:
         return
+    # Only a falling evaluation tells a reward that is gamed from one that is learnt.
     evaluations = [figures({name: x for name, x in row.items() if x is not None}) for row in facts.evaluations]
     for name in sorted({name for row in evaluations for name in row}):
         values = [float(row[name]["reward"]) for row in evaluations if "reward" in row.get(name, {})]
@@ -329,6 +337,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             "Allow longer responses, ask for shorter ones in the prompt, or give cut ones less reward; a model that "
             "never ends may lack its end token (--rollout-stop-token-ids).",
         )
+    # Shorter is no fault where the reward rises.
     length = facts.change("rollout/response_len/mean")
     if length is not None and length[1] < 0.2 * length[0] and not (reward and reward[1] > reward[0] + 0.05):
         yield Finding(

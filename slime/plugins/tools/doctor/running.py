@@ -51,6 +51,7 @@ def verifiers(facts: Facts) -> Iterator[Finding]:
 
 def engines(facts: Facts) -> Iterator[Finding]:
     """Engines and training ranks that die, and requests that are sent again."""
+    # One loss may be an accident.
     lost = sum(facts.series("rollout/engine_lost_count"))
     if lost >= 2:
         yield Finding(
@@ -69,6 +70,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "The log of the rank says why: out of memory (a smaller --max-tokens-per-gpu) is the usual cause. Steps "
             "since the last snapshot were trained again: a smaller --save-interval makes them fewer.",
         )
+    # Few retries are usual when engines are started or updated.
     retries = facts.lately("rollout/http_retry_count")
     if retries is not None and facts.samples and retries > 0.2 * facts.samples:
         yield Finding(
@@ -99,6 +101,7 @@ def slower(facts: Facts) -> Iterator[Finding]:
     first, last = median(times[:third]), min(median(times[-third:]), median(times[-3:]))
     if last < 1.8 * first:
         return
+    # The phase that grew most is the one to look at.
     growth = {name: _growth(facts, name, third) for name in PHASES}
     worst = max(growth, key=lambda name: growth[name])
     yield Finding(
@@ -112,6 +115,7 @@ def slower(facts: Facts) -> Iterator[Finding]:
 
 def slow_parts(facts: Facts) -> Iterator[Finding]:
     """Phases that take more than their share."""
+    # Shares of a step, each with the limit above which the phase is worth a change.
     total = _steady(facts, "perf/step_time")
     if total is None or total <= 0:
         return
@@ -155,6 +159,7 @@ def long_tail(facts: Facts) -> Iterator[Finding]:
 
 def clock(facts: Facts) -> Iterator[Finding]:
     """A clock that was set back."""
+    # Steps are in their order, so that their times can only grow.
     times = facts.series("time")
     back = [later - earlier for earlier, later in pairwise(times) if later < earlier - 1.0]
     if back:

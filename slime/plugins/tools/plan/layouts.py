@@ -27,9 +27,11 @@ def layouts(
     """
     shape, samples = run.model.shape, run.work.count // run.work.steps
     nodes = run.place.gpus_per_node
+    # FSDP is divided over data and context alone.
     for cp in (size for size in divisors(gpus) if size <= 8):
         if "fsdp" in backends and samples % (gpus // cp) == 0:
             yield "fsdp", ParallelLayout(world_size=gpus, cp=cp)
+        # Megatron is divided in every way that its sizes allow.
         for tp in divisors(gpus // cp) if "megatron" in backends else ():
             if tp > nodes or shape.heads % tp or shape.kv_heads % tp:
                 continue
@@ -49,6 +51,7 @@ def candidates(run: Run, gpus: int) -> Iterator[Run]:
     Apart, the run is asynchronous and the engines get one to seven eighths of the GPUs.
     """
     assert run.train is not None and run.engine is not None
+    # All GPUs for both sides in turn, or some for each.
     shares = [(gpus, gpus)] + [
         (gpus - share, share) for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
     ]
@@ -83,6 +86,7 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
     def order(plan: Plan) -> tuple[int, int, float]:
         return (round(log(plan.step) / 0.01), len(plan.extrapolated), sum(plan.seconds.values()))
 
+    # Only the best of each kind, since many layouts differ by little.
     found: dict[tuple[str, int, int, int], Plan] = {}
     for plan in sorted(fitting(run, gpus), key=order):
         train, engine = plan.run.train, plan.run.engine
@@ -97,6 +101,7 @@ def flags(plan: Plan) -> list[str]:
     assert run.train is not None and run.engine is not None
     layout, per_node = run.train.layout, run.place.gpus_per_node
     world = layout.world_size
+    # The fewest nodes that hold the ranks in equal numbers.
     nodes = next(n for n in range(1, world + 1) if world % n == 0 and world // n <= per_node)
     words = [f"--train-backend {run.train.backend}", f"--actor-num-nodes {nodes}"]
     words += [f"--actor-num-gpus-per-node {world // nodes}"]

@@ -128,6 +128,7 @@ def _trained(model: PlannedModel, train: TrainSetup) -> float:
     """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the layers."""
     if not train.lora_rank:
         return float(model.parameters)
+    # A and B of queries, keys and values, output, and the matrices of the MLP.
     s = model.shape
     q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
     widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
@@ -152,6 +153,7 @@ def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
     layer = (model.parameters - model.head_and_embedding) / model.shape.layers
     gathered = 0.0
     if train.backend == "fsdp":
+        # FSDP gathers two layers at a time: the one that is computed, and the next one.
         ranks = train.shards or train.layout.world_size
         if not train.reshard:
             gathered = 2.0 * (model.parameters - model.embedding)
@@ -194,6 +196,7 @@ def phases(
         found.append(Phase("generate", parts))
     if trainer is None or train is None:
         return found
+    # What is on the device besides the trainer's tensors.
     beside = {"outside of torch": outside}
     if shared and engine is not None:
         asleep = ENGINE_ASLEEP + (0.0 if place.offload_rollout else engine.fraction * kind.memory)

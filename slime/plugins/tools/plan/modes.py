@@ -84,6 +84,7 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
     Args:
         plan: Of the run whose model, samples and engines are taken. It has both sides.
     """
+    # Colocated for the synchronous loop; apart for the others, the best layout of each division of the GPUs.
     plans = fitting(plan.run, gpus)
     together = [made for made in plans if not made.run.asynchronous]
     apart: dict[int, Plan] = {}
@@ -92,6 +93,7 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
         assert engine is not None
         apart.setdefault(engine.engines * engine.gpus, made)
     found = [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
+    # One-step training is fast where a step of both sides is short, a pool where both are always busy.
     one_step, *pools = [mode for mode in WAYS if mode is not SYNCHRONOUS]
     if apart:
         found.append(simulated(min(apart.values(), key=lambda made: made.step), one_step))
@@ -130,10 +132,12 @@ def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     """Return what is simulated of a plan, and which share of it."""
     run, work, engine = plan.run, plan.run.work, plan.run.engine
     assert engine is not None
+    # A large run is simulated in part, with the same samples for each engine.
     parts = max(size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1))
     parts = min(parts, work.prompts)
     least = START_ALONE if mode.ahead == "groups" else START_TOGETHER
     start = least + prefill_seconds(run.model, run.kind, engine, work.prompt_tokens / work.samples, work.prompt_tokens)
+    # After an update of the weights, requests in progress compute their KV cache again.
     context = _context(plan)
     refill = START_TOGETHER + prefill_seconds(run.model, run.kind, engine, context, context)
     moved = sum(seconds for name, seconds in plan.seconds.items() if name in ("weight sync", "wake up and sleep"))

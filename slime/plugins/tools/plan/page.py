@@ -91,6 +91,7 @@ def describe(plan: Plan) -> str:
     run, words = plan.run, []
     if run.train is not None:
         layout = run.train.layout
+        # Only what is divided.
         sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
         parts = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         words.append(f"{run.train.backend} on {layout.world_size} GPUs {parts}".strip())

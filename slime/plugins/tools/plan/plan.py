@@ -65,10 +65,12 @@ def make_plan(run: Run) -> Plan:
     """Compute the plan of a run."""
     train, work = run.train, run.work
     longest = work.prompt_tokens + work.longest
+    # Memory must suffice for the largest micro-batch, seconds are those of the mean.
     batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train, longest)
     memory = tuple(phases(run.model, run.kind, train, run.engine, run.place, batch))
     seconds = _seconds(run)
     step = sum(seconds.values())
+    # Both sides work at the same time.
     if run.asynchronous:
         generation = seconds.get("generate", 0.0)
         step = max(generation, step - generation)
@@ -84,6 +86,7 @@ def without_offloading(plan: Plan) -> Plan | None:
     run = plan.run
     if run.train is None or run.engine is None or not (run.place.colocate and run.place.offload_train):
         return None
+    # The smallest share of the GPU with which engines run as many requests at once, and the next one.
     engines = [replace(run.engine, fraction=percent / 100) for percent in range(10, 95, 5)]
     enough = [engine for engine in engines if slots(run, engine) == slots(run, run.engine)][1:2]
     place = replace(run.place, offload_train=False)
@@ -113,6 +116,7 @@ def _seconds(run: Run) -> dict[str, float]:
         found["generate"] = rollout_seconds(run.model, run.kind, run.engine, run.work, slots(run, run.engine))
     if run.train is None:
         return found
+    # The trainer leaves the GPU to the engines, and comes back.
     batch = packs(run.work, run.train)
     step = train_seconds(run.model, run.kind, run.train, batch, run.place.gpus_per_node)
     moved = train_memory(run.model, run.train, batch).state if shared and run.place.offload_train else 0.0

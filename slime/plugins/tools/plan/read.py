@@ -80,6 +80,7 @@ def read_run(
 
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:
     """``micro_batch``: the largest number of tokens of a micro-batch with ``--micro-batch-size``."""
+    # What is recomputed: Megatron says so in several flags.
     given, layout = args.megatron, ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
@@ -136,6 +137,7 @@ def kind_by_name(name: str) -> GpuKind | None:
 
 def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
     """Return the kind of this machine's first GPU, without torch; None if there is none, or if it is not known."""
+    # The driver writes it there, also where torch is not installed.
     for file in sorted(folder.glob("*/information")):
         found = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
         return kind_by_name(found.group(1)) if found else None

@@ -90,6 +90,7 @@ def train_seconds(
 ) -> TrainSeconds:
     """Estimate an optimizer step of ``batch.count`` micro-batches on every rank."""
     layout = train.layout
+    # The work of one micro-batch.
     again = train.recomputed_share(model.shape.layers)
     layers, head = _forward(model, kind, train, batch)
     attention = _attention(model, kind, batch) / (layout.tp * layout.cp)
@@ -98,6 +99,7 @@ def train_seconds(
     share = 1 / layout.pp  # The last stage has the LM head in addition, and the others wait for it.
     forward = share * layers_forward + head.total
     backward = _backward(head, train) + share * (layers_backward + again * layers_forward)
+    # A pipeline fills and drains: it takes as many rounds more as it has stages, less one.
     rounds = batch.count + layout.pp - 1
     exchange = share * _exchange(model, kind, train, batch, gpus_per_node)
     read = _read_from_cpu(model, train)
@@ -132,8 +134,10 @@ def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
     s, layout = model.shape, train.layout
     split = layout.tp * layout.cp
     tokens = batch.tokens / split
+    # Products with weights: two FLOPs for each parameter and token.
     dense = 2.0 * (model.active - model.active_experts) * tokens / (MATMUL * kind.flops)
     experts = 2.0 * model.active_experts * tokens / (GROUPED * kind.flops)
+    # Everything else moves tensors through memory.
     traffic = ELEMENTWISE / 3 * (1.0 if train.compiled else UNCOMPILED) * 2.0 * model.kept_width * s.layers * tokens
     if s.experts:
         traffic += ROUTING / 3 * 2.0 * s.experts_per_token * s.hidden * s.sparse_layers * tokens
@@ -191,6 +195,7 @@ def _data_parallel(
         layers = max(model.shape.layers, 1)
         # The exchange of one layer overlaps the computation of another; the first gather and the last sum do not.
         return max(moved / rate - 0.9 * compute, 0.0) + moved / rate / layers
+    # Megatron sums gradients and gathers parameters once a step; experts have other replicas than the rest.
     replicas = layout.dp * layout.cp
     own = model.dense_layers / layout.pp / layout.tp + model.head_and_embedding / layout.tp
     expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
@@ -231,6 +236,7 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     if s.experts:  # the expected share of experts that some request chooses
         missed = (1 - min(s.experts_per_token / s.experts, 1.0)) ** running
         touched += model.experts * (1 - missed)
+    # Weights and KV cache are read once for all requests, whose tokens are few products.
     read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
     cache = (
         model.cache_bytes_per_token() * context * running / (min(split, max(s.kv_heads, 1)) if s.kv_rank is None else 1)
@@ -275,6 +281,7 @@ def measured_lengths(run: Path) -> tuple[int, ...]:
     found.sort()
     if not found:
         raise ValueError(f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a rollout")
+    # As many as are needed, evenly, so that the rare long ones are not lost.
     count = min(len(found), MOST)
     return tuple(max(found[(2 * i + 1) * len(found) // (2 * count)], 1) for i in range(count))
 
@@ -285,6 +292,7 @@ def response_lengths(work: Workload, count: int) -> list[int]:
     The distribution is log-normal with mean ``response_tokens`` and ``sigma``, cut at ``longest``; the cut lowers the
     mean. Measured lengths are taken evenly in their order.
     """
+    # Evenly from the distribution, so that a few lengths stand for it; shuffled, since requests come in no order.
     if work.lengths:
         lengths = [work.lengths[(2 * i + 1) * len(work.lengths) // (2 * count)] for i in range(count)]
         Random(0).shuffle(lengths)
@@ -312,6 +320,7 @@ def rollout_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, wor
     waiting = response_lengths(work, share)[::-1]
     running: list[tuple[float, float]] = []  # a heap of (step in which it ends, step in which it started)
     step = seconds = started = 0.0
+    # Time goes on from the end of one request to the next. Between two ends, all running requests decode.
     while waiting or running:
         while waiting and len(running) < slots:
             heapq.heappush(running, (step + waiting.pop(), step))

@@ -210,12 +210,14 @@ def packs(work: Workload, train: TrainSetup) -> Packs:
 
     With shared prompts, a group's prompt counts once in each micro-batch that has samples of it.
     """
+    # The samples of a rank, whose prompts count once for all samples of a group that share a micro-batch.
     samples = work.count / work.steps / train.layout.dp
     budget = train.tokens * train.layout.cp
     prompt = work.prompt_tokens
     if work.shared_prompts:
         together = min(max(budget / work.length, 1.0), work.samples, samples)
         prompt /= max(together, 1.0)
+    # Micro-batches are filled evenly, as the scheduler of a run does.
     total = samples * (work.response_tokens + prompt)
     count = max(ceil(total / budget - 1e-6), 1)
     return Packs(count, total / count, samples * work.response_tokens / count, work.length, work.squares)
@@ -250,6 +252,7 @@ class PlannedModel:
         config = read_config(checkpoint) if checkpoint else None
         if config is None:
             return None
+        # Layers without attention keep no KV cache.
         kinds = config.get("layer_types") or config.get("layers_block_type")
         kinds = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
         if kinds and not config.get("num_hidden_layers"):
@@ -259,6 +262,7 @@ class PlannedModel:
             return None
         others = tuple(sorted({kind for kind in kinds if kind not in _WITH_CACHE}))
         cached = sum(kind in _WITH_CACHE for kind in kinds) if others else None
+        # Where the weights are there, their headers say more than the formula.
         stored = count_parameters(checkpoint)
         return cls(shape, bool(config.get("tie_word_embeddings", False)), stored, others, cached)
 
@@ -322,6 +326,7 @@ class PlannedModel:
         q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
         dense, sparse = s.ffn, s.experts_per_token * s.expert_width + s.shared_expert_width
         middle = (dense * (s.layers - s.sparse_layers) + sparse * s.sparse_layers) / s.layers
+        # In the order of the layer.
         needed = s.hidden + (q + 2 * kv) + (q + kv) + q + s.hidden + (self.matrices - 1) * middle
         return needed + 2 * s.hidden + (q + 2 * kv)
 

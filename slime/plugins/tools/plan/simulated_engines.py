@@ -53,6 +53,7 @@ class SpeedCurve:
     """Seconds of one decode step by the number of running requests, linear between the measured points."""
 
     def __init__(self, points: Sequence[tuple[int, float]] = H200_CURVE) -> None:
+        # Seconds and not rates are interpolated, because they are nearly linear in the number of requests.
         running, rate = np.array(points, dtype=np.float64).T
         self.most = int(running[-1])
         self._seconds: list[float] = np.interp(np.arange(self.most + 1), running, running / rate).tolist()
@@ -117,6 +118,7 @@ class Engines:
         Args:
             refill_seconds: For each of its running requests, an engine computes the KV cache again for so long.
         """
+        # What was decoded until now counts, then nothing goes on.
         for engine in self.engines:
             self._catch_up(engine)
         self.paused = True
@@ -129,6 +131,7 @@ class Engines:
             self._plan(engine)
 
     def _choose(self) -> _Engine:
+        # Entries of the heap that are out of date are dropped when they come to the top.
         while True:
             running, number = self._least[0]
             if running == len(self.engines[number].running):

@@ -158,6 +158,7 @@ class Run:
         elif self.mode.ahead == "rollouts":
             await self._ahead(self._rollout)
         else:
+            # A standing pool is opened once and advances with the trainer.
             pool = open_pool(self.args, self.source, 0, self.setting.steps)
             await pool.advance(0)
             await self._ahead(pool.take, pool)
@@ -218,6 +219,7 @@ class Run:
             await self._train(step, output.samples)
             async with changed:
                 if (step + 1) % self.mode.interval == 0:
+                    # Without a pool, weights are updated between two rollouts.
                     if pool is None:
                         holding = True
                         await changed.wait_for(lambda: not generating)

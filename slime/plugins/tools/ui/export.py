@@ -39,6 +39,7 @@ def export(runs: Runs, limits: Limits) -> str:
     What the file leaves out is said on its pages.
     """
     runs.refresh()
+    # What the pages need comes first, then samples until the file is full.
     answers: dict[str, object] = {}
     room = limits.megabytes * 1e6
     left_out = False

@@ -121,6 +121,7 @@ class Series(Followed):
         self.first_time = self.last_time = 0.0
 
     def _add(self, row: JsonObject) -> None:
+        # A row counts in the unit of its key: rollouts, evaluations or optimizer steps.
         key = next(key for key in STEP_KEYS if key in row)
         step, moment = _number(row.pop(key)), _number(row.pop("time", 0.0))
         began = moment - _number(row.get("perf/step_time") or 0.0)
@@ -176,6 +177,7 @@ class Series(Followed):
             start = self.first_time
         curve: dict[str, object] = {"name": name, "count": len(values)}
         if len(values) > points:
+            # Neighbours are joined to equal stretches, of which NaN has no part.
             edges = np.linspace(0, len(values), points + 1).astype(int)[:-1]
             finite = np.isfinite(values)
             counts = np.add.reduceat(finite.astype(float), edges)
@@ -232,6 +234,7 @@ class EngineLoads(Followed):
                 column.append(nan if value is None else _number(value))
             engine.state = str(state)
             engine.silent += state == "silent"
+            # A pause is part of each weight update and would hide the other changes.
             if state != "paused" and (not engine.changes or engine.changes[-1][1] != state):
                 engine.changes.append((moment, str(state)))
 
@@ -248,6 +251,7 @@ class EngineLoads(Followed):
 
 
 def _load(index: int, engine: EngineColumns, start: float) -> dict[str, object]:
+    # Peaks matter more than means: a queue that was full for a moment.
     count = len(engine.times)
     stretch = max(-(-count // POINTS), 1)
     starts = range(0, count, stretch)
@@ -284,6 +288,7 @@ class Ledger(Followed):
         Raises:
             FileNotFoundError: There is no ledger.
         """
+        # The report reads the whole file, so it is kept while the file is the same.
         status = self.path.stat()
         stamp = status.st_mtime_ns, status.st_size
         if self._report is None or self._report[0] != stamp:
@@ -297,6 +302,7 @@ class Ledger(Followed):
         group, rollout = row.get("group"), row.get("rollout")
         if isinstance(group, int):
             self.rows[group] = row
+            # A group comes again with a later state, in the same or another rollout.
             if isinstance(rollout, int):
                 self.of_rollout.setdefault(rollout, []).append(group)
         elif "cut" in row:

@@ -82,6 +82,7 @@ class SampleIndex:
             The number of files that remain to be read.
         """
         with self._lock:
+            # The list is made once, and read in pieces between which others get the lock.
             if not self._pending:
                 self._pending = self._changed()
             todo = self._pending[: len(self._pending) if most is None else most]
@@ -101,6 +102,7 @@ class SampleIndex:
         if stamp == self._seen_folder:
             return []
         self._seen_folder = stamp
+        # What the index has against what is there.
         query = self.connection.execute("select kind, step, mtime, size from files")
         known = {(kind, step): (mtime, size) for kind, step, mtime, size in query}
         found: dict[tuple[str, int], Path] = {}
@@ -151,6 +153,7 @@ class SampleIndex:
         except ValueError as error:  # remembered as one bad line, so that it is not read for every request
             logger.warning("not indexed: %s", error)
             lines = [b"-"]
+        # Numbers of each sample go to the index with the place of its line; its texts stay in the file.
         rows: list[tuple[object, ...]] = []
         prompts: dict[str, tuple[str, str, str]] = {}
         key = self.settings.get("reward_key")
@@ -165,6 +168,7 @@ class SampleIndex:
                 prompts[name] = (name, text[:_HEAD], _text(record.get("label"))[:_HEAD])
                 rows.append((kind, step, position, *_numbers(record, step, reward_key), name, offset, len(line)))
             offset += len(line) + 1
+        # A file is replaced as a whole, so that its old rows go first.
         with self._lock, self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
             marks = ", ".join("?" * 14)
@@ -189,6 +193,7 @@ class SampleIndex:
         found = self.rows(f"select offset, size from samples where {where}", (kind, step, position))
         if path is None or not found:
             return None
+        # A compressed file has no places.
         if path.suffix == COMPRESSED:
             return _record(_lines(path)[position])
         with regular(path).open("rb") as file:
@@ -249,6 +254,7 @@ def _record(line: bytes) -> JsonObject | None:
 def _prompt_of(record: JsonObject) -> tuple[str, str]:
     """Return a key that is the same for equal prompts, and the text of the user's last turn."""
     prompt = record.get("prompt")
+    # Equal prompts of different rows have their keys in any order.
     packed = json.dumps(prompt, sort_keys=True, separators=(",", ":")).encode()
     messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list) else None
     text = last_user_text(messages if messages is not None else _text(prompt))
@@ -262,6 +268,7 @@ def _text(value: JsonValue) -> str:
 
 def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object, ...]:
     """Return the columns ``group_index`` to ``version`` of a sample."""
+    # The age of the oldest token, in steps.
     versions = _versions(record)
     made = [number for version in versions if (number := step_of(version)) is not None]
     reward = record.get("reward")

@@ -48,6 +48,7 @@ class Run:
     def refresh(self) -> None:
         """Read what the run has appended to its metrics, its ledger and the load of its engines; and its settings, if a
         resume or a new run of this name has replaced them."""
+        # A resume replaces the settings.
         if (configured := _modified(self.files.config)) != self._configured:
             self._configured, self.settings = configured, read_settings(self.files.config)
             self.index.settings, self.tokens = self.settings, TokenDumps(self.folder, self.settings)
@@ -66,6 +67,7 @@ class Run:
             return None, "unknown"
         if state.status not in ("running", "restarting"):
             return state, state.status
+        # The driver may have been killed, so that its last word is no longer true.
         processes = processes_of(state)
         if processes is None:
             return state, "remote"
@@ -104,6 +106,7 @@ class Runs:
 
     def _new_key(self, name: str) -> str:
         plain = re.sub(r"[^\w.-]", "_", name) or "run"
+        # Runs in different folders may have the same name.
         keys = (plain, *(f"{plain}~{number}" for number in range(2, 10_000)))
         return next(key for key in keys if key not in self._runs)
 
@@ -146,6 +149,7 @@ class Refresher(threading.Thread):
     def run(self) -> None:
         found = time.monotonic()
         while not self._stop_event.is_set():
+            # The thread must live as long as the page, whatever it reads.
             left = 0
             try:
                 left = self._runs.refresh(most_files=20)

@@ -135,6 +135,7 @@ def make_app(runs: Runs, door: Door) -> web.Application:
 
 def _json(request: web.Request, value: object, status: int) -> web.Response:
     """Return a value as JSON; 304 without a body if the browser has it already."""
+    # The page asks again every few seconds, and mostly nothing has changed.
     body = as_json(value)
     tag = f'"{xxhash.xxh64_hexdigest(body)}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -144,6 +145,7 @@ def _json(request: web.Request, value: object, status: int) -> web.Response:
 
 
 def _guard(door: Door) -> web.middleware:  # type: ignore[valid-type]
+    # A page of a foreign name that resolves to this address is refused by the Host that it sends.
     own = {"localhost", socket.gethostname().lower(), door.host.lower()}
     if not is_loopback(door.host):
         own.add(socket.getfqdn().lower())
@@ -173,6 +175,7 @@ def _refusal(request: web.Request, door: Door, own: set[str]) -> tuple[int, str]
     foreign = site in _FOREIGN if site is not None else origin != f"http://{host}"
     if foreign and request.path != "/":
         return 403, "requests from other web pages are refused"
+    # Nothing can be changed, so that no other method has a meaning.
     if request.method not in ("GET", "HEAD"):
         return 405, "this server only reads"
     if door.token is not None:
@@ -198,6 +201,7 @@ def bind(host: str, port: int | None) -> socket.socket:
         PortTaken: The port was given and is not free.
         OSError: The address is not one of this machine.
     """
+    # The default port is a convenience; one that the user names is a wish.
     try:
         return _listening(host, PORT if port is None else port)
     except PortTaken:
@@ -271,6 +275,7 @@ def served() -> tuple[str, str]:
     head = '<link rel="stylesheet" href="/static/uplot.min.css"><link rel="stylesheet" href="/static/app.css">'
     script = f'<script src="/static/{_VENDOR}"></script>'
     html, hashes = _document(head, script, imports, "")
+    # Scripts are the files of this server and the two in the document, which their hashes name.
     policy = (
         f"default-src 'none'; script-src 'self' {hashes}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -285,6 +290,7 @@ def alone(answers: Mapping[str, object], made: str) -> str:
         answers: What the server would answer, by path.
         made: When it was made and what it leaves out, as a sentence.
     """
+    # Modules are imported from data addresses, since a file has no server to ask.
     encoded = {name: base64.b64encode(text.encode()).decode() for name, text in modules().items()}
     imports = {f"slime/{name}": f"data:text/javascript;base64,{text}" for name, text in sorted(encoded.items())}
     style = "".join(f"<style>{assets()[name][1].decode()}</style>" for name in ("uplot.min.css", "app.css"))

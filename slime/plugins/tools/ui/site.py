@@ -27,6 +27,7 @@ def answer(runs: Runs, path: str) -> views.View:
         NotFound: There is no such run, step, sample, metric or page.
     """
     parts = [unquote(part) for part in path.strip("/").split("/")]
+    # The addresses of the page's own requests, each with its view.
     match parts:
         case ["api", "runs"]:
             return {"runs": [views.summary(run) for run in runs.all()]}

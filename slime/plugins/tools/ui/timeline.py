@@ -141,6 +141,7 @@ def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end
     """Say for what the training ranks waited, and which of them was the last."""
     if not ranks or not end:
         return []
+    # Each gap between the spans of a rank belongs to the phases of the driver that it overlaps.
     idle: dict[str, float] = {}
     rest = total = 0.0
     for spans in ranks.values():
@@ -183,6 +184,7 @@ def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
     """Say how long single engines ran requests while others had none, or that one never had any."""
     if len(engines) < 2:
         return []
+    # An engine without requests while another still runs some had too little to do.
     ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
     first, last = min(ends, key=lambda name: ends[name]), max(ends, key=lambda name: ends[name])
     if ends[last] - ends[first] < _SHORT:
@@ -222,6 +224,7 @@ def _last_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _active(samples: Sequence[Lane], end: float) -> list[int]:
     """Return how many samples were in work at evenly spaced moments from 0 to ``end``."""
+    # Beginnings and ends in steps of time; their running sum is the number in work.
     changes = [0] * (_POINTS + 1)
     scale = _POINTS / end if end else 0.0
     for lane in samples:
@@ -249,6 +252,7 @@ def _notes(phases: Sequence[Span], samples: Sequence[Lane]) -> list[str]:
 
 def _share_of_calls(samples: Sequence[Lane]) -> list[str]:
     """Say what the samples spent their time in, if it was not generation alone."""
+    # Time in calls other than generation: verifiers, tools.
     seconds: dict[str, float] = {}
     for lane in samples:
         for name, begin, end in lane.spans:

@@ -97,6 +97,7 @@ class TokenDumps:
     def _load(self, path: Path) -> list[dict[str, Any]]:
         from slime.data.plain_files import load_plain
 
+        # Dumps are large, and a reader goes from sample to sample of one step.
         status = path.stat()
         if self._loaded is not None and self._loaded[:2] == (path, status.st_mtime_ns):
             return self._loaded[2]
@@ -149,6 +150,7 @@ class TokenDumps:
 
     def _tokenizer_folders(self) -> list[Path]:
         folders = []
+        # The dump has a copy of the tokenizer; the model itself may be gone.
         details, model = self.settings.get("dump_details"), self.settings.get("hf_checkpoint")
         if isinstance(details, str):
             name = Path(details).name
@@ -170,6 +172,7 @@ def _decoder_in(folders: Sequence[Path]) -> Decoder | None:
 
 def pieces(decoder: Decoder, ids: Sequence[int]) -> list[str]:
     """Return the text of each token. A character of several tokens stands at the last of them."""
+    # A token alone may decode to other text than in its place (spaces, parts of characters).
     texts: list[str] = []
     start = 0  # first token whose text is not yet given out
     for end in range(1, len(ids) + 1):

@@ -118,12 +118,14 @@ def step(run: Run, number: int) -> View:
     """The groups of a step, with those that the ledger has and that were not trained, and the metrics of the step."""
     run.index.ensure("rollout", number)
     query = f"select {_SAMPLE} from samples where kind = 'rollout' and step = ? order by position"
+    # Samples without a group stand alone.
     groups: dict[object, list[Row]] = {}
     for row in run.index.rows(query, (number,)):
         key = row["group_index"] if row["group_index"] is not None else f"alone {row['position']}"
         groups.setdefault(key, []).append(row)
     prompts = _prompts(run, "select distinct prompt from samples where kind = 'rollout' and step = ?", (number,))
     shown = [_group(run, key, rows, prompts) for key, rows in groups.items()]
+    # Groups that were dropped have no samples, and the ledger says why.
     others = [group for group in run.ledger.of_rollout.get(number, ()) if group not in groups]
     shown += [_group(run, key, [], prompts) for key in dict.fromkeys(others)]
     return {"step": number, "groups": shown, "metrics": run.series.at(number), "last": run.series.last_step}
@@ -175,6 +177,7 @@ _SHOWN = ("position", "sample_index", "reward", "length", "status", "staleness",
 
 
 def step_timeline(run: Run, number: int) -> View:
+    # A trace may be damaged, removed, or not written yet.
     found = timeline(run.folder, number)
     if found is None:
         if (path := trace_of(run.folder, number)).exists():
@@ -323,6 +326,7 @@ def ledger(run: Run) -> View:
     if not run.files.ledger.is_file():
         return {"missing": "This run has no ledger yet: a row is written when a rollout is trained."}
     report = run.ledger.report()
+    # By step and state for the chart, and the reasons of all steps together.
     by_step: dict[int, Counter[str]] = {}
     reasons: Counter[str] = Counter()
     for row in list(run.ledger.rows.values()):
@@ -358,6 +362,7 @@ ENGINE_METRICS = (
 
 def engines(run: Run) -> View:
     """The metrics that tell the load and the health of the engines, and the end of each log of the run."""
+    # Only the end of each log: its beginning is the start of the run.
     names = set(run.series.names)
     logs = []
     for path in sorted(run.files.logs.glob("*.log")):
