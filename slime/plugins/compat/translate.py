@@ -93,6 +93,7 @@ def _of_slime(command: Sequence[str]) -> Translation:
     for option, values in _pairs(command[1:]):
         name = option[2:].replace("-", "_")
         given.add(name)
+        # A flag may be gone, refused, or without effect.
         reason = why_missing(option)
         if reason or any(f"{option}: no such flag" in problem for problem in read_command_line([option, *values])[1]):
             made.changes.append(f"{option} {reason or 'does not exist'}; it is left out")
@@ -106,6 +107,7 @@ def _of_slime(command: Sequence[str]) -> Translation:
         elif name in PERFORMANCE:
             made.changes.append(f"{option} has no effect: {PERFORMANCE[name]}")
         made.flags.append([option, *values])
+    # A flag that is not given has another default here.
     for name, value in ORIGINAL_DEFAULTS.items():
         if name not in given:
             shown, before = FLAGS[name].default, "not limited" if value is None else value
@@ -119,6 +121,7 @@ def _of_other(table: Framework, command: Sequence[str]) -> Translation:
     pairs = [(option, values) for option, values in _pairs(command[1:])]
     value_of = {option: values[0] for option, values in pairs if values}
     given = {option for option, _ in pairs}
+    # Sizes that other flags of the command are counted in.
     group = _number(value_of, "actor_rollout_ref.rollout.n", "--num_generations", "--n_samples_per_prompt")
     engine = _number(value_of, "--vllm_tensor_parallel_size")
     for option, values in pairs:
@@ -188,6 +191,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     option: str | None = None
     values: list[str] = []
     ends = False
+    # A command ends where the shell would end it.
     for written in words:
         if ends or _END.match(written):
             break

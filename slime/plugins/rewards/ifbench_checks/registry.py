@@ -89,6 +89,7 @@ def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[
     Raises:
         ValueError: An argument is missing, unknown or of the wrong type.
     """
+    # The signature of a checker says which arguments it takes.
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     hints = _keyword_types(instruction_id)
     missing, unknown = [name for name in hints if name not in given], [name for name in given if name not in hints]
@@ -109,6 +110,7 @@ def _keyword_types(instruction_id: str) -> dict[str, Any]:
 
 def _converted(name: str, value: object, hint: object) -> Any:
     """Convert ``value`` to the annotated type. Whole floats become ints: tables may store ints as floats."""
+    # Tables of data sets store numbers in other types than the checkers have.
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -180,6 +182,7 @@ def sentences(text: str) -> list[str]:
     such end is a sentence, too.
     """
     found, begin = [], 0
+    # Each possible end, unless the sentence goes on after it.
     for end in _END.finditer(text):
         if end[0] == "." and _goes_on(text, end.start()):
             continue
@@ -191,6 +194,7 @@ def sentences(text: str) -> list[str]:
 
 def _goes_on(text: str, period: int) -> bool:
     """Whether the sentence continues after the single period at this position."""
+    # A few characters on both sides decide, so that the time stays linear.
     rest = text[period + 1 : period + 33].lstrip()
     if not rest:
         return False

@@ -10,10 +10,14 @@ import threading
 from dataclasses import replace
 from math import exp
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
 from slime.cli.ranges import Subparsers, finite, whole
 from slime.plugins.tools.plan.setups import KINDS
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _ROWS = 200
 """So many rows of the data give the mean length of a prompt."""
@@ -69,31 +73,13 @@ def plan(options: argparse.Namespace) -> int:
     """
     from slime.backends.needs import TrainNeeds
     from slime.cluster.dry_run import mean_prompt_tokens
-    from slime.config.machine import Machine
-    from slime.config.parser import ConfigError, read_command_line
-    from slime.config.resolve import resolve_defaults
     from slime.plugins.tools.plan.layouts import best
     from slime.plugins.tools.plan.modes import ways
     from slime.plugins.tools.plan.page import as_json, page
     from slime.plugins.tools.plan.plan import make_plan
     from slime.plugins.tools.plan.read import ASSUMED_PROMPT, read_run
 
-    args, problems = read_command_line(options.rest, prog="slime plan")
-    if args.hf_checkpoint is None:
-        problems.insert(0, "--hf-checkpoint is needed: a local folder with the config.json of the model")
-    # The machine of the run, which this one need not be.
-    machine = Machine(min(options.gpus or 8, 8), 16, False)
-    problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
-    if not problems and not args.debug_rollout_only:
-        from slime.config.layout import ParallelLayout
-
-        problems += ParallelLayout.from_args(args).problems()
-    if problems:
-        raise CommandError(str(ConfigError(problems)))
-    if "train_dtype" not in args.explicit:
-        args = args.with_values(train_dtype="bfloat16", rollout_dtype="bfloat16")
-    if "compile_layers" not in args.explicit:  # this machine may lack triton, the one with the GPUs has it
-        args = args.with_values(compile_layers=args.lora_base_quantization is None)
+    args = _arguments(options)
     response_tokens, lengths = _lengths(options)
     # A plan needs neither data nor a tokenizer.
     prompt_tokens = options.mean_prompt or mean_prompt_tokens(args, _ROWS, _tell_assumed) or ASSUMED_PROMPT
@@ -119,6 +105,30 @@ def plan(options: argparse.Namespace) -> int:
     else:
         print("\n".join(page(made, others, found, options.rest)))
     return int(not made.fits)
+
+
+def _arguments(options: argparse.Namespace) -> Args:
+    """Resolve the flags of the run as on a machine with its GPUs."""
+    from slime.config.layout import ParallelLayout
+    from slime.config.machine import Machine
+    from slime.config.parser import ConfigError, read_command_line
+    from slime.config.resolve import resolve_defaults
+
+    args, problems = read_command_line(options.rest, prog="slime plan")
+    if args.hf_checkpoint is None:
+        problems.insert(0, "--hf-checkpoint is needed: a local folder with the config.json of the model")
+    # The machine of the run, which this one need not be.
+    machine = Machine(min(options.gpus or 8, 8), 16, False)
+    problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
+    if not problems and not args.debug_rollout_only:
+        problems += ParallelLayout.from_args(args).problems()
+    if problems:
+        raise CommandError(str(ConfigError(problems)))
+    if "train_dtype" not in args.explicit:
+        args = args.with_values(train_dtype="bfloat16", rollout_dtype="bfloat16")
+    if "compile_layers" not in args.explicit:  # this machine may lack triton, the one with the GPUs has it
+        args = args.with_values(compile_layers=args.lora_base_quantization is None)
+    return args
 
 
 def _tell_assumed(why: str) -> None:

@@ -58,6 +58,7 @@ class Bench:
         self.generated: list[Group] | None = None  # the result of the user's generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
         self._engine: EngineProcess | None = None
+        # As the run, but small and without what takes long or needs other programs.
         small = {
             "rollout_batch_size": PROMPTS,
             "over_sampling_batch_size": PROMPTS,
@@ -101,6 +102,7 @@ class Bench:
         """The built-in data source with the first prompts of ``--prompt-data``, or with artificial ones."""
         from slime.data.source import RolloutDataSourceWithBuffer
 
+        # Of a large file, only the first rows are read.
         spec = self.args.prompt_data
         if spec and self.args.rollout_global_dataset and file_of(spec).is_file():
             if "@[" not in spec:
@@ -141,15 +143,20 @@ class Bench:
         Of the fixed responses, the first one of each group is correct (the label in a box), and the others are wrong or
         truncated. The reward is 1 for the first response and 0 for the others.
         """
+        # Each probe gets copies, since hooks change samples.
         groups = copy.deepcopy(self.generated) if self.generated is not None else self.prompts()
         for group in groups:
             for place, sample in enumerate(flatten(group)):
                 if self.generated is None:
                     self._answer(sample, place)
                 if rewards and sample.reward is None:
-                    value, key = (1.0 if place == 0 else 0.0), self.args.reward_key
-                    sample.reward = {**self.entries, key: value} if key else value
+                    sample.reward = self.reward(1.0 if place == 0 else 0.0)
         return groups
+
+    def reward(self, value: float) -> float | dict[str, Any]:
+        """Return a reward in the form of the user's reward function."""
+        key = self.args.reward_key
+        return {**self.entries, key: value} if key else value
 
     def _answer(self, sample: Sample, place: int) -> None:
         label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
@@ -315,12 +322,14 @@ class ScriptedEngine:
         # Only requests for a single sequence are scripted. Others get the answer of the real engine.
         if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
             return await self._send("POST", "/generate", json.dumps(body).encode())
+        # The number of the request decides about its answer.
         number = len(self.requests)
         params: dict[str, Any] = dict(body.get("sampling_params") or {})
         asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]), of_text=not body.get("input_ids"))
         self.requests.append(asked)
         if self.refuses:
             return web.json_response({"error": {"message": _TOO_LONG}}, status=400)
+        # The real engine answers with one token, which the script replaces.
         one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
         one["sampling_params"].pop("min_new_tokens", None)
         sent = await self._send("POST", "/generate", json.dumps(one).encode())
@@ -331,6 +340,7 @@ class ScriptedEngine:
             self.on_abort()
             if self.abort_at is not None and number - self.abort_at >= _MOST_AFTER_ABORT:
                 self.runaway.set()
+        # The answer has what was asked for, and in the form that was asked for.
         if not body.get("return_logprob"):
             answer["meta_info"].pop("output_token_logprobs", None)
         if not body.get("stream"):
@@ -345,6 +355,7 @@ class ScriptedEngine:
         text = self.answers[number] if number < len(self.answers) else LAST
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         asked.aborted = self.abort_at is not None and number >= self.abort_at
+        # An aborted answer has a part of its tokens, and later requests none, as in an engine that stops.
         finish: JsonObject
         if asked.aborted:
             ids = ids[: len(ids) // 2] if number == self.abort_at else []
@@ -366,12 +377,14 @@ class ScriptedEngine:
         stops = [stops] if isinstance(stops, str) else stops
         at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))
         finish: JsonObject = {"type": "stop", "matched": self.tokenizer.eos_token_id}
+        # At a stop string, which the answer keeps only if that is asked for.
         if at >= 0:
             count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
             ids, finish = ids[:count], {"type": "stop", "matched": stop}
             text = text[: at + len(stop)] if params.get("no_stop_trim") else text[:at]
         elif self.tokenizer.eos_token_id is not None:
             ids = [*ids, self.tokenizer.eos_token_id]
+        # At the token limit, after which nothing else of the answer counts.
         most = int(params.get("max_new_tokens") or len(ids))
         if len(ids) > most:
             ids = ids[:most]

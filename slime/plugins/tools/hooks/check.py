@@ -66,6 +66,7 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
     from slime.plugins.tools.hooks.probes import PROBES
 
+    # A probe may need the results of those before it.
     first = [name for name in PROBES if name in FLAGS]
     others = [name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") and name not in first]
     for name in (*first, *others):
@@ -115,6 +116,7 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
     probe = PROBES.get(name)
     if probe is None and name not in CALLS:
         return "it exists, but it is called only in a run"
+    # The function of an evaluation set takes the place of that of the run while it is tried.
     of_the_run = getattr(bench.args, name)
     if option.startswith("data set"):
         bench.args = bench.args.with_values(**{name: path})
@@ -136,6 +138,7 @@ def _load(name: str, path: str) -> Any:
     except HookError as error:
         raise Complaint(str(error)) from error
     except BaseException as error:  # the user's module can raise anything
+        # The line of the user's file, which for a syntax error no frame has.
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}:{last.lineno}"
         if isinstance(error, SyntaxError):

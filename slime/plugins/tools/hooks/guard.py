@@ -154,6 +154,7 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
     if isinstance(error, Complaint):
         return error
     file = _file(fn)
+    # A frame of the user's file says where; without one, the message of slime says what.
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not theirs:
         ours = isinstance(error, ValueError | TypeError)
@@ -174,6 +175,7 @@ class Watch:
         self._seen, self._looks = 0.0, 0
 
     async def inside(self, start: Callable[[], object]) -> object:
+        # The heartbeat shares the loop with the function, so that it stops when the function blocks.
         beating = asyncio.ensure_future(self._beat())
         self.beat = time.monotonic()
         try:

@@ -39,15 +39,14 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
     not_async(fn)
     group = bench.answered()[0]
     check_signature(fn, "fn(args, group)", bench.args, group)
-    answers, key = [], bench.args.reward_key
-    for rewards in ("mixed", "all 0", "all 1"):
+    # Groups with different rewards, and with the same ones, of which many filters drop one kind.
+    answers = []
+    for name, value in (("mixed", None), ("all 0", 0.0), ("all 1", 1.0)):
         tried = copy.deepcopy(group)
-        for sample in flatten(tried) if rewards != "mixed" else ():
-            value = float(rewards == "all 1")
-            by_key = sample.reward if isinstance(sample.reward, dict) else None
-            sample.reward = value if by_key is None or key is None else {**by_key, key: value}
-        kept = guarded(fn, lambda tried=tried: call_dynamic_filter(fn, bench.args, tried), bench.limit).result  # type: ignore[misc]
-        answers.append(f"{rewards}: {'kept' if kept.keep else 'dropped'}")
+        for sample in flatten(tried) if value is not None else ():
+            sample.reward = bench.reward(value)
+        kept = guarded(fn, partial(call_dynamic_filter, fn, bench.args, tried), bench.limit).result
+        answers.append(f"{name}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):
         bench.notes.append("it drops all tested groups; a rollout without any group fails after --phase-timeout")
     return ", ".join(answers)
@@ -57,6 +56,7 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
     groups = [*bench.answered(), *bench.answered()]
     buffer = list(groups)
     chosen = bench.call(fn, bench.args, None, buffer, 2)
+    # It must choose whole groups of the buffer, and each of them once.
     if not isinstance(chosen, list) or any(isinstance(group, Sample) for group in chosen):
         raise wrong(fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups")
     if len(chosen) > 2 or len({id(group) for group in chosen}) != len(chosen):
@@ -68,6 +68,7 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
 
 def data_source(bench: Bench, fn: Hook) -> str:
     """Test a class with ``get_samples, add_samples, __len__`` and the methods that save and restore its state."""
+    # What a class needs to be a data source, before it is called.
     missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
@@ -81,6 +82,7 @@ def data_source(bench: Bench, fn: Hook) -> str:
         raise wrong(source.get_samples, f"get_samples({PAIR}) returned {len(groups)} groups")
     bench.call(source.add_samples, groups)
     length = bench.call(source.__len__)
+    # A resume makes a new object, which takes the state of the old one.
     args = bench.args.with_values(load=bench.args.save)
     again = bench.call(fn, args)
     if files:
@@ -139,6 +141,7 @@ def reward(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered(rewards=False))
     for sample in samples:
         sample.reward = None
+    # A class is a reward model, which processes of its own load.
     if isinstance(fn, type):
         rewards, seconds = _model_rewards(bench, fn, samples)
         return _judge_rewards(bench, fn, samples, rewards) + f", {seconds:.1f} s with loading"
@@ -257,6 +260,7 @@ def _rank_batch(bench: Bench, args: Args) -> RankBatch:
     from slime.data.convert import samples_to_train_data, split_train_data
     from slime.data.wire import to_rank_batch
 
+    # slime's own converter: that of the user has a probe of its own.
     data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
     batch = to_rank_batch(split_train_data(one_step(args, data), data, 1)[0])
     generator = torch.Generator().manual_seed(0)
@@ -264,6 +268,7 @@ def _rank_batch(bench: Bench, args: Args) -> RankBatch:
     def draw(low: float, high: float) -> list[torch.Tensor]:
         return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
 
+    # No model has scored these samples, but every loss needs log-probs.
     batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
     batch["rollout_log_probs"] = [x + 0.01 for x in batch["old_log_probs"]]
     batch["rollout_id"] = 0

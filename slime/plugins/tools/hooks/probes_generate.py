@@ -97,6 +97,7 @@ def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         raise wrong(fn, f"a sample has the status {sample.status.value}: set COMPLETED or TRUNCATED")
     vocabulary = len(bench.tokenizer)
+    # Everything that the trainer relies on.
     bad = [token for token in sample.tokens if not isinstance(token, int) or not 0 <= token < vocabulary]
     if bad:
         raise wrong(fn, f"sample.tokens contains {bad[0]!r}, which is not a token id (an int below {vocabulary})")
@@ -132,6 +133,7 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     source, args = bench.source, bench.evaluation() if evaluation else bench.args
     # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe of its own.
     args = args.with_values(dynamic_sampling_filter_path=None)
+    # The whole function with the data and the engine, as the rollout manager calls it.
     outcome = guarded(fn, lambda: call_rollout_fn(fn, args, 0, source, evaluation), bench.limit)
     output = outcome.result
     if isinstance(output, RolloutFnTrainOutput):
@@ -146,6 +148,7 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
 
 
 def check_groups(fn: Hook, groups: object, size: int) -> None:
+    # The result of any function may be anything, so that nothing of it is assumed.
     first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
         raise wrong(fn, f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt")

@@ -92,6 +92,7 @@ class _Try:
         return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
 
     async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
+        # A function that ignores aborts would run until its deadline, and say nothing.
         task, runaway = asyncio.ensure_future(work), asyncio.ensure_future(engine.runaway.wait())
         try:
             await asyncio.wait({task, runaway}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,6 +120,7 @@ def check_turns(bench: Bench, fn: Hook) -> str:
         Complaint: The samples do not agree with the sampled tokens.
     """
     tried = _Try(bench, fn)
+    # One of the common forms of calls makes most functions run their tool.
     turn, said = None, "no tool turn with the tested forms of calls"
     for form in [bench.tool_answer] if bench.tool_answer else _tool_turns(tried.samples):
         results, _, requests = tried.run([form])
@@ -175,6 +177,7 @@ def _tool_turns(samples: Sequence[Sample]) -> list[str]:
 
 def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     """Test an abort of the last answer, which is the first one or the one after a tool turn."""
+    # The last answer is aborted, since a continuation needs most care there.
     answers, at = ([], 0) if turn is None else ([turn], 1)
     results, again, requests = tried.run(answers, at, go_on=bench.resumes)
     if not any(request.aborted for request in requests):
@@ -209,6 +212,7 @@ def check_sampled(bench: Bench, fn: Hook, samples: Sequence[Sample], requests: S
 
 
 def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
+    # Without a response, nothing is trained.
     length = sample.response_length
     if not length:
         return
@@ -234,6 +238,7 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         nearest[begin] = max(nearest.get(begin, (0, 0.0, [])), (count, -far, theirs))
     for begin, (count, _, theirs) in nearest.items():
         sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
+    # Of a function that sends texts, the text decides.
     sampled, scores, given = sampled[-length:], scores[-length:], given[-length:]
     in_text = _answered_in_text(bench, tokens[-length:], [request for request in requests if request.of_text])
     scores[~sampled & in_text] = given[~sampled & in_text]  # of tokens that were made anew from a text, none are known
@@ -242,6 +247,7 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         if any(request.ids for request in requests):
             bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
         return
+    # What is trained must have been sampled, with the log-probs of the engine.
     mask = sample.array("loss_mask")
     trained = np.ones(length, bool) if mask is None else mask != 0
     foreign = np.flatnonzero(trained & ~sampled)
@@ -269,9 +275,11 @@ def _answered_in_text(bench: Bench, response: list[int], requests: Sequence[Requ
     A function that sends texts may tokenize texts again: its tokens, and those of its next prompt, can then differ from
     those that were sampled, although it trains only what the model said. It may also shorten an answer.
     """
+    # Where each token ends in the text of the response.
     ends = np.array([len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))])
     starts = np.concatenate([[0], ends[:-1]])
     whole, belongs = bench.tokenizer.decode(response), np.zeros(len(response), bool)
+    # The longest beginning of each answer that the response has; half of it may be cut off.
     for answer in {bench.tokenizer.decode(request.ids) for request in requests}:
         sizes = range(len(answer), len(answer) // 2, -1)
         size = next((size for size in sizes if answer[:size] in whole), None)

@@ -68,6 +68,7 @@ def compare_metrics(
         tolerance: The difference that is allowed, relative to the recorded value or absolute below 1; 0 means that the
             numbers must be equal bit for bit.
     """
+    # Times and memory are never the same.
     kept = [name for name in recorded if name.startswith(ORDER) and not name.endswith("/step")]
     names = sorted((name for name in kept if name in replayed), key=_order)
     found = [Difference(name, recorded[name], _finite(replayed[name])) for name in names]
@@ -101,6 +102,7 @@ def matches(sent: SentWeights, digests: Mapping[str, str], frozen: Callable[[str
         digests: By name, of all weights.
         frozen: Whether a tensor is frozen, so that an update may have left it out.
     """
+    # Updates have all weights, or those that are trained.
     trained = {name: digest for name, digest in digests.items() if frozen is None or not frozen(name)}
     chosen = next((some for some in (digests, trained) if len(some) == sent.tensors), None)
     return None if chosen is None else digest_of_digests(chosen) == sent.digest
@@ -173,6 +175,7 @@ def _weights(result: Replayed) -> Iterator[str]:
         if result.after is None:
             yield "weights after the step: not recorded (no snapshot after the step, and no digest of an update)"
         return
+    # How far the snapshot is, measured by what the step has changed.
     if result.differs is None:
         yield f"snapshot after the step: all {result.tensors} weight tensors are equal"
     elif result.distance is not None:
@@ -197,6 +200,7 @@ def sample_page(sample: SampleFacts, texts: Sequence[str]) -> Iterator[str]:
         yield "    it adds nothing to the loss: all its advantages are 0, or its loss cannot be divided into samples"
     for part in sample.parts:
         yield f"    optimizer step {part.step}: it adds {part.loss:.6g} to the loss ({len(part.index)} tokens)"
+    # What was recorded of each token, then what the replay found.
     columns: dict[str, torch.Tensor] = {
         title: sample.per_token[name] for name, title in SHOWN.items() if name in sample.per_token
     }

@@ -177,6 +177,7 @@ def _replay(
     before = _copy_of_weights(backend, job) if actor else {}
     result.before = _digests(before)
     result.changing = backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
+    # Everything that is taken from inside of the step.
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
     position = capture.position_of(batch, job.sample) if job.sample is not None else None
@@ -218,6 +219,7 @@ def _write_outputs(backend: TrainBackend, job: RoleJob, batch: RankBatch, place:
 
 def _copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
     """Return the whole weights by name on the CPU, on rank 0 as the engines hold them."""
+    # In the dtype and under the names with which the engines got them.
     named = backend.named_weights()
     if backend.rank != 0:
         for _ in named:  # every rank takes part in gathering

@@ -87,6 +87,7 @@ class RecordedRun:
             raise ReplayError(
                 f"there is no dump of the samples of step {step} ({self.template}): {_listed(self.replayable())}"
             )
+        # States from which all steps up to this one have dumps, and were trained with its settings.
         starts = [start for start in self.starts() if start <= step and set(range(start, step)) <= self.dumps]
         allowed = [start for start in starts if start >= self.earliest]
         if through and starts and not allowed:
@@ -181,15 +182,10 @@ def read_run(
     settled, changes = chosen.settled, _changes(flags)
     directory = Path(settled.working_directory)
     recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
-    modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
     for name in changes:
         recorded.code.pop(name, None)
-    if lines := list(recorded.lines(directory)):
-        if run_its_code is None:
-            said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
-            hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
-            raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
-        run_its_code(lines)
+    modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
+    if _its_code_runs(list(recorded.lines(directory)), run_its_code):
         modules.append(str(directory))
     sys.path.extend(modules)
     # The start of a run settles some values by the machine. Those of the run are taken, not those of this machine.
@@ -213,6 +209,18 @@ def read_run(
         modules=tuple(modules),
         unrecorded=() if given else recorded.unrecorded,
     )
+
+
+def _its_code_runs(lines: Sequence[str], run_its_code: Callable[[Sequence[str]], None] | None) -> bool:
+    """Return whether the step runs code that the folder names, ``lines``; refuse it unless the caller allows it."""
+    if not lines:
+        return False
+    if run_its_code is None:
+        said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
+        hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
+        raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
+    run_its_code(lines)
+    return True
 
 
 def _template(attempt: Attempt) -> str | None:
@@ -281,10 +289,12 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
 
 def _arguments(recorded: Recorded, changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
     """Parse the settings of a run again, with changes, so that everything derived from them follows."""
+    # Only the trainer runs, on the dump of the run.
     values = {**recorded.data, **(recorded.code | recorded.own if recorded.code else {})}
     values |= {"debug_train_only": True, "load_debug_rollout_data": template}
     values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False, "inline": False}
     values |= dict.fromkeys(("eval_interval", "save_interval"))
+    # A folder of snapshots is no longer that of the start. The state comes from the snapshot before the step.
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}
     values |= changes

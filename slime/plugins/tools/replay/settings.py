@@ -167,6 +167,7 @@ def _resolved(value: object, directory: Path) -> Any:
     """Return a path, or a function's ``file.py:name``, in the folder in which the run was started, if it is there."""
     if not isinstance(value, str):
         return value
+    # A function is named by its file, which may be relative to where the run was started.
     file, colon, name = value.partition(".py:")
     place = os.path.join(directory, os.path.expanduser(f"{file}.py" if colon else value))
     return f"{place}:{name}" * bool(colon) or place if os.path.exists(place) else value

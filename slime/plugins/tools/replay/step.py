@@ -118,12 +118,14 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
     if wanted.step not in run.steps:
         raise ReplayError(f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not complete")
     args, on_gpu = run.args_from(start), _has_gpu()
+    # Kernels that are not deterministic would differ from themselves.
     if on_gpu:
         args = args.with_values(deterministic=True)
     layout = ParallelLayout.from_args(args)
     rollouts = tuple(range(start, wanted.step + 1))
     with tempfile.TemporaryDirectory(prefix="slime-replay-") as name:
         folder = Path(name)
+        # The samples are converted again and divided over the ranks, as the rollout manager did.
         for rollout_id in rollouts:
             groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
             samples = flatten(groups)

@@ -68,6 +68,7 @@ def check_round_trip(expected: Mapping[str, Tensor], ranks: Sequence[Scores]) ->
 
 def check_log_probs(expected: Mapping[int, Tensor], found: Sequence[Mapping[int, Tensor]], what: str) -> Check:
     """Compare log-probs of all samples. ``found`` has those of each rank, which may be of a part of the samples."""
+    # Ranks have parts of the samples, and all together every one.
     worst, where = 0.0, ""
     for number, rank in enumerate(found):
         for position, mine in rank.items():
@@ -91,6 +92,7 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
     worst = 0.0
     wrong: dict[str, int] = {}
     ratios: list[float | None] = []
+    # Each parameter on each rank, relative to its own norm unless that is rounding.
     least = NEGLIGIBLE * expected.grad_norm
     for number, rank in enumerate(ranks):
         for name, theirs in expected.gradients.items():
@@ -108,6 +110,7 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
     first = next(name for name in expected.gradients if name in wrong)
     trained = [name for name, g in expected.gradients.items() if float(g.double().norm()) > least]
     note = f"{len(wrong)} of {len(expected.gradients)} parameters differ, the first on rank {wrong[first]}"
+    # If all are wrong, the fault is in what they share.
     if set(trained) <= set(wrong):
         note += ": all of them, so look at the sum of gradients over data-parallel ranks and at the divisor of the loss"
         known = [ratio for ratio in ratios if ratio is not None]
@@ -188,6 +191,7 @@ class Place:
 
 def write_variants(model: Path, folder: Path) -> list[Place]:
     """Write a variant for every part of the model below ``folder``; none if its projections have unknown names."""
+    # Every part of a layer that writes to the residual stream can be silenced by zeros.
     weights = load_weights(model)
     parts = parts_of(weights)
     writers: dict[str, list[str]] = {}
@@ -215,6 +219,7 @@ def parts_of(names: Iterable[str]) -> dict[str, str]:
         for name in names
         if (match := _LAYER.search(name))
     }
+    # Norms belong to what they surround: zeros there would hide a wrong norm.
     kinds = set(found.values())
     return {name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in found.items()}
 
@@ -252,6 +257,7 @@ class Guess:
 
 def guesses(place: Place) -> Iterator[Guess]:
     """Yield models with one mistake in a part: two kinds of its tensors swapped, a norm or a bias left out."""
+    # Mistakes that converters make: tensors of one shape that are swapped, a norm or bias left out.
     weights = load_weights(place.variant)
     kinds: dict[str, list[str]] = {}
     for name in place.parameters:

@@ -101,6 +101,7 @@ def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
     found.log_probs = {position: values.cpu() for position, values in zip(everyone, scored, strict=True)}
     if not whole:
         return found
+    # The difference of the weights is the gradient, see STEP.
     before = _weights(backend)
     metrics, _ = train_on_rollout(backend, args, batch)
     after = _weights(backend)

@@ -116,6 +116,7 @@ def make_batch(
 ) -> RankBatch:
     """Return a rank's batch. ``micro_batches[step]`` are lists of positions in ``samples``."""
     rng = np.random.default_rng(7)
+    # Log-probs of an engine that is a little off, the same on every rank.
     noise = {id(s): rng.normal(size=len(s["mask"])).astype(np.float32) * 0.1 for s in everyone}
     steps = len(micro_batches)
     return RankBatch(
@@ -144,5 +145,6 @@ def make_batch(
 def batch_of_rank(rank: int, size: int, seed: int = 0, zero_groups: int = 0) -> RankBatch:
     """Return the batch of a data-parallel rank: group g goes to rank g mod ``size``, with a micro-batch per group."""
     samples = make_samples(seed=seed, zero_groups=zero_groups)
+    # Groups stay together, since they share a prompt.
     mine = [s for s in samples if s["group"] % size == rank]
     return make_batch(mine, [[list(range(i, i + SIZE)) for i in range(0, len(mine), SIZE)]], samples)

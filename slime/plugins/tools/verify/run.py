@@ -177,6 +177,7 @@ def _wrong_places(target: Target, job: VerifyJob, folder: Path, samples: list[Ra
 
 def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSample]) -> str:
     """Return the mistake with which the reference computes the same as the backend; empty if none was found."""
+    # Only a guess with the very log-probs of the backend is told.
     for number, guess in enumerate(guesses(wrong.place)):
         model = folder / f"guess_{number}"
         write_model(guess.weights, wrong.place.variant, model)
