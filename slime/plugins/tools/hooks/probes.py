@@ -1,9 +1,7 @@
-"""Probes of the hooks of a rollout and of the trainer. A probe calls a hook as a run does, with small samples or a
-small batch, and checks the result.
+"""Probes of the hooks of a rollout and of the trainer. A probe calls a hook as a run does, with few samples.
 
-A probe returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if
-the hook works but may have an unexpected effect. Probes of generation are in a separate file.
-"""
+It returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if the
+hook works but may have an unexpected effect. Probes of generation are in a separate file."""
 
 from __future__ import annotations
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2
+_LOGGED = ("adds to the usual metrics", "replaces the usual metrics")
 
 
 def dynamic_filter(bench: Bench, fn: Hook) -> str:
@@ -125,15 +124,13 @@ def convert(bench: Bench, fn: Hook) -> str:
 
 def rollout_log(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered())
-    result = bench.call(fn, 0, bench.args, samples, {}, 1.0)
-    return "replaces the usual metrics" if result else "adds to the usual metrics"
+    return _LOGGED[bool(bench.call(fn, 0, bench.args, samples, {}, 1.0))]
 
 
 def eval_log(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered())
     part = {"rewards": [1.0] * len(samples), "truncated": [sample.truncated for sample in samples], "samples": samples}
-    result = bench.call(fn, 0, bench.args, {"set": part}, {})
-    return "replaces the usual metrics" if result else "adds to the usual metrics"
+    return _LOGGED[bool(bench.call(fn, 0, bench.args, {"set": part}, {}))]
 
 
 def reward(bench: Bench, fn: Hook) -> str:
