@@ -221,10 +221,10 @@ class Bench:
         )
 
 
-def one_step(args: Args, data: TrainData) -> Args:
-    """Return ``args`` with which all samples of ``data`` form one step, with one sample per micro-batch."""
+def one_step(data: TrainData) -> dict[str, object]:
+    """Return settings with which all samples of ``data`` form one step, with one sample per micro-batch."""
     count = len(set(data["rollout_ids"]))
-    return args.with_values(global_batch_size=count, micro_batch_size=1, use_dynamic_batch_size=False)
+    return {"global_batch_size": count, "micro_batch_size": 1, "use_dynamic_batch_size": False}
 
 
 class _MadeUp:

@@ -64,6 +64,7 @@ _OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE)
 
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
+    from slime.data.eval_config import resolve_eval_datasets
     from slime.plugins.tools.hooks.probes import PROBES
 
     # A probe may need the results of those before it.
@@ -76,12 +77,7 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
         for path in (value or []) if flag.kind == "repeat" else [value]:
             if path and path != flag.default:
                 yield flag.option, name, path
-    yield from _of_evaluation(args)
-
-
-def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
-    from slime.data.eval_config import resolve_eval_datasets
-
+    # Evaluation sets may have functions of their own.
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError):

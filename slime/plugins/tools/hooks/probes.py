@@ -40,10 +40,11 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "fn(args, group)", bench.args, group)
     # Groups with different rewards, and with the same ones, of which many filters drop one kind.
     answers = []
-    for name, value in (("mixed", None), ("all 0", 0.0), ("all 1", 1.0)):
+    for name, value in {"mixed": None, "all 0": 0.0, "all 1": 1.0}.items():
         tried = copy.deepcopy(group)
-        for sample in flatten(tried) if value is not None else ():
-            sample.reward = bench.reward(value)
+        if value is not None:
+            for sample in flatten(tried):
+                sample.reward = bench.reward(value)
         kept = guarded(fn, partial(call_dynamic_filter, fn, bench.args, tried), bench.limit).result
         answers.append(f"{name}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):
@@ -117,7 +118,7 @@ def convert(bench: Bench, fn: Hook) -> str:
 
     groups = bench.answered()
     data = guarded(fn, lambda: samples_to_train_data(bench.args, groups), bench.limit).result
-    args = one_step(bench.args, data)
+    args = bench.args.with_values(**one_step(data))
     guarded(fn, lambda: split_train_data(args, data, 1), bench.limit)
     return f"{len(data['tokens'])} samples with {', '.join(sorted(data))}"
 
@@ -259,7 +260,7 @@ def _rank_batch(bench: Bench, args: Args) -> RankBatch:
 
     # slime's own converter: that of the user has a probe of its own.
     data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
-    batch = to_rank_batch(split_train_data(one_step(args, data), data, 1)[0])
+    batch = to_rank_batch(split_train_data(args.with_values(**one_step(data)), data, 1)[0])
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: float, high: float) -> list[torch.Tensor]:

@@ -117,12 +117,13 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         backend.load(job.load / job.role)
     copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
+    data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
     # The copies of the weights are those of the run only if they are refreshed in the same order.
     if job.role == "actor":
         old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
     # Steps on the way are trained as usual, and the last one is watched.
     for rollout_id in job.rollouts:
-        batch = _read_batch(job, args, place, rollout_id)
+        batch = _read_batch(job, place, rollout_id, data_rank)
         replayed = rollout_id == job.rollouts[-1]
         skipped = job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
         if job.role == "actor" and not skipped:
@@ -153,8 +154,7 @@ def _manifest(job: RoleJob) -> Manifest | None:
     return cast(Manifest, json.loads(file.read_bytes())) if file is not None and file.is_file() else None
 
 
-def _read_batch(job: RoleJob, args: Args, place: Place, rollout_id: int) -> RankBatch:
-    data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
+def _read_batch(job: RoleJob, place: Place, rollout_id: int, data_rank: int) -> RankBatch:
     batch = to_rank_batch(pickle.loads(part_file(job.folder, rollout_id, data_rank).read_bytes()))
     for role in ("actor", "critic"):
         file = entries_file(job.folder, role, rollout_id, place.rank)

@@ -129,7 +129,9 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
         for rollout_id in rollouts:
             groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
             samples = flatten(groups)
-            metrics = _metrics_of_samples(args, rollout_id, samples)
+            # A function of the user's replaces the metrics of the samples.
+            metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+            metrics |= staleness_metrics(samples, rollout_id)
             for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
                 part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
         _check_sample(wanted, samples)
@@ -203,11 +205,6 @@ def _jobs(job: RoleJob) -> Iterator[RoleJob]:
                 yield replace(begun, scores_only=True)
             yield replace(begun, role="critic")
     yield job
-
-
-def _metrics_of_samples(args: Args, rollout_id: int, samples: list[Sample]) -> dict[str, float]:
-    metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
-    return metrics | staleness_metrics(samples, rollout_id)
 
 
 def _check_sample(wanted: Wanted, samples: Sequence[Sample]) -> None:
