@@ -1,14 +1,10 @@
-"""Types of the parsers of commands: numbers in a range. argparse says what is wrong, and the command exits with 2."""
+"""Types of the options of commands: numbers in a range. argparse says what is wrong, and the command exits with 2."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
-from typing import TypeAlias
-
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""To what a command adds its parser."""
 
 
 def whole(low: int, high: int = 10**9) -> Callable[[str], int]:

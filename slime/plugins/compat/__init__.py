@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from slime.cli.ranges import Subparsers
 from slime.registry import register
 
 
@@ -13,7 +12,7 @@ def parts() -> None:
     register("command", "translate", "slime.plugins.compat:add_translate")
 
 
-def add_translate(commands: Subparsers) -> None:
+def add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     translate = commands.add_parser(
         "translate",
         help="print the command for a launch script of slime 0.3, verl, OpenRLHF or TRL, and what changes",

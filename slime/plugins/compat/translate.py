@@ -118,7 +118,7 @@ def _of_slime(command: Sequence[str]) -> Translation:
 
 def _of_other(table: Framework, command: Sequence[str]) -> Translation:
     made = Translation("train.py")
-    pairs = [(option, values) for option, values in _pairs(command[1:])]
+    pairs = list(_pairs(command[1:]))
     value_of = {option: values[0] for option, values in pairs if values}
     given = {option for option, _ in pairs}
     # Sizes that other flags of the command are counted in.

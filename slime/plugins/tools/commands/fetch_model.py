@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.cli.errors import CommandError
-from slime.cli.ranges import Subparsers
 from slime.config.machine import version_of
+from slime.plugins.tools.commands import Subparsers
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
 CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"

@@ -12,8 +12,9 @@ from pathlib import Path
 from random import Random
 
 from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import Subparsers, whole
+from slime.cli.ranges import whole
 from slime.config.seeds import derive_seed
+from slime.plugins.tools.commands import Subparsers
 
 SYSTEM_PROMPT = "Answer briefly."
 DIGITS = range(1, 10)

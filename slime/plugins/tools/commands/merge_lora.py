@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import Subparsers
+from slime.plugins.tools.commands import Subparsers
 from slime.types import JsonObject
 
 if TYPE_CHECKING:

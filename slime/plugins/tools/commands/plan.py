@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
-from slime.cli.ranges import Subparsers, finite, whole
+from slime.cli.ranges import finite, whole
+from slime.plugins.tools.commands import Subparsers
 from slime.plugins.tools.plan.setups import KINDS
 
 if TYPE_CHECKING:

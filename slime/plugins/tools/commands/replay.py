@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import Subparsers, finite, whole
+from slime.cli.ranges import finite, whole
 from slime.observability.regular import shown
+from slime.plugins.tools.commands import Subparsers
 
 if TYPE_CHECKING:
     from slime.plugins.tools.replay.recorded import RecordedRun

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import Subparsers, whole
+from slime.cli.ranges import whole
 from slime.observability.regular import shown
+from slime.plugins.tools.commands import Subparsers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,11 +57,12 @@ def diagnosis(args: argparse.Namespace) -> int:
     Raises:
         CommandError: The folder is not that of a run.
     """
+    from slime.plugins.tools.doctor.evidence import stacks
     from slime.plugins.tools.doctor.facts import NoRun, read_facts
     from slime.plugins.tools.doctor.report import diagnose, page
 
     try:
-        facts = read_facts(args.run_dir.resolve(), with_stacks=True, outside=args.outside)
+        facts = read_facts(args.run_dir.resolve(), stacks, outside=args.outside)
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)

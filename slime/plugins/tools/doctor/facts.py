@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import psutil
 
 Row = Mapping[str, float | None]
+Stacks = Callable[[Sequence[tuple[int, str]]], list[str]]
+"""Returns the stacks of processes, given by id and name."""
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
 MOST_NCCL_LOGS = 64
@@ -73,7 +75,7 @@ class Facts:
             An empty list means that the driver has ended.
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
-        stacks: Returns the stacks of processes, given by id and name; None if they are not wanted.
+        stacks: Looks into processes; None if that is not wanted.
         outside: Number of logs and dumps that were not read because they are outside of the folder, where
             ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
         reads_outside: Whether such files are read.
@@ -88,7 +90,7 @@ class Facts:
     processes: Sequence[Process] | None = None
     now: float = 0.0
     free_bytes: int | None = None
-    stacks: Callable[[Sequence[tuple[int, str]]], list[str]] | None = None
+    stacks: Stacks | None = None
     outside: int = 0
     reads_outside: bool = False
 
@@ -160,11 +162,11 @@ def filtered(row: Row) -> float:
     return sum(row[name] or 0.0 for name in names)
 
 
-def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -> Facts:
+def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False) -> Facts:
     """Read the folder of a run.
 
     Args:
-        with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
+        stacks: Looks into the processes of a run that hangs (seconds, if there are many); None if that is not wanted.
         outside: Whether files outside of the folder are read, to which a link in it or ``NCCL_DEBUG_FILE`` leads. A
             folder that somebody else made can name any file of this machine, and the report would show lines of it.
 
@@ -173,8 +175,6 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
             another folder.
     """
     import shutil
-
-    from slime.plugins.tools.doctor.evidence import stacks
 
     run = RunDir(folder)
     if not run.config.is_file():
@@ -207,7 +207,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
-        stacks if with_stacks else None,
+        stacks,
         left,
         outside,
     )
