@@ -124,8 +124,7 @@ def convert(bench: Bench, fn: Hook) -> str:
 
 
 def rollout_log(bench: Bench, fn: Hook) -> str:
-    samples = flatten(bench.answered())
-    return _LOGGED[bool(bench.call(fn, 0, bench.args, samples, {}, 1.0))]
+    return _LOGGED[bool(bench.call(fn, 0, bench.args, flatten(bench.answered()), {}, 1.0))]
 
 
 def eval_log(bench: Bench, fn: Hook) -> str:
