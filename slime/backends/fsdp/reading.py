@@ -12,7 +12,7 @@ from slime.config.initial_weights import InitialWeights
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
 from slime.models.packed_attention import NAME as PACKED
-from slime.weights.megatron_lm import open_megatron_lm
+from slime.weights.torch_dist import open_megatron_lm
 
 VARLEN = "varlen"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

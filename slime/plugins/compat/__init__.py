@@ -1,4 +1,4 @@
-"""Coming over from other frameworks: ``slime translate``."""
+"""Coming over from other frameworks: ``slime translate``, and the weights of checkpoints of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the subcommand."""
+    """Register the subcommand and the reader."""
     register("command", "translate", "slime.plugins.compat:add_translate")
+    register("checkpoint", "megatron_lm", "slime.plugins.compat.megatron_lm:MegatronLmWeights")
 
 
 def add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

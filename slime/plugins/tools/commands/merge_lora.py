@@ -114,8 +114,7 @@ def _read(folder: Path) -> Found:
 
 def _layouts(meta: JsonObject) -> dict[str, Layout]:
     """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
-    from slime.weights.maps.family import projection_layouts
-    from slime.weights.maps.registry import get_family
+    from slime.weights.maps.family import get_family, projection_layouts
 
     # Megatron stores the rows of fused layers in an order of its own.
     settings = meta["settings"]
