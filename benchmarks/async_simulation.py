@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.cluster.garbage import GarbageCollection
+from slime.cluster.generation import GarbageCollection
 from slime.plugins.tools.plan.simulated_engines import Engines, SpeedCurve
 from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 

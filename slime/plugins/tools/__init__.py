@@ -19,8 +19,9 @@ _COMMANDS = {
 
 
 def parts() -> None:
-    """Register the subcommands, and what ``slime plan`` says at the start of a run."""
+    """Register the subcommands, ``--dry-run``, and what ``slime plan`` and the sizes say at the start of a run."""
     for name, place in _COMMANDS.items():
         register("command", name, f"slime.plugins.tools.commands.{place}")
     register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.read:misfits")
-    register("report", "memory", "slime.plugins.tools.plan.read:report")
+    register("report", "dry run", "slime.plugins.tools.dry_run:dry_run")
+    register("check", "save folder", "slime.plugins.tools.plan.checkpoint_size:check_save_folder", when=("save",))

@@ -73,7 +73,7 @@ def plan(options: argparse.Namespace) -> int:
             take lengths from has no samples.
     """
     from slime.backends.needs import TrainNeeds
-    from slime.cluster.dry_run import mean_prompt_tokens
+    from slime.plugins.tools.dry_run import mean_prompt_tokens
     from slime.plugins.tools.plan.layouts import best
     from slime.plugins.tools.plan.modes import ways
     from slime.plugins.tools.plan.page import as_json, page

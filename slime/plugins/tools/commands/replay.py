@@ -78,9 +78,9 @@ def replay(
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from slime.cluster.local_ranks import RankError
     from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
+    from slime.plugins.tools.local_ranks import RankError
     from slime.plugins.tools.replay.recorded import ReplayError, read_run
     from slime.plugins.tools.replay.step import replay_step
 
@@ -226,8 +226,8 @@ def verify_model(target: Target, as_json: bool = False) -> int:
     """
     from transformers.utils import logging as transformers_logging
 
-    from slime.cluster.local_ranks import RankError
     from slime.engines.process import ServerFailed
+    from slime.plugins.tools.local_ranks import RankError
     from slime.plugins.tools.verify.run import verify
     from slime.plugins.tools.verify.small import VerifyError
 

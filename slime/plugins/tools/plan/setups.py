@@ -8,10 +8,10 @@ from functools import cached_property
 from math import ceil, exp
 from statistics import fmean
 
-from slime.cluster.parameters import count_parameters
 from slime.config.hf_config import read_config
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, forward_flops
+from slime.plugins.tools.plan.checkpoint_size import count_parameters
 
 GIB = 2.0**30
 

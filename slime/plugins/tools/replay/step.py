@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.local_ranks import run_ranks
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import flatten
 from slime.data.staleness import staleness_metrics
 from slime.observability.debug_data import load_rollout
+from slime.plugins.tools.local_ranks import run_ranks
 from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compare_metrics, first_unequal, matches
 from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.rollout.metrics import rollout_metrics
-from slime.weights.update import frozen_by_flags
+from slime.weights.update import frozen_by_flags, whole_frozen
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -231,6 +231,7 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     frozen = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list)
     if changing is not None:
         frozen = lambda name: name not in changing  # noqa: E731
+    frozen = whole_frozen(frozen) if frozen is not None else None
     # What the engines got before and after the step, and the snapshot after it.
     earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)

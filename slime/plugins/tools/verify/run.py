@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.cluster.local_ranks import run_ranks
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import plan_engines
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings, plan_engines, start_engine
+from slime.plugins.tools.local_ranks import run_ranks
 from slime.plugins.tools.verify.check import (
     Check,
     Place,

@@ -1,0 +1,303 @@
+"""``--dry-run``: what a run would do, from its flags, its data and its checkpoint, without starting it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from slime.config.layout import ParallelLayout
+from slime.plugins.tools.plan.checkpoint_size import memory_lines
+from slime.plugins.tools.plan.read import report
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.config.flag import Flag
+    from slime.data.sample import Sample
+    from slime.data.source import DataSource
+    from slime.types import Tokenizer
+
+SCORED_ROWS = 8
+"""The number of labels that are scored as if the model had answered them."""
+_SHOWN_CHARACTERS = 4000
+
+
+def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
+    """The lines that tell the settings, the numbers of samples and steps, an estimate of the memory, the first prompt,
+    and the reward of the label's own answer.
+
+    Starts no engine, no trainer and not Ray, and writes no file. A reward type may start verifier processes, which end
+    with this process.
+
+    Args:
+        args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
+        asynchronous: Whether the run is that of ``train_async.py``.
+
+    Raises:
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
+    """
+    from slime.config.parser import ConfigError
+    from slime.data.rows import DataError
+
+    yield from _settings(args)
+    try:
+        source = _source(args)
+        firsts = _first_samples(source) if source is not None else []
+    except DataError as error:
+        raise ConfigError(error.problems) from error
+    ids = _prompt_ids(args, firsts)
+    yield from _batches(args, len(source) if source is not None else 0, len(ids), asynchronous)
+    yield "\nmemory (without activations and KV cache)"
+    for line in memory_lines(args):
+        yield f"  {line}"
+    yield ""
+    yield from report(args, asynchronous)
+    if source is not None:
+        yield from _first_prompt(args, firsts, ids)
+
+
+# --- settings --------------------------------------------------------------------------------------
+
+
+def _settings(args: Args) -> Iterator[str]:
+    from slime.config.args import FLAGS
+    from slime.config.settings import redacted
+
+    given, follow = list[str](), list[str]()
+    for name, flag in FLAGS.items():
+        value = getattr(args, name)
+        if name == "dry_run" or (value == flag.default and name not in args.explicit):
+            continue
+        line = _setting(flag, redacted(name, value))
+        (given if name in args.explicit else follow).append(line)
+    passed = {**_named("sglang_", args.sglang), **_named("router_", args.router), **args.megatron}
+    given += [f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()]
+    yield "settings that you gave"
+    yield from given or ["  none"]
+    yield "\nsettings that follow from them, the data, the model and this machine"
+    yield from follow or ["  none"]
+
+
+def _setting(flag: Flag, value: object) -> str:
+    if flag.is_bool:
+        shown = flag.option if value != (flag.kind == "negative") else f"{flag.option}: off"
+        return f"  {shown}"
+    shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    default = "" if flag.derived or flag.default in (None, [], {}, value) else f"  (default {flag.default})"
+    return f"  {flag.option} {shown}{default}"
+
+
+def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + name: value for name, value in values.items()}
+
+
+# --- numbers of samples and steps --------------------------------------------------------------------
+
+
+def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -> Iterator[str]:
+    """The lines that tell how many samples a rollout has, how they are split into steps, and how long the run is.
+
+    Args:
+        prompts: Number of prompts in an epoch; 0 if it is not known.
+        prompt_tokens: Length of the first prompt; 0 if it is not known.
+    """
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    steps = args.num_steps_per_rollout
+    yield "\nbatches"
+    sizes = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
+    yield f"  rollout         {sizes} = {samples} samples"
+    if not args.debug_rollout_only:
+        layout = ParallelLayout.from_args(args)
+        each = args.global_batch_size / layout.dp
+        yield f"  optimizer steps {steps} per rollout, of {args.global_batch_size} samples each"
+        yield f"  training ranks  {args.world_size}, of which {layout.dp} train on different samples: {each:g} each"
+        yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
+    if asynchronous:
+        yield f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains"
+    count, origin = args.num_rollout, "--num-rollout"
+    if count is None and prompts:
+        from slime.data.source import rollouts_of_epochs
+
+        count = rollouts_of_epochs(prompts, args.num_epoch, args.rollout_batch_size)
+        origin = f"{args.num_epoch or 1} epoch(s)"
+    if count is None:
+        yield "  length          the data source decides"
+        return
+    epochs = f", {count * args.rollout_batch_size / prompts:.2f} epochs of {prompts} prompts" if prompts else ""
+    trained = f", {count * (steps or 1)} optimizer steps" if not args.debug_rollout_only else ""
+    yield f"  length          {count} rollouts ({origin}) = {count * samples} samples{trained}{epochs}"
+    for what, interval in (("evaluations", args.eval_interval), ("snapshots", args.save_interval)):
+        if interval:
+            due = ceil(count / interval)
+            first = " and one before the first" if what == "evaluations" and not args.skip_eval_before_train else ""
+            yield f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}"
+
+
+def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
+    """Describe the micro-batches of a rank with ``samples`` samples per optimizer step."""
+    if not args.use_dynamic_batch_size:
+        return f"{samples / args.micro_batch_size:g} per step, of {args.micro_batch_size} samples each"
+    budget = args.max_tokens_per_gpu
+    assert budget is not None, "it follows from other flags"
+    measured = args.train_dtype != "float32" and "max_tokens_per_gpu" not in args.explicit
+    origin = "; on a GPU, this is measured at the start" if measured else ""
+    if not prompt_tokens:
+        return f"of up to {budget} tokens each{origin}"
+    layout = ParallelLayout.from_args(args)
+    longest = ceil((prompt_tokens + args.rollout_max_response_len) / layout.cp)
+    count = ceil(samples / max(budget // longest, 1))
+    return (
+        f"of up to {budget} tokens each{origin}: {count} per step if the prompts are as long as the first one, and the "
+        f"responses as long as they may be ({prompt_tokens} + {args.rollout_max_response_len} tokens)"
+    )
+
+
+# --- the first prompt --------------------------------------------------------------------------------
+
+
+def _source(args: Args) -> DataSource | None:
+    """Create the data source of the run; None if the run reads no prompts here."""
+    from slime.config.hooks import load_function
+
+    if args.load_debug_rollout_data or (args.debug_train_only and not args.prompt_data):
+        return None
+    # The order is the same with streaming, and only the first rows are rendered. No worker processes for these.
+    args = args.with_values(streaming_data=True, num_data_workers=0)
+    source: DataSource = load_function(args.data_source_path)(args)
+    return source
+
+
+def mean_prompt_tokens(args: Args, most: int, say: Callable[[str], None]) -> float | None:
+    """Return the mean tokens of the first prompts of the data, at most ``most``; None, after ``say``, without any."""
+    try:
+        source = _source(args) if args.prompt_data else None
+        firsts = _first_samples(source, most) if source is not None else []
+        lengths = [len(_prompt_ids(args, [sample])) for sample in firsts]
+    except Exception as error:  # of the user's functions and files
+        say(str(error).partition("\n")[0][:200])
+        return None
+    return sum(lengths) / len(lengths) if any(lengths) else None
+
+
+def _first_samples(source: DataSource, most: int = SCORED_ROWS) -> list[Sample]:
+    """Return the first sample of each of the first groups; none if the source makes no prompts."""
+    from slime.data.sample import flatten
+
+    groups = source.get_samples(min(most, max(len(source), 1)))
+    firsts = [flatten(group)[0] for group in groups if group]
+    return firsts if firsts and firsts[0].prompt else []
+
+
+def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
+    from slime.rollout.prompts import prompt_ids
+    from slime.rollout.state import GenerateState
+
+    return prompt_ids(GenerateState(args), firsts[0]) if firsts and args.loss_type != "sft_loss" else []
+
+
+def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[str]:
+    from slime.rollout.state import GenerateState
+
+    if not firsts:
+        yield "\nfirst prompt\n  the data source gives none: your functions make the prompts"
+        return
+    sample = firsts[0]
+    if args.loss_type == "sft_loss":
+        yield "\nfirst conversation"
+        yield _indented(_shortened(str(sample.prompt)))
+        return
+    tokenizer = GenerateState(args).tokenizer
+    yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
+    yield _indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False)))
+    rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
+    for note in _prompt_notes(tokenizer, rendered, ids):
+        yield f"  note: {note}"
+    if args.custom_generate_function_path:
+        yield f"  note: {args.custom_generate_function_path} may send something else to the engine"
+    yield f"  label: {sample.label!r}"
+    yield from _own_answers(args, firsts)
+
+
+def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
+    start = tokenizer.bos_token_id
+    if start is not None and ids[:2] == [start, start]:
+        yield "it begins with two tokens for the beginning of a text: remove one from the prompt or the chat template"
+    if tokenizer.chat_template and not rendered:
+        yield "the model has a chat template, which a text does not get without --apply-chat-template"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.split("\n"))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+# --- the reward of the label -------------------------------------------------------------------------
+
+
+def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
+    """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show here."""
+    from slime.data.sample import Sample
+    from slime.engines.background import run
+    from slime.rollout.multi_turn import TURNS, ModelTurn
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
+
+    found: list[object] = []
+    for sample in samples:
+        answer = own_answer(args, sample)
+        if answer is None:
+            program = args.agent_function_path or args.agent_command or args.custom_generate_function_path
+            elsewhere = program and not args.custom_rm_path and "rm_type" not in args.explicit
+            why = f"{program} may give it" if elsewhere else "the label is no answer for this reward"
+            yield f"  reward of its own answer: not known, because {why}"
+            return
+        # As if the model had written it in its only turn.
+        turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
+        sample.response, sample.status, sample.metadata[TURNS] = answer, Sample.Status.COMPLETED, [turn]
+        try:
+            found += run(batched_async_rm(args, [sample])) if args.group_rm else [run(async_rm(args, sample))]
+        except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
+            yield f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}"
+            yield "  slime check-hooks with the same flags tests your functions further"
+            return
+    yield f"  reward of its own answer {samples[0].response!r}: {found[0]}"
+    if len(found) > 1:
+        yield f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}"
+
+
+def own_answer(args: Args, sample: Sample) -> str | None:
+    """Return the label as a response in the form that the reward expects; None if the label is not an answer, or if the
+    reward comes from elsewhere.
+
+    For a custom reward function, whose form is not known, it is the label as it is.
+    """
+    from slime.data.reasoning import THINK
+    from slime.rollout.end_token import local_tokenizer
+    from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
+    from slime.rollout.rm_hub.model_rm import is_model_class
+    from slime.rollout.rm_hub.reward import BOXED, reward_of
+    from slime.rollout.rm_hub.text import last_boxed
+
+    label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
+    if label is None or isinstance(label, dict | list):
+        return None
+    if args.custom_rm_path:
+        return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
+    asked = "rm_type" in args.explicit or sample.metadata.get("rm_type")
+    if args.custom_generate_function_path and not asked:  # a program of the user's or an environment may give rewards
+        return None
+    name = str(sample.metadata.get("rm_type") or args.rm_type or "")
+    reward = reward_of(name)
+    if reward is None or reward.own_answer is None:
+        return None
+    answer = reward.own_answer(label, sample)
+    if answer is not None and name.startswith(BOXED) and last_boxed(answer) is None:
+        answer = f"\\boxed{{{label}}}"
+    tokenizer = local_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    opened = opened_reasoning(tokenizer, sample) or (THINK if reward.needs_reasoning else None)
+    return answer if opened is None or answer is None else f"{opened.end}{answer}"

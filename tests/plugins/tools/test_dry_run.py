@@ -1,0 +1,207 @@
+"""``--dry-run``: what it prints with a real model, and that nothing starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from make_args import make_args
+from safetensors.torch import save_file
+
+from slime.cluster import checks
+from slime.data.sample import Sample
+from slime.engines.background import run
+from slime.plugins.tools.dry_run import dry_run, own_answer
+from slime.plugins.tools.plan import read as warn
+from slime.plugins.tools.plan.checkpoint_size import count_parameters, memory_lines, snapshot_bytes
+from slime.plugins.tools.plan.setups import KINDS
+from slime.rollout.rm_hub import async_rm
+
+MESSAGES = [{"role": "user", "content": "What is 3 times 2?"}]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "data.jsonl"
+    rows = [{"prompt": MESSAGES, "label": str(6 + i)} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def words(model: Path, data: Path, *more: object) -> list[str]:
+    given = ["--hf-checkpoint", model, "--prompt-data", data, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4]
+    return [*map(str, given), "--train-backend", "fsdp", "--rollout-backend", "embedded", *map(str, more)]
+
+
+def report(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        checks.parse_and_check([*flags, "--dry-run"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_would_happen(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    flags = words(smollm2, data, "--apply-chat-template", "--num-rollout", 6, "--rollout-max-response-len", 16)
+    said = report(capsys, *flags, "--num-steps-per-rollout", "2", "--train-dtype", "float32")
+    assert "  --rollout-batch-size 2  (default 32)\n" in said and "  --global-batch-size 4\n" in said
+    assert "= 8 samples" in said and "2 per rollout" in said
+    assert "48 samples, 12 optimizer steps, 4.00 epochs" in said
+    assert "<|im_start|>user" in said and "<|im_start|>assistant" in said and "What is 3 times 2?" in said
+    assert "label: '6'" in said and "3 prompts: 1.0, 1.0, 1.0" in said
+    assert "134.5 M parameters" in said and "2.00 GiB" in said
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
+
+
+def test_without_the_flag_the_arguments_are_returned(smollm2: Path, data: Path) -> None:
+    assert not checks.parse_and_check(words(smollm2, data, "--apply-chat-template")).dry_run
+
+
+def test_problems_come_before_the_report(capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        checks.parse_and_check([*words(smollm2, data), "--lr", "fast", "--dry-run"])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and said.out == "" and "--lr: 'fast'" in said.err
+
+
+def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(smollm2: Path, tmp_path: Path) -> None:
+    texts, mine = tmp_path / "texts.jsonl", tmp_path / "mine.py"
+    texts.write_text(json.dumps({"prompt": "3 x 2 =", "label": "6"}) + "\n")
+    mine.write_text("def reward(args, sample, **kwargs):\n    return 1.0 / (int(sample.response) - 6)\n")
+    lines: list[str] = []
+    args = make_args(
+        hf_checkpoint=str(smollm2), prompt_data=str(texts), custom_rm_path=f"{mine}:reward", rollout_batch_size=1
+    )
+    lines += dry_run(args)
+    assert any("chat template" in line for line in lines)
+    assert any("'6': ZeroDivisionError" in line for line in lines)
+
+
+def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
+    smollm2: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(tokens: int, kind: str | None) -> list[str]:
+        monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
+        lines: list[str] = []
+        args = make_args(
+            hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, rollout_batch_size=256,
+            rollout_backend="sglang", max_tokens_per_gpu=tokens, colocate=True, offload_train=True,
+            offload_rollout=True,
+        )  # fmt: skip
+        lines += dry_run(args)
+        first = next(number for number, line in enumerate(lines) if "slime plan" in line)
+        return [lines[first], *(line for line in lines[first:] if "warning: " in line or " GiB of " in line)]
+
+    fits, too_much = said(2048, "l40s"), said(4_000_000, "l40s")
+    phases = ["generate", "log-probs", "train", "weight", "save"]
+    assert "(l40s;" in fits[0] and [line.split()[0] for line in fits[1:]] == phases
+    assert [line.split()[0] for line in too_much[1:6]] == phases
+    assert too_much[-1].startswith("  warning: train ") and "--max-tokens-per-gpu" in too_much[-1]
+    assert len(said(2048, None)) == 1
+
+
+def test_of_an_asynchronous_run_and_of_static_micro_batches(smollm2: Path, data: Path) -> None:
+    lines: list[str] = []
+    args = make_args(
+        hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, micro_batch_size=2,
+        rollout_batch_size=1, async_buffer_size=3, asynchronous=True,
+    )  # fmt: skip
+    lines += dry_run(args, True)
+    assert any("4 per step" in line for line in lines)
+    assert any("3 rollouts" in line for line in lines)
+    assert any("3 rollouts (1 epoch(s))" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "label", "metadata"),
+    [
+        ("math", "\\frac{1}{2}", {}),
+        ("math", "so it is #### 42", {}),
+        ("boxed_math", "42", {}),
+        ("deepscaler", "42", {}),
+        ("dapo", "42", {}),
+        ("f1", "the lazy dog", {}),
+        ("f1", ["the lazy dog", "a dog"], {}),
+        ("boxed_f1", "the lazy dog", {}),
+        ("last_number", "-3.5", {}),
+        ("gpqa", "B", {"choices": ["red", "blue"]}),
+        ("f1", "B", {"rm_type": "gpqa", "choices": ["red", "blue"]}),
+    ],
+)
+def test_each_reward_type_accepts_its_labels_own_answer(rm_type: str, label: object, metadata: dict) -> None:
+    args = make_args(rm_type=rm_type)
+    sample = Sample(prompt="?", label=label, metadata=metadata)  # type: ignore[arg-type]
+    answer = own_answer(args, sample)
+    assert answer is not None
+    sample.response = answer
+    scored = run(async_rm(args, sample))
+    assert (scored["f1"] if isinstance(scored, dict) and "f1" in scored else scored) in (1.0, True) or (
+        isinstance(scored, dict) and scored.get("score") == 1.0
+    )
+
+
+@pytest.mark.parametrize("rm_type", ["random", "remote_rm", "ifbench"])
+def test_some_rewards_know_no_answer(rm_type: str) -> None:
+    assert own_answer(make_args(rm_type=rm_type, rm_url="http://x"), Sample(prompt="?", label="1")) is None
+
+
+def test_memory_follows_from_the_headers(smollm2: Path) -> None:
+    parameters = count_parameters(str(smollm2))
+    assert parameters == 134_515_008
+    base = {"hf_checkpoint": str(smollm2), "train_backend": "fsdp", "rollout_dtype": "bfloat16", "save": "x"}
+    assert snapshot_bytes(make_args(**base)) == 12 * parameters
+    model, training, engine, snapshot = memory_lines(make_args(**base, actor_num_gpus_per_node=2))
+    assert "134.5 M" in model and "1.00 GiB" in training and "0.25 GiB" in engine and "1.50 GiB" in snapshot
+    assert next(memory_lines(make_args(hf_checkpoint="/nowhere"))).startswith("not known")
+    # A run whose snapshot has room must not be refused for the size of another one.
+    small = base | {"bf16_master_weights": True, "optimizer_8bit": True}
+    assert snapshot_bytes(make_args(**small)) == 4 * parameters
+    _, training, *_ = memory_lines(make_args(**small, actor_num_gpus_per_node=2))
+    assert "0.38 GiB" in training and "bfloat16" in training and "8 bits" in training
+    _, training, *_ = memory_lines(make_args(**base, fsdp_cpu_offload=True))
+    assert "CPU memory" in training
+
+
+_GROUPS = {"group_0": {"weights": {"num_bits": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored"),
+    [
+        ({"quant_method": "mxfp4"}, {"w_blocks": (torch.uint8, (2, 8, 3, 16)), "w_scales": (torch.uint8, (2, 8, 3))}),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": _GROUPS},
+            {
+                "w.weight_packed": (torch.int32, (64, 3)),
+                "w.weight_scale": (torch.bfloat16, (64, 1)),
+                "w.weight_shape": (torch.int64, (2,)),
+            },
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            {
+                "w.qweight": (torch.int32, (3, 64)),
+                "w.qzeros": (torch.int32, (1, 8)),
+                "w.scales": (torch.float16, (1, 64)),
+                "w.g_idx": (torch.int32, (24,)),
+            },
+        ),
+        (
+            {"quant_method": "fp8"},
+            {"w.weight": (torch.float8_e4m3fn, (64, 24)), "w.weight_scale_inv": (torch.float32, (1, 1))},
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"w.weight": (torch.uint8, (768, 1))}),
+    ],
+)  # fmt: skip
+def test_packed_weights_are_counted_as_weights(tmp_path: Path, quantization: dict, stored: dict) -> None:
+    """Each checkpoint has one matrix of 1,536 weights, and a norm of 8 that is not quantized."""
+    tensors = {name: torch.zeros(shape).to(dtype) for name, (dtype, shape) in stored.items()}
+    save_file({**tensors, "norm.weight": torch.zeros(8)}, tmp_path / "model.safetensors")
+    for config in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert count_parameters(str(tmp_path)) == 1536 + 8
