@@ -20,7 +20,7 @@ from slime.plugins.tools.commands import Subparsers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slime.checkpoint.ledger_report import Report
+    from slime.plugins.tools.summary.ledger_report import Report
     from slime.plugins.tools.ui.runs import Runs
 
 _MOST_ROWS = 20
@@ -90,10 +90,10 @@ def summary(args: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from slime.observability.charts import reward_curve_png
     from slime.observability.metrics import MetricsError
     from slime.observability.run_dir import RunDir
-    from slime.observability.summary import print_summary, summarize
+    from slime.plugins.tools.summary.charts import reward_curve_png
+    from slime.plugins.tools.summary.figures import print_summary, summarize
 
     run_dir = RunDir(args.run_dir.resolve())
     try:
@@ -132,9 +132,9 @@ def ledger(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from slime.checkpoint.ledger_report import UNCHECKED, read_ledger
     from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
+    from slime.plugins.tools.summary.ledger_report import UNCHECKED, read_ledger
 
     path = args.run_dir
     file = RunDir(path.resolve()).ledger if path.is_dir() else path

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.observability.debug_data import find_dump
 from slime.plugins.tools.doctor.facts import Facts
+from slime.plugins.tools.summary.records import find_dump
 
 SECONDS = 10.0
 _FRAMES = 4
@@ -179,7 +179,7 @@ def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
 
 
 def _read_samples(path: Any) -> list[Mapping[str, Any]]:
-    from slime.data.plain_files import load_plain
+    from slime.data.value_files import load_plain
 
     try:
         samples = load_plain(path)["samples"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
-from slime.observability.run_record import SentWeights, digest_of_digests
+from slime.observability.run_state import SentWeights, digest_of_digests
 from slime.plugins.tools.replay.recorded import steps_text
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.observability.regular import LONGEST_LINE, regular, shallow
+from slime.plugins.tools.summary.ledger_report import Report, read_ledger
 from slime.types import JsonObject
 
 MARK = 64

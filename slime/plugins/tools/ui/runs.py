@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.observability import run_dir
-from slime.observability.run_dir import RunDir, no_run, runs_in
-from slime.observability.run_state import RunState, read_state
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import RunState
 from slime.plugins.tools.doctor.facts import processes_of
+from slime.plugins.tools.summary.records import no_run, read_state, runs_in
 from slime.plugins.tools.ui.follow import EngineLoads, Ledger, Series
 from slime.plugins.tools.ui.index import SampleIndex
 from slime.plugins.tools.ui.tokens import TokenDumps

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.observability.debug_data import find_dump
+from slime.plugins.tools.summary.records import find_dump
 from slime.types import JsonObject
 
 MOST_BYTES = 2 << 30
@@ -95,7 +95,7 @@ class TokenDumps:
         return next((one for one in samples if isinstance(one.get(key), int) and one[key] == index), None)
 
     def _load(self, path: Path) -> list[dict[str, Any]]:
-        from slime.data.plain_files import load_plain
+        from slime.data.value_files import load_plain
 
         # Dumps are large, and a reader goes from sample to sample of one step.
         status = path.stat()
