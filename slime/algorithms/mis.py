@@ -37,8 +37,7 @@ from torch import Tensor
 
 from .algorithm import custom_setting
 from .off_policy import TisResult
-from .reduce import Reduce
-from .sequences import IDENTITY, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
+from .sequences import IDENTITY, Reduce, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]

@@ -21,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DataParallelReduce:
-    """The implementation of ``slime.algorithms.reduce.Reduce`` for process groups.
+    """The implementation of ``slime.algorithms.sequences.Reduce`` for process groups.
 
     Args:
         world_size: The number of ranks in ``group``.

@@ -18,13 +18,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.opsm import opsm_mask
-from slime.algorithms.reduce import Reduce
-from slime.algorithms.reductions import Reducer, rollout_mean_reducer, token_sum_reducer
-from slime.algorithms.sequences import IDENTITY, exp_ratio
-from slime.algorithms.sft import compute_sft_loss
-from slime.algorithms.value_loss import compute_value_loss
+from slime.algorithms.losses import compute_approx_kl, compute_sft_loss, compute_value_loss
+from slime.algorithms.off_policy import opsm_mask
+from slime.algorithms.sequences import IDENTITY, Reduce, Reducer, exp_ratio, rollout_mean_reducer, token_sum_reducer
 from slime.backends.loss_settings import LossSettings
 from slime.backends.token_batch import TokenBatch
 

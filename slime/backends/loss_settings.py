@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm, custom_setting
 from slime.algorithms.off_policy import TisResult, vanilla_tis_function
-from slime.algorithms.reductions import Reducer
+from slime.algorithms.sequences import Reducer
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
 from slime.config.hooks import load_function

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
-    from slime.rollout.complete import Prompt
+    from slime.rollout.evaluate import Prompt
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 
@@ -266,13 +266,13 @@ class RolloutManager(EngineManager):
         return metrics
 
     def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]] | str:
-        """Generate responses outside of any rollout; see :func:`slime.rollout.complete.complete`.
+        """Generate responses outside of any rollout; see :func:`slime.rollout.evaluate.complete`.
 
         Returns:
             The samples of each prompt; or the reason for which a prompt or a parameter was refused. An exception would
             reach the driver as one of Ray, which ends the run.
         """
-        from slime.rollout.complete import NotCompleted, complete
+        from slime.rollout.evaluate import NotCompleted, complete
 
         try:
             return run(complete(self.args, prompts, n, changes))

@@ -20,9 +20,9 @@ from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
-from slime.rollout.end_token import text_of
+from slime.rollout.base_types import call, parameters, supported_kwargs
+from slime.rollout.ends import text_of
 from slime.rollout.generate import generate
-from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, prompt_ids, render, render_first
 from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState

@@ -14,11 +14,10 @@ from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, retrying
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
-from slime.rollout.end_token import end_text
+from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.state import GenerateState
-from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.rollout.weight_timeline import TIMELINE
 from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 

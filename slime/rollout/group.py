@@ -1,4 +1,4 @@
-"""Generate and score one sample, or one group (the samples of one prompt)."""
+"""Generate and score one sample, or one group (the samples of one prompt), in this process or in a rollout worker."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 import copy
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slime.config.hooks import load_function
 from slime.config.seeds import derive_seed
 from slime.data.sample import Group, Sample, flatten
 from slime.observability.trace_utils import trace_span
+from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
-from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.multi_turn import TURNS
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
-from slime.rollout.settings import seeded
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.rollout.state import EVALUATION, GenerateState
+from slime.rollout.state import EVALUATION, GenerateState, seeded
+from slime.rollout.weight_timeline import TIMELINE
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -280,3 +280,44 @@ def continuable(group: Group, original: Group, partial: bool) -> Group:
         if not sample.response_length and not before.response_length:
             sample.multimodal_inputs = before.multimodal_inputs  # without the media of the response that is discarded
     return group
+
+
+class GroupGenerator(Protocol):
+    """Generates and scores groups. It is called on the event loop of the rollout."""
+
+    async def generate(
+        self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
+    ) -> Group:
+        """Do what :func:`~slime.rollout.group.generate_and_rm_group` does.
+
+        ``group`` itself may or may not have changed afterwards: use the returned one.
+        """
+
+    async def abort(self) -> None:
+        """Let groups in progress, other than those of evaluations, end without further requests.
+
+        The caller has set ``GenerateState.aborted``, and ends the requests that the engines work on.
+        """
+
+
+class LocalGenerator:
+    """Generates in this process."""
+
+    async def generate(
+        self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
+    ) -> Group:
+        if not evaluation:
+            # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
+            TIMELINE.set(GenerateState(args).schedule)
+        return await generate_and_rm_group(args, group, params, evaluation, purpose)
+
+    async def abort(self) -> None:
+        """Groups of this process read the flag itself."""
+
+
+_LOCAL = LocalGenerator()
+
+
+def generator_of(args: Args) -> GroupGenerator:
+    """Return what generates the groups of the run in this process."""
+    return GenerateState(args).generator or _LOCAL

@@ -20,12 +20,10 @@ from slime.observability import progress
 from slime.rollout.abort import abort_and_drain, retry_delay
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
-from slime.rollout.generator import generator_of
-from slime.rollout.group import continuable, index_of, is_finished, snapshot
+from slime.rollout.group import continuable, generator_of, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
-from slime.rollout.settings import LoopSettings
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, LoopSettings
 
 if TYPE_CHECKING:
     from slime.config.args import Args

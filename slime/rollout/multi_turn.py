@@ -18,7 +18,7 @@ from slime.data.json_text import parse_json
 from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.rollout.end_token import end_text
+from slime.rollout.ends import end_text
 from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import LossSettings, compute_loss, is_max_metric

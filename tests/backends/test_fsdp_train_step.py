@@ -21,7 +21,7 @@ from fsdp_helpers import (
 )
 from transformers import AutoModelForCausalLM
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.shared import NonFiniteError

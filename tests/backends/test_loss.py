@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends import advantages, loss
 from slime.backends.advantages import AdvantageSettings
 from slime.backends.loss import LossSettings, divide_by_weights, is_max_metric, rescale_diagnostics

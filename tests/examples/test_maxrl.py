@@ -9,7 +9,7 @@ import torch
 from example_scripts import EXAMPLES, load_example
 
 from slime.algorithms.algorithm import EstimatorSettings
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.needs import TrainNeeds

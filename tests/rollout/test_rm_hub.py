@@ -27,12 +27,12 @@ from slime.rollout.rm_hub import (
     math_utils,
     scores_whole_groups,
 )
-from slime.rollout.rm_hub.dapo import dapo_reward
+from slime.rollout.rm_hub.answers import as_number, last_boxed, last_number, normalize_math
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
+from slime.rollout.rm_hub.math_dapo_utils import dapo_reward
 from slime.rollout.rm_hub.reward import Reward
 from slime.rollout.rm_hub.sglang_scorer import judge_text
-from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
 HERE = Path(__file__).parent
 
@@ -768,7 +768,7 @@ class CustomRewardModel:
 
 
 def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     file = tmp_path / "custom_rm.py"
     file.write_text(MODEL_CLASS)
@@ -783,7 +783,7 @@ def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path
 
 
 def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     (tmp_path / "rm.py").write_text(MODEL_CLASS)
     config = tmp_path / "eval.yaml"
@@ -794,7 +794,7 @@ def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["ifbench", "boxed_ifbench"])
 def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monkeypatch, name):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     assert check_rewards(arguments(rm_type=name)) == []
     assert check_label(name, None, FOLLOWS_ONE_OF_TWO) is None

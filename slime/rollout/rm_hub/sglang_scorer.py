@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from slime.data.sample import Message, Sample
 from slime.engines.http import post
-from slime.rollout.end_token import spoken
+from slime.rollout.ends import spoken
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 

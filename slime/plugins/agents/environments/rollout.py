@@ -13,7 +13,7 @@ from slime.observability.trace_utils import trace_span
 from slime.plugins.agents.environments.base import Episode, Step, StepFailed, StepLimits
 from slime.plugins.agents.environments.registry import environment
 from slime.plugins.agents.environments.source import NUMBER, SPEC
-from slime.rollout.end_token import text_of
+from slime.rollout.ends import text_of
 from slime.rollout.generate import generate as generate_text
 from slime.rollout.multi_turn import Conversation, ModelTurn
 from slime.rollout.rm_hub.outcome import mark_unscored
