@@ -21,8 +21,7 @@ from torch import Tensor
 from slime.algorithms.losses import compute_approx_kl, compute_sft_loss, compute_value_loss
 from slime.algorithms.off_policy import opsm_mask
 from slime.algorithms.sequences import IDENTITY, Reduce, Reducer, exp_ratio, rollout_mean_reducer, token_sum_reducer
-from slime.backends.loss_settings import LossSettings
-from slime.backends.token_batch import TokenBatch
+from slime.backends.loss_inputs import LossSettings, TokenBatch
 
 Metrics = dict[str, Tensor]
 T = TypeVar("T")

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends import micro_batches as mb
-from slime.backends.adapter import TrainedAdapter
 from slime.backends.bank import LIVE, CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
-from slime.backends.loss_settings import LossSettings
+from slime.backends.loss_inputs import LossSettings, Scores, TokenBatch
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave, SavedState
-from slime.backends.token_batch import Scores, TokenBatch
+from slime.backends.trainable import TrainedAdapter
 from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.data.fields import RankBatch

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from slime.algorithms.sequences import Identity
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
+from slime.backends.loss_inputs import TokenBatch
 from slime.backends.shared import NonFiniteError
-from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.models.decoder import decoder_layers
 

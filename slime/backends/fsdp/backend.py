@@ -17,21 +17,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from slime.backends.adapter import lora_settings
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
-from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
+from slime.backends.fsdp.hf_weights import (
+    DTYPES,
+    ModelFormat,
+    iter_hf_weights,
+    load_full_model,
+    names_with_adapters,
+    read_checkpoint,
+    save_hf_checkpoint,
+)
 from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.fsdp.reading import DTYPES, ModelFormat, load_full_model, read_checkpoint
+from slime.backends.loss_inputs import Scores
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
+from slime.backends.trainable import lora_settings
 from slime.config.args import Args
 from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout

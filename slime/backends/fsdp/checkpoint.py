@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
+from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.config.args import Args
 from slime.weights.torch_dist import META
 

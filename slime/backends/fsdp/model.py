@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slime.backends.adapter import lora_settings
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
-from slime.backends.fsdp.float8 import use_float8
-from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
+from slime.backends.fsdp.hf_weights import DTYPES, VARLEN, read_checkpoint, require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter
-from slime.backends.fsdp.offload_activations import checkpoint_offloaded
-from slime.backends.fsdp.quantized_base import quantize_base
-from slime.backends.fsdp.reading import DTYPES, VARLEN, read_checkpoint
+from slime.backends.fsdp.low_precision import quantize_base, use_float8
 from slime.backends.offload import copied_to
-from slime.backends.trainable import select_trainable
+from slime.backends.trainable import lora_settings, select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
@@ -291,3 +290,50 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(tensor, src=0)
     return tensor
+
+
+def checkpoint_offloaded(function: Callable[..., Any], hidden: Tensor, *rest: Any) -> Any:
+    """Run a layer, and again in its backward pass, without keeping its first input on the device in between.
+
+    It has the signature of the function that layers of transformers call for checkpointing.
+    """
+    if not torch.is_grad_enabled():
+        return function(hidden, *rest)
+    stash, first = _Stash(hidden), [hidden]
+
+    def run(*others: Any) -> Any:
+        # The closure must not hold the input after the first run. Gradients reach it through the graph of that run; the
+        # second run only makes the values that this graph has not kept.
+        return function(first.pop() if first else stash.fetch(), *others)
+
+    return checkpoint(run, *rest, use_reentrant=False)
+
+
+class _Stash:
+    """The values of a tensor in CPU memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        source = tensor.detach()
+        self._device, self._needs_grad = tensor.device, tensor.requires_grad
+        if not source.is_cuda:
+            self._host = source.clone()
+            return
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        stream = _copy_stream(source.device)
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(source, non_blocking=True)
+        source.record_stream(stream)  # its memory is not given away before the copy is made
+        self._copied = stream.record_event()
+
+    def fetch(self) -> Tensor:
+        """Return the values on the device of the tensor."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            return self._host.to(self._device, non_blocking=True).requires_grad_(self._needs_grad)
+        return self._host.requires_grad_(self._needs_grad)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

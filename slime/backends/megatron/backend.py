@@ -13,23 +13,30 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.backends.adapter import TrainedAdapter
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
+from slime.backends.loss_inputs import Scores
 from slime.backends.megatron import groups
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.lora import MegatronAdapter
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.routing import ENGINE, Mode
-from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
+from slime.backends.megatron.schedule import (
+    Around,
+    MicroBatch,
+    OnScores,
+    PackBuilder,
+    no_loss,
+    run_schedule,
+    without_a_trace,
+)
 from slime.backends.megatron.trained_model import TrainedModel
 from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
+from slime.backends.trainable import TrainedAdapter
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.config.initial_weights import InitialWeights

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
@@ -38,6 +37,7 @@ from slime.backends.saving import (
     small_files_writer,
 )
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
+from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import FileEntry, describe_files
 from slime.config.args import Args
 from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta

@@ -10,7 +10,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts
@@ -28,6 +27,7 @@ from slime.backends.megatron.lora_layers import (
 )
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
+from slime.backends.trainable import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.config.args import Args
 from slime.config.lora import megatron_problems
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets

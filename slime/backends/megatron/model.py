@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from slime.backends.loss_inputs import Scores
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import DeltaNets, PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
@@ -53,7 +54,6 @@ from slime.backends.megatron.modules import (
 )
 from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow, require_one_node
 from slime.backends.megatron.rotary import LatentRotary, PackedRotary
-from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs

@@ -20,9 +20,8 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.inputs import MicroBatch
 from slime.backends.megatron.model import PolicyModel
-from slime.backends.megatron.schedule import Around
+from slime.backends.megatron.schedule import Around, MicroBatch
 from slime.data.fields import RankBatch
 
 ROUTING = "routing_choices"

@@ -8,7 +8,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
 
-from slime.backends.adapter import lora_settings
 from slime.backends.megatron import rank_files, rotary
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
@@ -19,7 +18,7 @@ from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
 from slime.backends.megatron.weights import ModelWeights
 from slime.backends.tensor_shards import StoredTensors
-from slime.backends.trainable import select_trainable
+from slime.backends.trainable import lora_settings, select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.initial_weights import InitialWeights

@@ -17,8 +17,7 @@ from slime.algorithms.mis import compute_mis_weights
 from slime.algorithms.off_policy import icepop_function, vanilla_tis_function
 from slime.algorithms.sequences import IDENTITY
 from slime.backends.loss import LOSSES
-from slime.backends.loss_settings import LossSettings
-from slime.backends.token_batch import TokenBatch
+from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.config.layout import ParallelLayout
 
 if TYPE_CHECKING:
