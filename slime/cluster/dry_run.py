@@ -252,7 +252,7 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
     from slime.data.sample import Sample
     from slime.engines.background import run
     from slime.rollout.multi_turn import TURNS, ModelTurn
-    from slime.rollout.rm_hub import async_rm, batched_async_rm
+    from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm
 
     found: list[object] = []
     for sample in samples:

@@ -17,7 +17,7 @@ from slime.rollout.custom_generate import Generated, call_list, call_single, gen
 from slime.rollout.generate import generate
 from slime.rollout.multi_turn import TURNS
 from slime.rollout.prompts import cut_at_sampled_media
-from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
+from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import EVALUATION, GenerateState, seeded
 from slime.rollout.weight_timeline import TIMELINE

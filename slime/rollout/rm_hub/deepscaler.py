@@ -1,5 +1,5 @@
-"""Documented import path of the rule of the reward ``deepscaler``, for users' reward functions."""
+"""Documented import path; the code is in :mod:`slime.plugins.compat.reward_helpers`."""
 
-from slime.rollout.rm_hub.math_utils import get_deepscaler_rule_based_reward
+from slime.plugins.compat.reward_helpers import get_deepscaler_rule_based_reward
 
 __all__ = ["get_deepscaler_rule_based_reward"]

@@ -55,7 +55,8 @@ def reward(bench: Bench, fn: Hook) -> str:
 
 
 def _model_rewards(bench: Bench, fn: type, samples: list[Sample]) -> tuple[list[Any], float]:
-    from slime.rollout.rm_hub import batched_async_rm, custom
+    from slime.rollout.rm_hub import custom
+    from slime.rollout.rm_hub.dispatch import batched_async_rm
 
     try:
         custom.check_class(fn, bench.args.rm_model_path)
