@@ -35,6 +35,8 @@ KINDS = {
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.kind.LayerKind: a way in which layers of a model mix tokens",
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
+    "checkpoint": "a function open(path, hf_checkpoint, model_name, trust_remote_code) that returns the "
+    "slime.models.stored.NamedWeights in a folder of another program, or None",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
     "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",

@@ -39,10 +39,10 @@ def _find(options: argparse.Namespace) -> Found:
     """
     from slime.config.megatron_checkpoint import megatron_lm_folder
     from slime.models.loading import load_hf_config
+    from slime.plugins.compat.megatron.checkpoints import MegatronLmWeights
     from slime.weights import torch_dist
     from slime.weights.hf_folder import resolve_folder
     from slime.weights.maps.registry import family_of, get_family
-    from slime.weights.megatron_lm import MegatronLmWeights
 
     if foreign := megatron_lm_folder(options.input_dir):
         if options.origin_hf_dir is None:

@@ -28,9 +28,9 @@ from slime.models.folder import cached_folder
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model
 from slime.models.lora import lora_layers
 from slime.models.packed_attention import NAME as PACKED
+from slime.registry import find
 from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
-from slime.weights.megatron_lm import open_megatron_lm
 
 VARLEN = "varlen"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,7 +98,8 @@ def load_full_model(
     """
     weights = None
     if megatron_lm_folder(path):
-        weights = None if empty else open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
+        if not empty:
+            weights = find("checkpoint", "megatron_lm")(path, how.hf_checkpoint, how.model_name, how.trust)
         path = how.hf_checkpoint
     attention: str | dict[str, str] = PACKED
     if how.implementation not in (None, VARLEN):

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from slime.config.megatron_checkpoint import is_foreign_megatron, megatron_lm_folder, weights_path
 from slime.models.shards import ModelError
+from slime.plugins.compat.megatron.checkpoints import MegatronLmWeights, differing_shapes, open_megatron_lm
 from slime.weights.dcp_metadata import UnsafeMetadataError
 from slime.weights.hf_folder import HfFolder
-from slime.weights.megatron_lm import MegatronLmWeights, differing_shapes, open_megatron_lm
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path += [str(CHECKOUT / "tests" / "models"), str(CHECKOUT / "tests" / "backends")]

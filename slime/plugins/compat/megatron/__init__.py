@@ -1,0 +1,1 @@
+"""Checkpoints that Megatron-LM wrote."""
