@@ -10,6 +10,6 @@ def parts() -> None:
     register(
         "check",
         "megatron_lm",
-        "slime.plugins.compat.megatron.checkpoints:check_megatron_lm",
+        "slime.plugins.compat.megatron.check:check_megatron_lm",
         when=("load", "ref_load", "opd_teacher_load"),
     )

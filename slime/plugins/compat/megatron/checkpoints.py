@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +28,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slime.config.hf_config import read_config
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.folder import local_folder
 from slime.models.loading import load_hf_config
@@ -39,9 +37,6 @@ from slime.weights.dcp_metadata import require_tensors
 from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import Layout, Vocabulary
 from slime.weights.maps.registry import family_of
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER_NAMES = {
@@ -309,36 +304,3 @@ def open_megatron_lm(
         raise
     except ValueError as error:  # no map, or an index that could execute code
         raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
-
-
-def check_megatron_lm(args: Args) -> list[str]:
-    """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
-    named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
-    named["--opd-teacher-load"] = (args.opd_teacher_load, None)
-    found = {
-        option: str(folder) for option, (path, step) in named.items() if (folder := megatron_lm_folder(path, step))
-    }
-    if not found or args.debug_rollout_only:
-        return []
-    if args.lora_rank:
-        return [
-            f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but Megatron-LM wrote this one: "
-            "convert it with tools/convert_torch_dist_to_hf.py and pass the result as --hf-checkpoint"
-            for option, path in found.items()
-        ]
-    if "--load" in found:
-        args.notices.append(
-            f"--load {found['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its optimizer, "
-            "random states and position in the data are not, so the run starts with its first rollout"
-        )
-    if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
-        return []  # a hub id that is not here yet: the trainer compares them
-    problems = []
-    for option, path in found.items():
-        try:
-            weights = open_megatron_lm(path, args.hf_checkpoint, args.model_name, args.trust_remote_code)
-            assert weights is not None, "the folder was found above"
-            problems += [f"{option}: {text}" for text in differing_shapes(weights, args.hf_checkpoint)]
-        except ModelError as error:
-            problems.append(f"{option}: {error}")
-    return problems
