@@ -17,10 +17,9 @@ from slime.data.sample import Group, Message, Sample, flatten
 from slime.data.source import deep_copy
 from slime.engines.http import HttpError
 from slime.observability import progress
-from slime.rollout.abort import retry_delay
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
 from slime.rollout.generate import generate
-from slime.rollout.group import continuable, generator_of, snapshot
+from slime.rollout.group import gather_all, generate_to_the_end, snapshot
 from slime.rollout.state import GenerateState, seeded
 from slime.types import SamplingParams
 
@@ -45,12 +44,7 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     state.eval_rollout_id = rollout_id
     plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
-        config.name: [
-            asyncio.ensure_future(
-                _finished(args, group, state.stopping_at_media(eval_sampling_params(config)), f"eval {config.name}")
-            )
-            for group in groups
-        ]
+        config.name: [asyncio.ensure_future(_generated(args, state, group, config)) for group in groups]
         for config, groups in plans
     }
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
@@ -59,22 +53,10 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data={config.name: _results(config, done[config.name], key) for config, _ in plans})
 
 
-async def _finished(args: Args, group: Group, params: SamplingParams, purpose: str) -> Group:
-    """Generate and score a group of an evaluation until it is finished.
-
-    Engines may end its requests (a weight update, a restart, the abort of a rollout, which ends all requests of an
-    engine). Generation then continues from the tokens so far.
-    """
-    original, tries = snapshot(group), 0
-    while True:
-        before = sum(sample.response_length for sample in flatten(group))
-        group = await generator_of(args).generate(args, group, params, evaluation=True, purpose=purpose)
-        leaves = flatten(group)
-        if not any(sample.status is Sample.Status.ABORTED for sample in leaves):
-            return group
-        tries = 0 if sum(sample.response_length for sample in leaves) > before else tries + 1
-        group = continuable(group, snapshot(original), partial=True)
-        await asyncio.sleep(retry_delay(f"{purpose}, prompt {leaves[0].group_index}", tries))
+async def _generated(args: Args, state: GenerateState, group: Group, config: EvalDatasetConfig) -> Group:
+    params = state.stopping_at_media(eval_sampling_params(config))
+    purpose = f"eval {config.name}"
+    return await generate_to_the_end(args, group, snapshot(group), params, evaluation=True, purpose=purpose)
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
@@ -232,13 +214,8 @@ async def complete(
                 place, generate(args, sample, seeded(state.seed, params, sample, position, "complete"))
             )
 
-    asked = [asyncio.ensure_future(one(place, number)) for place in range(len(prompts)) for number in range(n)]
-    try:
-        made = await asyncio.gather(*asked)
-    finally:
-        for task in asked:  # after an error, the others would go on
-            task.cancel()
-    return [list(made[place * n : (place + 1) * n]) for place in range(len(prompts))]
+    made = await gather_all(one(place, number) for place in range(len(prompts)) for number in range(n))
+    return [made[place * n : (place + 1) * n] for place in range(len(prompts))]
 
 
 async def _answered(place: int, answer: Awaitable[Sample]) -> Sample:

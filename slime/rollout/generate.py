@@ -49,6 +49,15 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
         HttpError: The engine refused the request.
     """
+    return await respond(args, sample, sampling_params, _ask_on_schedule)
+
+
+Ask = Callable[[GenerateState, Sample, GenerateBody], Awaitable[GenerateOutput | None]]
+"""Sends a body and returns the engine's reply, or None if the rollout was aborted before one came."""
+
+
+async def respond(args: Args, sample: Sample, sampling_params: SamplingParams, ask: Ask) -> Sample:
+    """Do what :func:`generate` says, with a request that ``ask`` sends."""
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(f"sample {sample.index} is {sample.status.value}: there is nothing left to generate")
     state = GenerateState(args)
@@ -58,11 +67,10 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     params = remaining(state, sample, sampling_params)
     if params is None:
         return without_room(state, sample)
+    body = build_generate_body(state, sample, params)
     with trace_span(sample, "sglang_generate") as span:
-        body, send = (build_generate_body(state, sample, params), functools.partial(ask_engine, state, sample))
-        schedule = TIMELINE.get()
         try:
-            output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
+            output = await ask(state, sample, body)
         except HttpError as error:
             if error.status != 400 or not says_too_long(error):
                 raise
@@ -75,6 +83,13 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     compare_read(state, sample, body, output["meta_info"])
     append_output(args, sample, output, params)
     return sample
+
+
+async def _ask_on_schedule(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
+    schedule = TIMELINE.get()
+    if schedule is None:
+        return await ask_engine(state, sample, body)
+    return await schedule.ask(sample, body, functools.partial(ask_engine, state, sample))
 
 
 def compare_read(state: GenerateState, sample: Sample, body: GenerateBody, meta: MetaInfo) -> None:

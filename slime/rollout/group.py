@@ -12,6 +12,7 @@ from slime.config.hooks import load_function
 from slime.config.seeds import derive_seed
 from slime.data.sample import Group, Sample, flatten
 from slime.observability.trace_utils import trace_span
+from slime.rollout.abort import retry_delay
 from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
@@ -103,7 +104,7 @@ async def generate_and_rm_group(
         if fn is not None and len(unfinished) == len(group) and len(functions) == 1 and takes_list(fn):
             result = [*await _whole_group(fn, args, unfinished, evaluation)]
         else:
-            result = await _gather(
+            result = await gather_all(
                 generate_and_rm(args, entry, seeded(state.seed, sampling_params, entry, position, purpose), evaluation)
                 if isinstance(entry, Sample)
                 else _same(entry)
@@ -114,7 +115,7 @@ async def generate_and_rm_group(
     return result
 
 
-async def _gather(tasks: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
     """Like :func:`asyncio.gather`, but if one task fails, the others are cancelled and awaited.
 
     Otherwise they would keep sending requests after the rollout has failed.
@@ -145,7 +146,7 @@ async def _whole_group(
         results = await call_list(fn, args, samples, evaluation)
     for result in results:
         _abort_custom(state, fn, result, evaluation)
-    return await _gather(_hooks_and_reward(args, result, evaluation) for result in results)
+    return await gather_all(_hooks_and_reward(args, result, evaluation) for result in results)
 
 
 def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
@@ -321,3 +322,39 @@ _LOCAL = LocalGenerator()
 def generator_of(args: Args) -> GroupGenerator:
     """Return what generates the groups of the run in this process."""
     return GenerateState(args).generator or _LOCAL
+
+
+async def generate_to_the_end(
+    args: Args,
+    group: Group,
+    original: Group,
+    params: SamplingParams,
+    evaluation: bool = False,
+    purpose: str = "sampling",
+    on_continue: Callable[[Group], None] | None = None,
+) -> Group:
+    """Generate and score a group until it is finished, or until its rollout is aborted.
+
+    Engines may end its requests without that (a weight update, a restart, the abort of a rollout, which ends all
+    requests of an engine). Generation then continues from the tokens so far.
+
+    Args:
+        original: The group before generation.
+        on_continue: Called with the group each time before it continues.
+    """
+    state, generator, tries = GenerateState(args), generator_of(args), 0
+    while True:
+        before = _tokens(group)
+        group = await generator.generate(args, group, params, evaluation=evaluation, purpose=purpose)
+        if (state.aborted and not evaluation) or not _is_aborted(group):
+            return group
+        if on_continue is not None:
+            on_continue(group)
+        # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
+        tries = 0 if _tokens(group) > before else tries + 1
+        group = continuable(group, snapshot(original), partial=True)
+        await asyncio.sleep(retry_delay(f"{purpose}: group of sample {index_of(original)}", tries))
+
+
+def _tokens(group: Group) -> int:
+    return sum(sample.response_length for sample in flatten(group))

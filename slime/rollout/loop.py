@@ -7,6 +7,7 @@ counted), replaced because its verifier gave no result (and counted), or back in
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict, deque
@@ -17,10 +18,10 @@ from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, RolloutDataSource
 from slime.observability import progress
-from slime.rollout.abort import abort_and_drain, retry_delay
+from slime.rollout.abort import abort_and_drain
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
-from slime.rollout.group import continuable, generator_of, index_of, is_finished, snapshot
+from slime.rollout.group import continuable, generate_to_the_end, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
 from slime.rollout.state import GenerateState, LoopSettings
@@ -192,22 +193,10 @@ class RolloutLoop:
             self._woken.set()
 
     async def _generate(self, group: Group, original: Group) -> Group:
-        """Generate and score a group. Returns it finished, or partial if the rollout aborted it.
-
-        If an engine ends a request that the rollout did not abort (a restart, a weight update), generation continues
-        from the tokens so far.
-        """
-        generator, retries = generator_of(self.args), 0
-        while True:
-            before = _tokens(group)
-            group = await generator.generate(self.args, group, self.state.sampling_params)
-            if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
-                return packed(group)
-            self._notify("continued", group)
-            group = continuable(group, snapshot(original), partial=True)
-            # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
-            retries = 0 if _tokens(group) > before else retries + 1
-            await asyncio.sleep(retry_delay(f"group {index_of(group)}", retries))
+        """Generate and score a group. Returns it finished, or partial if the rollout aborted it."""
+        tell = functools.partial(self._notify, "continued")
+        params = self.state.sampling_params
+        return packed(await generate_to_the_end(self.args, group, original, params, on_continue=tell))
 
     def _ready(self) -> bool:
         """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""
@@ -391,7 +380,3 @@ def packed(group: Group) -> Group:
     for sample in flatten(group):
         sample.pack()
     return group
-
-
-def _tokens(group: Group) -> int:
-    return sum(sample.response_length for sample in flatten(group))

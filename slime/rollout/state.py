@@ -10,12 +10,11 @@ import functools
 import math
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hf_config import media_token_ids, read_config
 from slime.config.lora import engine_adapter
@@ -154,14 +153,12 @@ Observer = Callable[[str, Group, dict[str, Any]], None]
 * ``given_back``: it was returned to the data source.
 """
 
-Reference: TypeAlias = "weakref.ref[Args] | Args"
-"""A weak reference, or the object itself if it does not support weak references (a test's SimpleNamespace)."""
-_KEPT_WITHOUT_WEAKREF = 8  # states of strongly referenced args that are kept; older ones are dropped
 _MOST_THREADS = 4096  # a process cannot have many more; further calls of synchronous functions wait in a queue
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """Whether the current task generates for an evaluation. Both go through the same functions, with the same ``args``."""
 _lock = threading.Lock()
-states_by_args: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
+states_by_args: dict[int, tuple[Callable[[], Args | None], GenerateState]] = {}
+"""By the id of ``args``: a function that returns them while they exist, and their state."""
 
 
 class GenerateState:
@@ -197,19 +194,16 @@ class GenerateState:
         with _lock:
             # Args are not hashable, so states are found by id. An id can be reused after its object was deleted, which
             # is why the referenced object is compared as well.
-            held = states_by_args.get(id(args))
-            if held is not None and _target(held[0]) is args:
-                return held[1]
+            known = states_by_args.get(id(args))
+            if known is not None and known[0]() is args:
+                return known[1]
             state = super().__new__(cls)
             try:
                 state._start(args)
             except AttributeError as error:
                 error.add_note("slime.rollout needs the `args` that hooks get, or an object with all its attributes")
                 raise
-            states_by_args[id(args)] = (_reference(args), state)
-            strong = [key for key, (reference, _) in states_by_args.items() if not isinstance(reference, weakref.ref)]
-            for key in strong[:-_KEPT_WITHOUT_WEAKREF]:
-                del states_by_args[key]
+            states_by_args[id(args)] = (state._args, state)
             return state
 
     def _start(self, args: Args) -> None:
@@ -262,7 +256,7 @@ class GenerateState:
     @property
     def args(self) -> Args:
         """The arguments of the run, as user functions get them."""
-        args = _target(self._args)
+        args = self._args()
         assert args is not None, "a state is reached only through its args, so the args still exist"
         return args
 
@@ -327,21 +321,17 @@ def concurrency(args: Args) -> int:
     return max(1, args.sglang_server_concurrency * engine_count(args))
 
 
-def _reference(args: Args) -> Reference:
+def _reference(args: Args) -> Callable[[], Args | None]:
+    """Return a function that returns ``args`` as long as they exist. An object without weak references is kept."""
     try:
         return weakref.ref(args, functools.partial(_forget, id(args)))
     except TypeError:  # SimpleNamespace
-        return args
-
-
-def _target(reference: Reference) -> Args | None:
-    return reference() if isinstance(reference, weakref.ref) else reference
+        return lambda: args
 
 
 def _forget(
-    key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = states_by_args
+    key: int, reference: object, states: dict[int, tuple[Callable[[], Args | None], GenerateState]] = states_by_args
 ) -> None:
     # `states` is a default argument because module globals may be gone when this runs at interpreter shutdown.
-    held = states.get(key)  # it may belong to a newer args with the same id
-    if held is not None and held[0] is reference:
-        states.pop(key, None)
+    if key in states and states[key][0] is reference:  # otherwise newer args have the same id
+        del states[key]
