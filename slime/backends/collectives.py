@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from slime.backends.loss import is_max_metric
 from slime.models.context_parallel import sum_over
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The values of ``--train-dtype``."""
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor. A plain tensor is returned unchanged."""

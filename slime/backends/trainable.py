@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.bank import CopySettings, WeightBank
+from slime.backends.bank import WeightBank
 from slime.config.args import Args
 from slime.config.initial_weights import InitialWeights
 from slime.config.lora import adapter_file
@@ -152,6 +152,10 @@ class TrainedAdapter(ABC):
         """Return the layers with adapters on this rank."""
 
     @abstractmethod
+    def layer_names(self) -> list[str]:
+        """Return the names of the layers whose factors engines get."""
+
+    @abstractmethod
     def factors(self) -> dict[str, Factors]:
         """Return the whole factors by the names of their modules. This is a collective operation."""
 
@@ -166,40 +170,6 @@ class TrainedAdapter(ABC):
         The values are hashed in bfloat16, so that a run with another ``--train-dtype`` can compare, and also in float32
         if that is their dtype. This is a collective operation.
         """
-
-    def make_copies(
-        self,
-        settings: CopySettings,
-        bank: WeightBank,
-        whole: WeightBank,
-        initial: str,
-        load: Callable[[str, str], None],
-    ) -> None:
-        """Make the copies that the flags require.
-
-        The reference is the base without the adapter, so that it needs a copy only if it is refreshed, or if it has
-        another base.
-
-        Args:
-            bank: The copies of the adapter.
-            whole: The copies of the base.
-            initial: The path of the base.
-            load: ``load(tag, path)`` reads a model into the copy ``tag`` of ``whole``.
-        """
-        self.copies = whole
-        if settings.ref and settings.ref_load and settings.ref_load != initial:
-            load("ref", settings.ref_load)
-        elif settings.ref and settings.ref_moves:
-            bank.copy("actor", "ref")
-            for name, tensor in bank.tensors("ref").items():
-                if name.endswith(".lora_B"):
-                    tensor.zero_()
-            bank.moving.add("ref")
-        if settings.teacher_load is not None:
-            load("teacher", settings.teacher_load)
-        if settings.old_actor:
-            bank.copy("actor", "old_actor")
-            bank.moving.add("old_actor")
 
     @contextmanager
     def using(self, tag: str, bank: WeightBank) -> Iterator[None]:

@@ -18,11 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from slime.backends.base import Metrics, ModelTag
-from slime.backends.collectives import DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.hf_weights import (
-    DTYPES,
     ModelFormat,
     iter_hf_weights,
     load_full_model,
@@ -45,9 +44,7 @@ from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.decoder import decoder_layers
 from slime.models.inputs import ModelInputs
-from slime.models.peft_files import factor_names, named_factors
 from slime.models.scorer import PolicyScorer, ValueScorer
-from slime.weights.settings import AdapterSync
 
 
 class FsdpBackend(SharedBackend):
@@ -260,45 +257,19 @@ class FsdpBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
+    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self.scorer, PolicyScorer)
+        return iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype], merge, self.device)
 
-        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
-        They may be the memory of the model.
-        """
-        assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
-        dtype, separate = DTYPES[self.args.train_dtype], self.args.lora_sync == "adapter"
-        yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate, device=self.device)
-        if self.adapter is not None and separate:
-            yield from self._named_factors()
+    def _adapted_weights(self) -> frozenset[str]:
+        assert isinstance(self.scorer, PolicyScorer)
+        return names_with_adapters(self.scorer.hf)
 
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.adapter is not None
-        dtype = DTYPES[self.args.train_dtype]
-        yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
-
-    @property
-    def adapter_sync(self) -> AdapterSync | None:
-        """See :attr:`TrainBackend.adapter_sync`."""
-        if self.adapter is None or not isinstance(self.scorer, PolicyScorer):
-            return None
-        if self.args.lora_sync == "merged":
-            return AdapterSync(names_with_adapters(self.scorer.hf), None)
-        names = frozenset(name for layer in self.adapter.layers for name in factor_names(layer))
-        return AdapterSync(names, self.adapter.config(list(self.adapter.layers)))
-
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        assert isinstance(self.scorer, PolicyScorer), "a critic is not a language model"
-        writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
-        try:
-            if self.adapter is not None and self.args.lora_export == "peft":
-                self.adapter.save(Path(path), writer)
-            else:
-                args = self.args
-                save_hf_checkpoint(self.scorer.hf, Path(path), dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
-        finally:
-            self.barrier()  # also after an error of the writer, for which the other ranks would wait
+    def _export(self, path: Path, writer: bool) -> None:
+        assert isinstance(self.scorer, PolicyScorer)
+        args = self.args
+        dtype = DTYPES[args.train_dtype]
+        save_hf_checkpoint(self.scorer.hf, path, dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
 
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from slime.backends.collectives import DTYPES
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
@@ -33,7 +34,6 @@ from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
 
 VARLEN = "varlen"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_checkpoint(args: Args, empty: bool = False) -> PreTrainedModel:

@@ -106,6 +106,10 @@ class FsdpAdapter(TrainedAdapter):
         """See :meth:`TrainedAdapter.switches`."""
         return [*self.layers.values(), *self.experts.values()]
 
+    def layer_names(self) -> list[str]:
+        """See :meth:`TrainedAdapter.layer_names`."""
+        return list(self.layers)
+
     def factors(self) -> dict[str, Factors]:
         """See :meth:`TrainedAdapter.factors`."""
         layers = {**self.layers, **self.experts}

@@ -36,7 +36,6 @@ from slime.backends.megatron.trained_model import TrainedModel
 from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_budget import rehearsal_batch
-from slime.backends.trainable import TrainedAdapter
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.config.initial_weights import InitialWeights
@@ -44,10 +43,8 @@ from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder
 from slime.models.fused import fuse
-from slime.models.peft_files import factor_names, named_factors
 from slime.weights.export_form import ExportForm
 from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
-from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)
 
@@ -216,63 +213,23 @@ class MegatronBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint. They may be the memory of the model.
-
-        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
-        """
-        assert self.role == "actor", "a critic's weights go to no engine"
-        separate = self.adapter is not None and self.args.lora_sync == "adapter"
-        yield from self._weights(merge=not separate)
-        if separate:
-            yield from self._named_factors()
-
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.adapter is not None
-        self.finish_update()
-        yield from named_factors(self.adapter.factors()).items()
-
     def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, with the adapter added to them if there is one and ``merge`` is set."""
-        self.finish_update()
         adapters = self.model.adapters
         return self.weights.gather() if adapters is None or not merge else adapters.merge(self.weights.gather())
 
-    @property
-    def adapter_sync(self) -> AdapterSync | None:
-        """See :attr:`TrainBackend.adapter_sync`."""
-        adapters, adapter = self.model.adapters, self.adapter
-        if adapters is None or adapter is None or self.role != "actor":
-            return None
-        if self.args.lora_sync == "merged":
-            return AdapterSync(frozenset(f"{name}.weight" for name in adapters.names), None)
-        names = frozenset(name for layer in adapters.names for name in factor_names(layer))
-        return AdapterSync(names, adapter.config(adapters.names))
+    def _adapted_weights(self) -> frozenset[str]:
+        adapters = self.model.adapters
+        return frozenset() if adapters is None else frozenset(f"{name}.weight" for name in adapters.names)
 
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        path, writer = Path(path), self.rank == 0
-        if self.adapter is not None and self.args.lora_export == "peft":
-            self.finish_update()
-            self._save_adapter(self.adapter, path)
-            return
+    def _export(self, path: Path, writer: bool) -> None:
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
         form = ExportForm(self.args.save_hf_dtype, source, writer)
-        try:
-            write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
-            if source is not None:
-                write_side_files(source, path, mtp, form.config_changes())
-                if mtp.notice:
-                    logger.warning("%s: %s", path, mtp.notice)
-        finally:
-            self.barrier()  # also after an error of the writer, for which the other ranks would wait
-
-    def _save_adapter(self, adapter: TrainedAdapter, path: Path) -> None:
-        try:
-            adapter.save(path, writer=self.rank == 0)
-        finally:
-            self.barrier()
+        write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
+        if source is not None:
+            write_side_files(source, path, mtp, form.config_changes())
+            if mtp.notice:
+                logger.warning("%s: %s", path, mtp.notice)
 
     def finish_update(self) -> None:
         self.model.finish_gather()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from slime.backends.collectives import DTYPES
 from slime.backends.megatron.core import MegatronError
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
@@ -38,7 +39,6 @@ NEUTRAL: Settings = {
 }
 """The values of flags that a family's settings leave out, so that a flag cannot change the model."""
 GELU = functools.partial(F.gelu, approximate="tanh")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig) -> Settings:

@@ -192,6 +192,10 @@ class MegatronAdapter(TrainedAdapter):
         """See :meth:`TrainedAdapter.switches`."""
         return self.adapters.layers
 
+    def layer_names(self) -> list[str]:
+        """See :meth:`TrainedAdapter.layer_names`."""
+        return self.adapters.names
+
     def factors(self) -> dict[str, Factors]:
         """See :meth:`TrainedAdapter.factors`."""
         return self.adapters.whole()
