@@ -164,6 +164,7 @@ class WeightBank:
     @contextmanager
     def _actor_aside(self) -> Iterator[None]:
         """Keep the tensors of the model in the arena within the context."""
+        # The tensors of the model lie one behind the other in the arena, behind what the offloader holds there.
         live = [_bytes(tensor) for tensor in self._live()]
         if self._arena is None:
             self._arena = HostArena(pinned=any(tensor.is_cuda for tensor in live))
@@ -263,6 +264,7 @@ def keeps_copies_on_device(
         named: The parameters of the model, or those on this rank of an accelerator. Its optimizer must exist already.
         free_bytes: The free memory of the accelerator; measured by default.
     """
+    # The old actor counts twice, since it is refreshed by way of a second copy.
     count = settings.ref + (settings.teacher_load is not None) + 2 * settings.old_actor
     if not count or settings.shares_device:
         return False

@@ -45,6 +45,7 @@ def create_backend(
         raise ValueError(f"role must be actor or critic, not {role!r}")
     if args.train_backend not in ("fsdp", "megatron"):
         raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
+    # CUDA reads this variable when it is initialized, so nothing above may touch the device.
     if args.train_backend == "megatron":
         _set_connections(overlap=bool(args.megatron.get("tp_comm_overlap")))
     from slime.config.algorithm import algorithm_class
@@ -53,6 +54,7 @@ def create_backend(
     with large_imports():
         import torch
     algorithm_class(args.advantage_estimator)  # raises an error for an unknown one before the first rollout
+    # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's allocator does that.
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

@@ -216,6 +216,8 @@ def _correct_off_policy(
     settings: LossSettings, tokens: TokenBatch, pg_loss: Tensor, trainer_old: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Return the loss with importance weights, the mask after rejection, and flat metrics."""
+    # The built-in correction is on by default, and then a rollout without the engine's log-probs is simply not
+    # corrected.
     correction = settings.correction
     if correction is None or (correction.by_default and tokens.rollout_log_probs is None):
         return pg_loss, tokens.loss_mask, {}

@@ -52,6 +52,7 @@ class LossSettings:
     @classmethod
     def from_args(cls, args: Args) -> LossSettings:
         """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not given."""
+        # The functions of the user are loaded here, once, so that a wrong path ends the run before its first step.
         if args.loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}")
         reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
@@ -195,6 +196,7 @@ class TokenBatch:
             device: The device of the loss; by default that of ``log_probs`` or ``values``.
             response_index: With context parallelism, the response tokens of each sample that this rank has.
         """
+        # The loss is computed where the model's output is, and everything else is moved there.
         current = log_probs if log_probs is not None else values
         if device is None:
             device = "cpu" if current is None else current.device
@@ -209,6 +211,7 @@ class TokenBatch:
                 parts = [part[index] for part, index in zip(parts, response_index, strict=True)]
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
 
+        # Entries that the batch lacks stay None. The loss says which one it needs.
         loss_mask = flat("loss_masks")
         assert loss_mask is not None, "a rank batch always has loss_masks"
         sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)

@@ -221,6 +221,7 @@ class SharedBackend:
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
         """Compute the metrics of the step over all ranks."""
+        # Sums over ranks first: a rank may have had other samples, or none.
         same_names = not (self._uneven or self.loss_settings.metrics_vary)
         metrics = self.share_reduce.metrics(shares, same_names)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
@@ -248,6 +249,7 @@ class SharedBackend:
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
+        # All ranks agree on every decision here, because the step is a collective operation.
         self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
         grad_norm = self.optimizer.grad_norm()
         skipped = self._skips(grad_norm)

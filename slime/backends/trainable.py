@@ -54,6 +54,7 @@ def select_trainable(
     """
     if not only and not freeze:
         return
+    # A pattern without a match is a typing error, and training the wrong parameters would not show.
     flag, patterns = ("--only-train-params-name-list", only) if only else ("--freeze-params-name-list", freeze or [])
     for pattern in patterns:
         if not any(re.search(pattern, name) for names in everywhere for name in names):
@@ -70,6 +71,7 @@ def select_trainable(
             )
         return named.pop() == bool(only)
 
+    # The list is complete before anything is frozen: every rank must find the same problem.
     if not any([is_trained(names) for names in everywhere]):
         raise ValueError(f"{flag} leaves no parameter to train")
     for parameter, names in held:
@@ -206,6 +208,7 @@ class TrainedAdapter(ABC):
         Raises:
             ValueError: The snapshot has the weights of a whole model, another base, or an adapter of another shape.
         """
+        # Each difference has its own way out, so each has its own message.
         mine = self.describe()
         if stored is None:
             raise ValueError(
@@ -226,6 +229,7 @@ class TrainedAdapter(ABC):
                 f"{path} has an adapter of a base that is {_bits(other)}, but here it is {_bits(self.quantization)}: "
                 "change --lora-base-quantization, because an adapter makes up for the rounding of its base"
             )
+        # Digests exist for one dtype or two; those that both sides have must be equal.
         known = stored["base_identity"]
         if any(known[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in known):
             raise ValueError(

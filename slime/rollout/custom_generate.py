@@ -146,6 +146,7 @@ def _finish_all(
 
 def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, prompt: str | list[Message]) -> None:
     """Fill in what the function left out, and check that the per-token fields have the length of the response."""
+    # The prompt stays what the data set gave; turns that the function appended to it are part of the response.
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
         sample.prompt = prompt  # the appended turns are part of the response, see split_conversation_ids
@@ -156,9 +157,11 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
         take_arrays(sample)
     except ValueError as error:
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index}: {error}") from error
+    # A function may have set only text, which is then tokenized here.
     only_text = not sample.response_length and (sample.response or not sample.num_tokens)
     if only_text and sample.status is not Sample.Status.ABORTED:
         _from_text(fn, state, sample, conversation)
+    # Lengths that do not fit are an error of the function, unless an abort interrupted it.
     problem = _misaligned(sample)
     if problem and sample.status is Sample.Status.ABORTED:
         sample.reset_response()  # the abort interrupted the function while it filled the sample: generate it again
@@ -166,6 +169,7 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
         return
     if problem:
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index} has {problem}")
+    # An unset mask means that all tokens are trained. The text follows from the tokens if it is missing.
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
@@ -249,6 +253,8 @@ def split_conversation_ids(
         Prompt ids, response ids, and a mask with one entry per response id.
     """
     first = sample.prompt if isinstance(sample.prompt, str) else render_first(tokenizer, sample)
+    # Turns are tokenized one by one, so that the mask is exact; a template that rewrites earlier turns allows no such
+    # division.
     turns = _turns(sample, conversation)
     if turns:
         parts = _parts(tokenizer, sample, turns, first)

@@ -88,6 +88,7 @@ def cut_at_stop(
         before: The ids of the interrupted response that the reply continues, or more of its conversation.
         params: The parameters of the request.
     """
+    # Nothing can be divided if nothing came before, nothing came now, or there is nothing to stop at.
     given, skip = params.get("stop") or [], bool(params.get("skip_special_tokens"))
     stops = [stop for stop in ([given] if isinstance(given, str) else given) if stop]
     meta = output["meta_info"]
@@ -117,6 +118,7 @@ def divided_stop(
     Returns:
         The number of new ids up to its end, and the stop string. None if there is none.
     """
+    # Only the last tokens before the request can be the beginning of a stop string.
     longest = max(len(stop.encode()) for stop in stops) + _MARGIN
     tail = [*before[-longest:]]
     known = len(decode(tail).rstrip(UNFINISHED))

@@ -42,6 +42,7 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """
     state = GenerateState(args)
     state.eval_rollout_id = rollout_id
+    # All groups of all data sets run at once; the semaphore of the state limits the requests.
     plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
         config.name: [asyncio.ensure_future(_generated(args, state, group, config)) for group in groups]

@@ -62,6 +62,7 @@ async def generate_and_rm(
     """
     EVALUATION.set(evaluation)
     state = GenerateState(args)
+    # A group from the buffer may have some finished samples.
     if sample.status in _FINISHED:
         mask_earlier_rollouts(state, sample)
         _check_scored(args, sample)
@@ -94,6 +95,7 @@ async def generate_and_rm_group(
     EVALUATION.set(evaluation)
     state = GenerateState(args)
     _assign_sessions(state.seed, group, purpose)
+    # The list form gets all samples in one call, otherwise each sample has a task.
     with trace_span(group, "generate_and_rm_group"):
         unfinished = [entry for entry in group if isinstance(entry, Sample) and entry.status not in _FINISHED]
         functions = {generate_function(args, sample) for sample in unfinished}
@@ -201,6 +203,7 @@ async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> 
         result = [await _sample_hooks(args, sample, evaluation) for sample in result]
     else:
         result = await _sample_hooks(args, result, evaluation)
+    # Groups that are scored as a whole get their rewards when all of their samples are there.
     if scores_whole_groups(args) or _is_aborted(result):
         return result
     if isinstance(result, list):

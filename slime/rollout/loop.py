@@ -233,6 +233,7 @@ class RolloutLoop:
     # --- judging -----------------------------------------------------------------------------
 
     def _judge(self, item: _InFlightGroup) -> None:
+        # Counted in any case, whatever becomes of the group.
         group = item.group
         leaves = flatten(group)
         self._notify("generated", group)
@@ -296,6 +297,7 @@ class RolloutLoop:
 
     async def _hand_back(self) -> None:
         """Return the groups that the rollout does not need to the data source, in the order of submission."""
+        # Unfinished groups end first: by themselves if the run is deterministic, otherwise by an abort.
         in_flight = self.in_flight.values()
         tasks = [item.task for item in in_flight if item.task is not None and not item.task.done()]
         if tasks and self.deterministic:  # how far an aborted group got would depend on time, so let all of them finish
@@ -304,6 +306,7 @@ class RolloutLoop:
                 raise TimeoutError(self._deadline_report())
         elif tasks:
             await abort_and_drain(self.args, tasks, self.deadline)
+        # What was generated is kept as far as the flags allow.
         back = []
         for item in in_flight:
             self._raise(item)
@@ -316,6 +319,7 @@ class RolloutLoop:
                 self.counts.aborted += 1
                 group = continuable(group, item.original, self.settings.partial_rollout)
             back.append(group)
+        # Groups that never started follow, in the order in which they were fetched.
         back += self.unstarted
         self._clear()
         for sample in flatten(back):

@@ -135,6 +135,7 @@ class Conversation:
         if self.state.aborted and not self.evaluation:
             sample.status = Sample.Status.ABORTED
             return None
+        # A new turn needs room and must be allowed; otherwise an interrupted turn goes on.
         if last is None or last["end"] is not None:
             if self.left <= 0 and not sample.response_length:
                 without_room(self.state, sample)
@@ -214,6 +215,7 @@ class Conversation:
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
+        # The model may have sampled the end-of-turn token itself.
         tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
         if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:
             after = after.removeprefix(state.tokenizer.decode(tokens[:1]))  # _append writes its text

@@ -72,6 +72,7 @@ class StreamedAnswer:
         return "".join(self._parts)
 
     def add(self, chunk: GenerateOutput) -> None:
+        # Cumulative chunks replace what is there, others are appended.
         meta, text = chunk["meta_info"], chunk["text"]
         scored = meta.get("output_token_logprobs") or []
         nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
@@ -137,6 +138,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
     """
     import aiohttp
 
+    # The address is read in each attempt: a router that was started again may have another one.
     url = get_model_url(state.args)
     headers = {"Content-Type": "application/json", **auth_headers(url), **(routing_headers(state, sample) or {})}
     try:
@@ -144,6 +146,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
             if response.status != 200:
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
+                # A lost engine is no error if tokens have arrived: generation continues from them.
                 if isinstance(chunk, dict) and "error" in chunk:
                     failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", status_of(chunk["error"]))
                     if answer.meta is None or not failure.retryable:

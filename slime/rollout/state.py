@@ -208,6 +208,7 @@ class GenerateState:
 
     def _start(self, args: Args) -> None:
         self._args = _reference(args)
+        # Limits of a sequence, which differ between rollouts and evaluations.
         self.served = served_context(args)
         self._contexts = {
             False: context_limit(args, args.rollout_max_context_len),

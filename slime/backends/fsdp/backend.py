@@ -64,6 +64,7 @@ class FsdpBackend(SharedBackend):
         read: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(args, role, rank, world_size, device)
+        # Groups of ranks: those with other samples, and with context parallelism those with other tokens of them.
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
@@ -76,6 +77,8 @@ class FsdpBackend(SharedBackend):
             mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
             data, self.context_group = mesh.get_group("data"), mesh.get_group("context")
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
+        # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of passes replace its mixed
+        # precision.
         self.scorer, builder = build_scorer(args, role, device, world_size, read)
         self.builder = replace(builder, context_group=self.context_group)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
@@ -87,6 +90,7 @@ class FsdpBackend(SharedBackend):
             keep = not args.fsdp_reshard_after_forward
             away = device if args.fsdp_cpu_offload else None
             self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
+        # The optimizer comes before the copies, because these stay on the accelerator only if there is room beside it.
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
@@ -168,6 +172,7 @@ class FsdpBackend(SharedBackend):
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
+        # All backward passes are queued before any number is read, so that the accelerator never waits for the host.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
@@ -178,6 +183,7 @@ class FsdpBackend(SharedBackend):
                 parts.append(self.backward_pass(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
+        # In float16 a step whose gradients overflowed is left out, and the scale of the next loss is halved.
         scale = self.optimizer.loss_scale
         self.optimizer.unscale()
         metrics = self.finish_step(shares, batch, step, scheduled, trained)

@@ -22,7 +22,7 @@ from slime.backends.fsdp.hf_weights import DTYPES, VARLEN, read_checkpoint, requ
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.low_precision import quantize_base, use_float8
 from slime.backends.offload import copied_to
-from slime.backends.trainable import lora_settings, select_trainable
+from slime.backends.trainable import Patterns, lora_settings, select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
@@ -55,6 +55,8 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
+    # What is read, and by whom. Ranks other than the first build the model without memory, so they need the names of
+    # the conversions that rank 0 found in the checkpoint.
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
     lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
@@ -63,31 +65,30 @@ def build_scorer(
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
         what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
         raise ModelError(f"{what}: use --attn-implementation eager")
+    # The packed attention and the layers with a state are compared with plain transformers once, on the rank that has
+    # the weights. A wrong kernel would train without an error.
     stateful = packed and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         _check(policy, _builder(model, check_device(device, stateful), *layout))
+    # Kernels are exchanged before adapters are added and layers compiled, which both wrap what they find.
     if device.type == "cuda" and args.train_dtype == "bfloat16":
-        fuse(bool(args.compile_layers))
-        use_grouped_experts(model)
-        if stateful and args.compile_layers:
-            use_compiled_convolutions(model.modules())
-            use_compiled_norms(model.modules())
+        _use_kernels(model, stateful, bool(args.compile_layers))
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
+    # Parameters are selected by their names in the checkpoint before the casts, which treat trained and frozen ones
+    # differently.
     scorer: Scorer = ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
-    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
-    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
-    patterns = args.only_train_params_name_list, args.freeze_params_name_list
-    select_trainable(held, list(names.values()), *patterns, "value_head." if role == "critic" else None)
-    freeze_untrained(model)
+    _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
+    # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit products.
     if args.lora_base_quantization:
         quantize_base(decoder_layers(model), args.lora_base_quantization, device)
     if lora is not None or args.bf16_master_weights:
         _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
     if args.float8_training:
         use_float8(decoder_layers(model), args.float8_training)
+    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is fixed.
     if args.gradient_checkpointing:
         block = args.megatron.get("recompute_method") == "block"
         count = args.megatron.get("recompute_num_layers") if block else None
@@ -101,6 +102,24 @@ def build_scorer(
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
+
+
+def _use_kernels(model: PreTrainedModel, stateful: bool, compiled: bool) -> None:
+    """Exchange the kernels of transformers' layers for faster ones on a GPU."""
+    fuse(compiled)
+    use_grouped_experts(model)
+    if stateful and compiled:
+        use_compiled_convolutions(model.modules())
+        use_compiled_norms(model.modules())
+
+
+def _select(scorer: Scorer, model: PreTrainedModel, only: Patterns, freeze: Patterns) -> None:
+    """Freeze what the patterns, and the kinds of layers, say is not trained."""
+    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
+    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
+    head = "value_head." if isinstance(scorer, ValueScorer) else None
+    select_trainable(held, list(names.values()), only, freeze, head)
+    freeze_untrained(model)
 
 
 def _check(policy: PolicyScorer, builder: InputBuilder) -> None:
@@ -235,6 +254,7 @@ def shard(
     if dtype != torch.float32:
         reduce_dtype = dtype if reduce_in_bf16 and dtype == torch.bfloat16 else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    # The values of rank 0 are kept by name, because FSDP replaces the parameters.
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()

@@ -198,6 +198,7 @@ class ScheduledAdamW:
         seconds for a large model."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
+        # Vectors (norms, biases) get no weight decay, as in Megatron. torch refuses a group without parameters.
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
         groups: list[dict[str, Any]] = [
@@ -205,6 +206,8 @@ class ScheduledAdamW:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
+        # torchao's AdamW has states of its own; they are created here, so that a snapshot can be read before the first
+        # step.
         betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_eps
         self.small = args.optimizer_8bit or args.bf16_master_weights
         self.adam: torch.optim.Optimizer

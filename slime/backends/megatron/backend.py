@@ -61,6 +61,7 @@ class MegatronBackend(SharedBackend):
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
+        # Groups of ranks. The sums over samples and over shares of the loss need two of them.
         self.layout = ParallelLayout.from_args(args)
         if problems := self.layout.problems():
             raise MegatronError("; ".join(problems))
@@ -70,6 +71,7 @@ class MegatronBackend(SharedBackend):
         with_context = mpu.get_data_parallel_group(with_context_parallel=True)
         self.reduce = DataParallelReduce(data.size(), device, data, context)
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
+        # The model with its weights, and what builds packs for it.
         if args.custom_megatron_init_path:
             load_function(args.custom_megatron_init_path)(args)
         fuse(bool(args.compile_layers))
@@ -87,6 +89,7 @@ class MegatronBackend(SharedBackend):
             chunk_size=args.log_probs_chunk_size,
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
+        # Optimizer, adapter, copies and saved state, each of which needs the ones before it.
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         adapters = self.model.adapters
         self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
@@ -152,6 +155,7 @@ class MegatronBackend(SharedBackend):
         if args.custom_megatron_before_train_step_hook_path:
             hook = load_function(args.custom_megatron_before_train_step_hook_path)
             hook(args, batch.get("rollout_id"), step, self.chunks, self.optimizer.chained, self.optimizer.scheduler)
+        # Gradients are in Megatron's buffers, which its optimizer does not clear.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -162,6 +166,7 @@ class MegatronBackend(SharedBackend):
             targets = micro.scoring.targets
             return self.share_of_loss(batch, micro.indices, step, scores, targets, micro.response_index)
 
+        # Only the last stage has losses. All stages need them, because each checks that they are finite.
         shares: dict[str, float] = {}
         with self._routed(batch, "replay"):
             for metrics in self._run(batch, trained, scoring, share, forward_only=False):

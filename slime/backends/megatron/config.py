@@ -107,6 +107,7 @@ def transformer_config(
         raise MegatronError("; ".join(problems))
     activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
     fields = _fields_from(settings, cls)
+    # The layout comes from slime's own reading of the flags, which also checked it.
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
     fields |= {
@@ -145,11 +146,19 @@ def transformer_config(
         # With two stages and the default settings, messages of neighboring stages are mixed up without an error.
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
-    if moe:
+    _adapt_fields(fields, settings)
+    fields |= _recompute(settings, args.gradient_checkpointing)
+    return cls(**fields)
+
+
+def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
+    """Change the fields for experts, latent attention and norms over all heads."""
+    # Experts: no auxiliary loss, which RL does not use, and no bias updates unless a flag asks for them.
+    if settings.get("num_experts"):
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         fields.pop("moe_router_bias_update_rate", None)
         fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
-    if latent:
+    if settings.get("multi_latent_attention"):
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}
         fields["q_lora_rank"] = settings.get("q_lora_rank")
@@ -158,8 +167,6 @@ def transformer_config(
         fields["qk_layernorm"] = False
     if settings.get("qk_norm_over_heads"):
         fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
-    fields |= _recompute(settings, args.gradient_checkpointing)
-    return cls(**fields)
 
 
 def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:

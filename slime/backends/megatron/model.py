@@ -202,6 +202,7 @@ def build_chunk(
     """
     if settings.get("tp_comm_overlap"):
         require_one_node(mpu.get_tensor_model_parallel_group())
+    # Without interleaved pipelines, Megatron must not be asked about model chunks.
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
@@ -218,11 +219,13 @@ def build_chunk(
         share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
+    # What Megatron computes for padded batches is replaced by modules that compute packs.
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary, window_rotary)
     if model.pre_process and settings.get("embedding_scale"):
         model.embedding.register_forward_hook(Scale(settings["embedding_scale"]))
     _adapt(model, config)
+    # The last stage scores response tokens, or values them for a critic, instead of returning all logits.
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer

@@ -38,6 +38,7 @@ class ScheduledOptimizer:
     """
 
     def __init__(self, args: Args, role: str, chunks: list[DistributedDataParallel]) -> None:
+        # Megatron's optimizer; with an offload, part of its main parameters and moments are in CPU memory.
         schedule = LrSchedule.from_args(args, role)
         config = optimizer_config(args, schedule.max_lr, schedule.min_lr)
         self.chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
@@ -57,6 +58,7 @@ class ScheduledOptimizer:
         self.clip_grad = args.clip_grad
         self.steps = self._steps_since_reset = 0
         given = args.megatron
+        # Megatron's scheduler counts steps of one sample here, which is the same if all steps have one size.
         increase = given.get("weight_decay_incr_style") or "constant"
         self.scheduler = OptimizerParamScheduler(
             self.chained,

@@ -84,6 +84,7 @@ class RoutingReplay:
     @contextmanager
     def during(self, batch: RankBatch, mode: Mode) -> Iterator[Around]:
         """Record or replay in one pass over a batch. The result is the argument ``around`` of ``run_schedule``."""
+        # Choices are kept in the batch, since several passes over it replay those that the first one recorded.
         if self.from_engine and ROUTING not in batch:
             batch[ROUTING] = self._of_engine(batch)
         store: list[np.ndarray | None] = batch.setdefault(ROUTING, [None] * len(batch["tokens"]))
@@ -103,6 +104,7 @@ class RoutingReplay:
             for _, replay in replays:
                 replay.mode = replay.target = replay.recorded = None
 
+        # A pass that ended early leaves targets that no backward pass has asked for.
         yield around
         for replays in self.of_chunk.values():
             for _, replay in replays:

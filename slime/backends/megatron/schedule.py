@@ -77,6 +77,7 @@ class PackBuilder:
     def build(self, batch: RankBatch, indices: Sequence[int], scoring: Scoring) -> MicroBatch:
         """Build the pack of the samples at ``indices``. ``scoring`` has the requested outputs; rows and targets are
         added to it."""
+        # A rank without samples takes part in the collectives of a pass with a dummy of two tokens.
         indices = list(indices)
         tokens = [batch["tokens"][i].numpy() for i in indices] or [torch.zeros(2, dtype=torch.long).numpy()]
         lengths = [int(batch["response_lengths"][i]) for i in indices] or [1]

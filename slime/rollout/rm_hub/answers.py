@@ -63,6 +63,7 @@ def as_number(text: str) -> Fraction | None:
 
     A percent sign is dropped, so that ``5%`` equals the label ``5``.
     """
+    # Signs around a number that do not change its value.
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
     plain = re.sub("[€£¥₹]", "", plain).replace("\\!", "").replace("{,}", ",")
     plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -229,15 +230,18 @@ def same_answer(gold: str, answer: str) -> bool | None:
     An answer without a unit equals a label with one, and the other way round; two different units are never equal.
     """
     gold, answer = (_BASE_TEN.sub("", _LAST_MARK.sub("", text.strip("` "))) for text in (gold, answer))
+    # Units decide first: no value is equal in two different units.
     wanted, found = _quantity(gold), _quantity(answer)
     if _units_differ(wanted, found):
         return False
+    # Equal normal forms are equal answers, unless they say so of two different variables.
     normal, other = normalize_math(gold), normalize_math(answer)
     if normal and normal == other:
         variables = {match[1] for match in map(_VARIABLE.match, (gold, answer)) if match}
         return len(variables) < 2
     if _BASE.search(gold.strip("$ ")) or _BASE.search(answer.strip("$ ")):
         return _braced(gold) == _braced(answer)  # math-verify would ignore the base
+    # Numbers are compared by value, and names such as dates and ranges by their text.
     gold_value, value = _number(wanted.value), _number(found.value)
     if gold_value is not None and value is not None:
         return gold_value == value
@@ -245,6 +249,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     name = _name(found.value, ":" if ":" in gold_name else "-")
     if not _NUMBER.fullmatch(gold_name) and (_LABEL_NAME.fullmatch(gold_name) or _ANSWER_NAME.fullmatch(name)):
         return gold_name == name
+    # What a symbolic parser would get wrong: words as products of letters, letters of another case, sets as tuples.
     words = normal.isalpha() and other.isalpha() and (len(normal) > 3 or "\\text" in gold)
     kinds = [(_SET, _TUPLE), (_TUPLE, _SET)]
     if words or normal.lower() == other.lower() or any(a.fullmatch(normal) and b.fullmatch(other) for a, b in kinds):

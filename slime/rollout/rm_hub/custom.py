@@ -183,6 +183,7 @@ async def call_bounded(
     Raises:
         RewardTimeout: The function took longer, or blocked the event loop of the rewards for longer.
     """
+    # A thread of a synchronous function cannot be ended. Too many that hang mean that more would hang as well.
     count = threads or default_workers()
     left_threads[:] = [thread for thread in left_threads if thread.is_alive()]
     if not is_async(fn) and len(left_threads) >= MOST_LEFT:
@@ -190,6 +191,7 @@ async def call_bounded(
             f"{MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
             "more are started. Give them time limits, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
         )
+    # A call whose loop another call blocked begins again on a new loop, within bounds.
     for _ in range(_MOST_STARTS):
         host = _current(count)
         call = _Call(functools.partial(fn, *args, **keywords), not is_async(fn), limit)

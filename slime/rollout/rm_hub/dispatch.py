@@ -66,6 +66,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     Raises:
         ValueError: The function returned another number of rewards than it got samples.
     """
+    # One function for all samples: that of the run, or the one that all of them name.
     own = {sample.custom_rm_path for sample in samples}
     names_none = own <= {None}
     path = args.custom_rm_path if names_none else (own.pop() if len(own) == 1 else None)
@@ -117,6 +118,7 @@ def load_reward(path: str) -> Any:
 
 async def by_type(args: Args, sample: Sample) -> Any:
     """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is ignored."""
+    # The type: that of the row before that of the run.
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(
@@ -131,6 +133,7 @@ async def by_type(args: Args, sample: Sample) -> Any:
         )
     if reward_type.needs_label and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
+    # What is judged: the text without end tokens, and nothing that the model said while it still reasoned.
     scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
     if not reward_type.reads_reasoning or name.startswith(BOXED):
         opened = opened_reasoning(local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample)
@@ -139,6 +142,7 @@ async def by_type(args: Args, sample: Sample) -> Any:
     if name.startswith(BOXED):
         boxed = last_boxed(after_thinking(scored.response))
         scored.response = "" if boxed is None else reward_type.boxed(boxed, scored.response)
+    # The reward of a plug-in may be async and may take the arguments or not.
     takes_args = "args" in parameters(reward_type.score)[0]
     result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
     reward = await result if inspect.isawaitable(result) else result
