@@ -182,9 +182,6 @@ def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
             f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
             f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
         )
-    divided = settings.get("sequence_parallel") or settings.get("num_experts") or settings.get("multi_latent_attention")
-    if settings.get("tp_comm_overlap") and layout.tp > 1 and not divided:
-        problems.append("--tp-comm-overlap overlaps the communication of sequence parallelism: add --sequence-parallel")
     # The gate is read without a call of its module, and Megatron waits for weights when their module is called.
     overlap = settings.get("moe_shared_expert_overlap") and settings.get("overlap_param_gather")
     if settings.get("moe_shared_expert_gate") and overlap:
