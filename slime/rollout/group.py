@@ -304,27 +304,14 @@ class GroupGenerator(Protocol):
         """
 
 
-class LocalGenerator:
-    """Generates in this process."""
-
-    async def generate(
-        self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
-    ) -> Group:
-        if not evaluation:
-            # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
-            TIMELINE.set(GenerateState(args).schedule)
-        return await generate_and_rm_group(args, group, params, evaluation, purpose)
-
-    async def abort(self) -> None:
-        """Groups of this process read the flag itself."""
-
-
-_LOCAL = LocalGenerator()
-
-
-def generator_of(args: Args) -> GroupGenerator:
-    """Return what generates the groups of the run in this process."""
-    return GenerateState(args).generator or _LOCAL
+async def _generate_once(args: Args, group: Group, params: SamplingParams, evaluation: bool, purpose: str) -> Group:
+    state = GenerateState(args)
+    if state.generator is not None:
+        return await state.generator.generate(args, group, params, evaluation=evaluation, purpose=purpose)
+    if not evaluation:
+        # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
+        TIMELINE.set(state.schedule)
+    return await generate_and_rm_group(args, group, params, evaluation, purpose)
 
 
 async def generate_to_the_end(
@@ -345,10 +332,11 @@ async def generate_to_the_end(
         original: The group before generation.
         on_continue: Called with the group each time before it continues.
     """
-    state, generator, tries = GenerateState(args), generator_of(args), 0
+    state = GenerateState(args)
+    tries = 0
     while True:
         before = _tokens(group)
-        group = await generator.generate(args, group, params, evaluation=evaluation, purpose=purpose)
+        group = await _generate_once(args, group, params, evaluation, purpose)
         if (state.aborted and not evaluation) or not _is_aborted(group):
             return group
         if on_continue is not None:
