@@ -43,9 +43,9 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     state = GenerateState(args)
     state.eval_rollout_id = rollout_id
     # All groups of all data sets run at once; the semaphore of the state limits the requests.
-    plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
+    plans = [(config, eval_groups(state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
-        config.name: [asyncio.ensure_future(_generated(args, state, group, config)) for group in groups]
+        config.name: [asyncio.ensure_future(_generated(state, group, config)) for group in groups]
         for config, groups in plans
     }
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
@@ -54,10 +54,10 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data={config.name: _results(config, done[config.name], key) for config, _ in plans})
 
 
-async def _generated(args: Args, state: GenerateState, group: Group, config: EvalDatasetConfig) -> Group:
+async def _generated(state: GenerateState, group: Group, config: EvalDatasetConfig) -> Group:
     params = state.stopping_at_media(eval_sampling_params(config))
     purpose = f"eval {config.name}"
-    return await generate_to_the_end(args, group, snapshot(group), params, evaluation=True, purpose=purpose)
+    return await generate_to_the_end(state, group, snapshot(group), params, evaluation=True, purpose=purpose)
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
@@ -83,15 +83,15 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
+def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
-    for i, prompt in enumerate(_dataset(args.hf_checkpoint, state, config).samples):
+    for i, prompt in enumerate(_dataset(state, config).samples):
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
             sample = deep_copy(prompt)
             sample.group_index, sample.index = i, i * (config.n_samples_per_eval_prompt or 1) + k
-            _override(args, config, sample)
+            _override(state.args, config, sample)
             group.append(sample)
         groups.append(group)
     return groups
@@ -132,8 +132,8 @@ def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
         sample.generate_function_path = config.custom_generate_function_path
 
 
-def _dataset(checkpoint: str, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
-    key = orjson.dumps([checkpoint, asdict(config)], default=str)
+def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
+    key = orjson.dumps([state.args.hf_checkpoint, asdict(config)], default=str)
     if key not in state.eval_datasets:
         make = config.prompt_maker()
         if make.apply_chat_template or make.max_length is not None:

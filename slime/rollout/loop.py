@@ -196,7 +196,7 @@ class RolloutLoop:
         """Generate and score a group. Returns it finished, or partial if the rollout aborted it."""
         tell = functools.partial(self._notify, "continued")
         params = self.state.sampling_params
-        return packed(await generate_to_the_end(self.args, group, original, params, on_continue=tell))
+        return packed(await generate_to_the_end(self.state, group, original, params, on_continue=tell))
 
     def _ready(self) -> bool:
         """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""

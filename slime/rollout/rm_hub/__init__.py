@@ -21,6 +21,7 @@ _NAMES = {
     "f1_score": "f1.f1_score",
     "get_deepscaler_rule_based_reward": "deepscaler.get_deepscaler_rule_based_reward",
     "grade_answer_verl": "math_utils.grade_answer_verl",
+    "scores_whole_groups": "dispatch.scores_whole_groups",
 }
 
 

@@ -21,7 +21,7 @@ from slime.plugins.compat.megatron.checkpoints import MegatronLmWeights, differi
 from slime.weights.dcp_metadata import UnsafeMetadataError
 from slime.weights.hf_folder import HfFolder
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 sys.path += [str(CHECKOUT / "tests" / "models"), str(CHECKOUT / "tests" / "backends")]
 sys.path.append(str(CHECKOUT / "tests" / "backends" / "megatron"))
 from tiny_checkpoints import llama_config, save_model  # noqa: E402
