@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from slime.backends.loss import is_max_metric
-from slime.models.context_parallel import sum_over
+from slime.models.segments import sum_over
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The values of ``--train-dtype``."""

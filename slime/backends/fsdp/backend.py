@@ -42,8 +42,8 @@ from slime.config.args import Args
 from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.models.decoder import decoder_layers
 from slime.models.inputs import ModelInputs
+from slime.models.loading import decoder_layers
 from slime.models.scorer import PolicyScorer, ValueScorer
 
 

@@ -25,13 +25,13 @@ from slime.backends.fsdp.low_precision import rounded_weights
 from slime.config.args import Args
 from slime.config.initial_weights import InitialWeights
 from slime.config.megatron_checkpoint import megatron_lm_folder
-from slime.models.folder import cached_folder
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model
 from slime.models.lora import lora_layers
 from slime.models.packed_attention import NAME as PACKED
-from slime.registry import find
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.models.shards import cached_folder
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
+from slime.weights.torch_dist import open_megatron_lm
 
 VARLEN = "varlen"
 
@@ -99,7 +99,7 @@ def load_full_model(
     weights = None
     if megatron_lm_folder(path):
         if not empty:
-            weights = find("checkpoint", "megatron_lm")(path, how.hf_checkpoint, how.model_name, how.trust)
+            weights = open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
         path = how.hf_checkpoint
     attention: str | dict[str, str] = PACKED
     if how.implementation not in (None, VARLEN):

@@ -41,10 +41,10 @@ from slime.config.hooks import load_function
 from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.models.folder import resolve_folder
 from slime.models.fused import fuse
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.models.shards import resolve_folder
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,9 @@ from slime.config.layout import ParallelLayout
 from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
-from slime.registry import find
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.family import moe_layers
-from slime.weights.maps.registry import family_of, not_divided
-from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
+from slime.weights.maps.family import family_of, moe_layers, not_divided
+from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_megatron_lm, read_meta
 
 
 class TrainedModel:
@@ -122,10 +120,8 @@ class TrainedModel:
     def read_weights(self, path: str) -> None:
         """Read a Hugging Face folder, or a Megatron checkpoint of any layout, into the parameters."""
         folder = megatron_folder(path)
-        if megatron_lm_folder(path):
-            args = self.args
-            read = find("checkpoint", "megatron_lm")
-            self.weights.load(read(path, args.hf_checkpoint, args.model_name, args.trust_remote_code))
+        if foreign := megatron_lm_folder(path):
+            self.weights.load(read_megatron_lm(foreign, self.family, self.hf_config.to_dict()))
         elif folder is None:
             if self.rank == 0:  # the driver could check the folder only if it had the files
                 check_checkpoint(path, self.args.trust_remote_code)

@@ -14,8 +14,8 @@ from launch import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import save_family
 
-from slime.plugins.compat.megatron.checkpoints import open_megatron_lm
 from slime.weights.hf_folder import HfFolder
+from slime.weights.torch_dist import open_megatron_lm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "weights"))
 from megatron_lm_folders import stacked, their_names, write

@@ -1,1 +1,0 @@
-"""Checkpoints that Megatron-LM wrote."""
