@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Sequence, Set
 
 from slime.config.hf_config import read_chat_template
-from slime.data.engine_meta import decode_int32
 from slime.data.sample import Sample
+from slime.data.token_fields import decode_int32
 from slime.data.tokenizers import end_ids, load_tokenizer
 from slime.rollout.state import GenerateState
 from slime.types import GenerateOutput, MetaInfo, SamplingParams, Tokenizer

@@ -23,7 +23,7 @@ from slime.config.rollout import context_limit, served_context
 from slime.config.seeds import derive_seed
 from slime.data.sample import Group, Sample
 from slime.data.tokenizers import end_ids, load_processor, load_tokenizer
-from slime.engines.plan import engine_count
+from slime.engines.launch import engine_count
 from slime.rollout.weight_timeline import WeightTimeline
 from slime.types import SamplingParams, Tokenizer
 

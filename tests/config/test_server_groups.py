@@ -14,7 +14,7 @@ from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.facts import Run
 from slime.config.idle_flags import idle_flags
 from slime.config.machine import Machine
-from slime.engines.plan import plan_engines
+from slime.engines.launch import plan_engines
 from slime.rollout.state import concurrency
 
 TWO_MODELS = """

@@ -102,7 +102,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("slime.rollout.rm_hub.math_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
     ("slime.rollout.rm_hub.math_dapo_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
     ("slime.rollout.rm_hub.deepscaler", "slime.plugins.compat.reward_helpers"): "a documented import path",
-    ("slime.plugins.agents.environments.registry", "slime.environments.base"): "the name that a message tells users",
+    ("slime.plugins.agents.environments.base", "slime.environments.base"): "the name that a message tells users",
     (
         "slime.engines.sglang_api",
         "slime.plugins.delta.loader",

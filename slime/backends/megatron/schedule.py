@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 from slime.backends.loss_inputs import Scores
 from slime.backends.megatron.model import PolicyModel, Scoring
 from slime.backends.megatron.modules import Pack
-from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
-from slime.data.packing import PackLayout, build_pack
+from slime.data.packing import PackLayout, build_context_pack, build_pack
 from slime.models.segments import PackSegments, to_device
 
 
