@@ -20,8 +20,7 @@ READ_BY_SLIME = frozenset(
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     virtual_pipeline_model_parallel_size recompute_activations start_weight_decay end_weight_decay
     weight_decay_incr_style accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_distributed_optimizer
-    swiglu quick_geglu use_gated_attention spec optimizer_cpu_offload optimizer_offload_fraction
-    tp_comm_overlap""".split()  # noqa: SIM905
+    swiglu quick_geglu use_gated_attention spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
 """Flags that the Megatron backend reads itself, or that repeat values of config.json."""
 
@@ -60,6 +59,7 @@ them."""
 
 _NO_GRAPHS = "packs vary in shape, so there are no CUDA graphs"
 PERFORMANCE: dict[str, str] = {
+    "tp_comm_overlap": "tensor-parallel ranks exchange rows before and after the products of matrices",
     "use_precision_aware_optimizer": "Adam's moments and the main weights are kept in float32",
     **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "tokens go to experts by all-to-all"),
     **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _NO_GRAPHS),

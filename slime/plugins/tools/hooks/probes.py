@@ -20,7 +20,7 @@ from slime.data.value_files import read_state, write_state
 from slime.plugins.tools.hooks.bench import Bench, one_step
 from slime.plugins.tools.hooks.guard import Hook, check_signature, guarded, not_async, wrong
 from slime.plugins.tools.hooks.probes_generate import agent, check_groups, generate, rollout, sample_hook
-from slime.rollout.hooks import call, parameters, supported_kwargs
+from slime.rollout.base_types import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 if TYPE_CHECKING:
@@ -176,10 +176,11 @@ def reward(bench: Bench, fn: Hook) -> str:
 
 
 def _model_rewards(bench: Bench, fn: type, samples: list[Sample]) -> tuple[list[Any], float]:
-    from slime.rollout.rm_hub import batched_async_rm, model_rm
+    from slime.rollout.rm_hub import custom
+    from slime.rollout.rm_hub.dispatch import batched_async_rm
 
     try:
-        model_rm.check_class(fn, bench.args.rm_model_path)
+        custom.check_class(fn, bench.args.rm_model_path)
     except (TypeError, ValueError) as error:
         raise wrong(fn, str(error)) from error
     compute: Hook = getattr(fn, "compute_reward")  # noqa: B009 - of a user's class, which mypy does not know
@@ -333,7 +334,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
 
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.backends.loss import LossSettings, compute_loss
-    from slime.backends.token_batch import TokenBatch
+    from slime.backends.loss_inputs import TokenBatch
 
     not_async(fn)
     args = bench.args.with_values(**settings)

@@ -17,8 +17,7 @@ from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import LAST, Bench, Request, ScriptedEngine
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, guarded, wrong
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.settings import request_params
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, request_params
 from slime.types import SamplingParams
 
 TOOL_TURNS = (  # common forms of tool calls besides <tool_call>, all of them harmless if they are executed
