@@ -341,9 +341,8 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     # Random logits for the response tokens of the samples, as a model would give them.
-    targets = torch.cat(
-        [t[len(t) - n :] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)]
-    ).long()
+    both = zip(batch["tokens"], batch["response_lengths"], strict=True)
+    targets = torch.cat([t[len(t) - n :] for t, n in both]).long()
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(targets), len(bench.tokenizer), generator=generator).requires_grad_()
     table = torch.log_softmax(logits, -1)
@@ -358,7 +357,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     # The loss of a run with its backward pass, as one micro-batch.
     loss_settings = LossSettings.from_args(args)
 
-    def both() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward_and_backward() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
         if value.dim() != 0:
             raise wrong(fn, f"the loss has the shape {tuple(value.shape)}, but it must be a scalar")
@@ -367,7 +366,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
         value.backward()
         return value.detach(), metrics
 
-    value, metrics = guarded(fn, both, bench.limit).result
+    value, metrics = guarded(fn, forward_and_backward, bench.limit).result
     # What came out of it.
     if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
         raise wrong(fn, f"the loss {float(value):g} or its gradient is not finite")
