@@ -1,4 +1,4 @@
-"""Whole runs in one process (``--inline``): how their engine is reached. :data:`slime.config.rules.INLINE` says what
+"""Whole runs in one process (``--inline``): how their engine is reached. :data:`slime.config.rules` says what
 they cannot do."""
 
 from __future__ import annotations

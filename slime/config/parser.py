@@ -24,10 +24,10 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
-from slime.config.idle_flags import idle_flags
 from slime.config.machine import this_machine
 from slime.config.megatron_flags import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
+from slime.config.rules import idle_flags
 from slime.config.settings import apply_file, redacted, set_value
 from slime.config.trainer import drop_other_model
 

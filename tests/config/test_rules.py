@@ -9,10 +9,8 @@ from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
 from slime.config.facts import FACTS, Run
-from slime.config.idle_flags import IDLE, NOTICES
 from slime.config.machine import Machine
-from slime.config.rule import Rule, holding, look_up
-from slime.config.rules import RULES
+from slime.config.rules import IDLE, NOTICES, RULES, Rule, holding, look_up
 
 ROWS = [*RULES, *NOTICES, *IDLE]
 ALL = [
