@@ -72,42 +72,29 @@ SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParse
 class AgentConfig:
     _title = "agents"
 
-    agent_function_path: str | None = hook_flag(
-        "Agent program as a function run(task), sync or async, that calls the model at "
-        "task.openai_base_url or task.anthropic_base_url and returns a reward or None"
-    )
-    agent_command: str | None = flag(
-        None,
-        help="Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
-        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)",
-    )
-    agent_env: list[str] | None = flag(
-        None,
-        kind="list",
-        help="Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, "
-        "PYTHONPATH and the like. API keys and tokens are passed only if they are named here",
-    )
-    agent_timeout: float = flag(
-        1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
-    )
-    agent_tool_parser: str = flag(
-        "auto",
-        help="Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25, "
-        "qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser "
-        "of the installed SGLang, or the path of the user's own class",
-    )
-    agent_reasoning_parser: str = flag(
-        "auto",
-        help="Parser that separates reasoning from the answer in responses: auto (by the chat template and the "
-        "tokenizer), none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
-    )
-    agent_constrained_decoding: bool = flag(
-        False,
-        help="Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens "
-        "are trained only with --allow-truncated-sampling. By default an answer that does not comply is "
-        "an error for the agent",
-    )
-    agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
+    agent_function_path: str | None = hook_flag()
+    """Agent program as a function run(task), sync or async, that calls the model at task.openai_base_url or
+    task.anthropic_base_url and returns a reward or None"""
+    agent_command: str | None = None
+    """Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)"""
+    agent_env: list[str] | None = flag(None, kind="list")
+    """Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, PYTHONPATH
+    and the like. API keys and tokens are passed only if they are named here"""
+    agent_timeout: float = flag(1800.0, above=0)
+    """Deadline in seconds for an agent program; a sample that takes longer is left out"""
+    agent_tool_parser: str = "auto"
+    """Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25,
+    qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser of the
+    installed SGLang, or the path of the user's own class"""
+    agent_reasoning_parser: str = "auto"
+    """Parser that separates reasoning from the answer in responses: auto (by the chat template and the tokenizer),
+    none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral"""
+    agent_constrained_decoding: bool = False
+    """Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens are trained
+    only with --allow-truncated-sampling. By default an answer that does not comply is an error for the agent"""
+    agent_host: str = "127.0.0.1"
+    """Address of this machine at which agent programs reach the endpoint"""
 
 
 def derive_agent(args: Args) -> None:

@@ -24,65 +24,51 @@ DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 class AlgorithmConfig:
     _title = "algorithm"
 
-    advantage_estimator: str = flag(
-        "grpo",
-        kind_of_part="algorithm",
-        or_hook=True,
-        help="Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic",
-    )
-    loss_type: str = flag(
-        "policy_loss",
-        choices=("policy_loss", "sft_loss", "custom_loss"),
-        help="Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path",
-    )
-    custom_loss_function_path: str | None = hook_flag("Loss function for --loss-type custom_loss")
-    custom_advantage_function_path: str | None = hook_flag(
-        "Function that computes advantages instead of --advantage-estimator"
-    )
-    custom_pg_loss_reducer_function_path: str | None = hook_flag(
-        "Function that averages the policy loss over tokens and samples. Default: the mean over samples"
-    )
+    advantage_estimator: str = flag("grpo", kind_of_part="algorithm", or_hook=True)
+    """Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic"""
+    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"))
+    """Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path"""
+    custom_loss_function_path: str | None = hook_flag()
+    """Loss function for --loss-type custom_loss"""
+    custom_advantage_function_path: str | None = hook_flag()
+    """Function that computes advantages instead of --advantage-estimator"""
+    custom_pg_loss_reducer_function_path: str | None = hook_flag()
+    """Function that averages the policy loss over tokens and samples. Default: the mean over samples"""
     compute_advantages_and_returns: bool = flag(
-        True,
-        option="--disable-compute-advantages-and-returns",
-        kind="negative",
-        help="Do not compute advantages and returns, as for SFT or a custom loss",
+        True, option="--disable-compute-advantages-and-returns", kind="negative"
     )
-    eps_clip: float = flag(0.2, low=0, help="Lower clip range (epsilon) of the importance ratio in the policy loss")
-    eps_clip_high: float = flag(
-        DERIVED, low=0, help="Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"
-    )
-    eps_clip_c: float | None = flag(
-        None, above=1, help="Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"
-    )
-    value_clip: float = flag(0.2, low=0, help="Clip range of the critic's values in the value loss")
-    entropy_coef: float = flag(0.0, help="Coefficient of the entropy bonus in the loss")
-    gamma: float = flag(1.0, low=0, high=1, help="Discount factor (gamma) of returns")
-    lambd: float = flag(1.0, low=0, high=1, help="Lambda of generalized advantage estimation (GAE)")
-    normalize_advantages: bool = flag(False, help="Whiten advantages over the batch (mean 0, standard deviation 1)")
-    grpo_std_normalization: bool = flag(
-        True,
-        option="--disable-grpo-std-normalization",
-        kind="negative",
-        help="Do not divide rewards by the standard deviation of their group, as in Dr. GRPO",
-    )
-    rewards_normalization: bool = flag(
-        True,
-        option="--disable-rewards-normalization",
-        kind="negative",
-        help="Train on raw rewards, without a group baseline",
-    )
-    overlong_buffer_len: int = flag(
-        0, low=0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
-    )
-    overlong_penalty: float = flag(
-        1.0,
-        help="Maximum overlong penalty, which is subtracted from the reward of a response of "
-        "--rollout-max-response-len tokens",
-    )
-    calculate_per_token_loss: bool = flag(False, help="Average the loss over tokens instead of over samples")
-    num_critic_only_steps: int = flag(0, low=0, help="Number of rollouts at the start that train only the critic")
-    use_rollout_entropy: bool = flag(False, help="Compute the entropy of the policy in the log-prob pass, as a metric")
+    """Do not compute advantages and returns, as for SFT or a custom loss"""
+    eps_clip: float = flag(0.2, low=0)
+    """Lower clip range (epsilon) of the importance ratio in the policy loss"""
+    eps_clip_high: float = flag(DERIVED, low=0)
+    """Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"""
+    eps_clip_c: float | None = flag(None, above=1)
+    """Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"""
+    value_clip: float = flag(0.2, low=0)
+    """Clip range of the critic's values in the value loss"""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus in the loss"""
+    gamma: float = flag(1.0, low=0, high=1)
+    """Discount factor (gamma) of returns"""
+    lambd: float = flag(1.0, low=0, high=1)
+    """Lambda of generalized advantage estimation (GAE)"""
+    normalize_advantages: bool = False
+    """Whiten advantages over the batch (mean 0, standard deviation 1)"""
+    grpo_std_normalization: bool = flag(True, option="--disable-grpo-std-normalization", kind="negative")
+    """Do not divide rewards by the standard deviation of their group, as in Dr. GRPO"""
+    rewards_normalization: bool = flag(True, option="--disable-rewards-normalization", kind="negative")
+    """Train on raw rewards, without a group baseline"""
+    overlong_buffer_len: int = flag(0, low=0)
+    """DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"""
+    overlong_penalty: float = 1.0
+    """Maximum overlong penalty, which is subtracted from the reward of a response of --rollout-max-response-len
+    tokens"""
+    calculate_per_token_loss: bool = False
+    """Average the loss over tokens instead of over samples"""
+    num_critic_only_steps: int = flag(0, low=0)
+    """Number of rollouts at the start that train only the critic"""
+    use_rollout_entropy: bool = False
+    """Compute the entropy of the policy in the log-prob pass, as a metric"""
 
 
 def derive_algorithm(args: Args) -> None:

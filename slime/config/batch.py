@@ -20,49 +20,33 @@ MIN_TOKEN_BUDGET = 4096
 class BatchConfig:
     _title = "batches"
 
-    rollout_batch_size: int = flag(32, low=1, help="Number of prompts per rollout")
-    n_samples_per_prompt: int = flag(
-        8, low=1, help="Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"
-    )
-    global_batch_size: int = flag(
-        DERIVED,
-        low=1,
-        help="Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt / "
-        "--num-steps-per-rollout",
-    )
-    num_steps_per_rollout: int = flag(
-        DERIVED, low=1, help="Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"
-    )
-    micro_batch_size: int = flag(
-        1, low=1, help="Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"
-    )
-    use_dynamic_batch_size: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless "
-        "--micro-batch-size is given or batches are padded (--attn-implementation)",
-    )
-    max_tokens_per_gpu: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
-        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at "
-        "least 4096",
-    )
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); "
-        "2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
-    )
-    balance_data: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. "
-        "Default: on with --use-dynamic-batch-size",
-    )
-    balance_by_flops: bool = flag(False, help="Synonym of --balance-data; needs --use-dynamic-batch-size")
-    data_pad_size_multiplier: int = flag(128, low=1, help="Pad each pack of sequences to a multiple of N tokens")
+    rollout_batch_size: int = flag(32, low=1)
+    """Number of prompts per rollout"""
+    n_samples_per_prompt: int = flag(8, low=1)
+    """Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"""
+    global_batch_size: int = flag(DERIVED, low=1)
+    """Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt /
+    --num-steps-per-rollout"""
+    num_steps_per_rollout: int = flag(DERIVED, low=1)
+    """Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"""
+    micro_batch_size: int = flag(1, low=1)
+    """Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"""
+    use_dynamic_batch_size: bool = flag(DERIVED, kind="toggle")
+    """Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless --micro-batch-size
+    is given or batches are padded (--attn-implementation)"""
+    max_tokens_per_gpu: int | None = flag(None, low=1)
+    """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, with
+    --deterministic or in float32, the longest prompt and response that the flags allow, but at least 4096"""
+    log_probs_max_tokens_per_gpu: int | None = flag(None, low=1)
+    """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); 2 to 4 times
+    --max-tokens-per-gpu usually fits. Default: the micro-batches of training"""
+    balance_data: bool = flag(DERIVED, kind="toggle")
+    """Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. Default:
+    on with --use-dynamic-batch-size"""
+    balance_by_flops: bool = False
+    """Synonym of --balance-data; needs --use-dynamic-batch-size"""
+    data_pad_size_multiplier: int = flag(128, low=1)
+    """Pad each pack of sequences to a multiple of N tokens"""
 
 
 def derive_batch(args: Args) -> list[str]:

@@ -34,63 +34,45 @@ MEGATRON = ("megatron.core", "'slime-rl[megatron]'")
 class ClusterConfig:
     _title = "cluster and resources"
 
-    actor_num_nodes: int = flag(1, low=1, high=MOST, help="Number of nodes for training")
-    actor_num_gpus_per_node: int = flag(
-        DERIVED,
-        low=1,
-        high=MOST,
-        help="Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer "
-        "if engines need their own), or 1 without GPUs",
-    )
-    rollout_num_gpus: int = flag(
-        DERIVED,
-        low=0,
-        high=MOST,
-        help="GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with "
-        "--colocate, otherwise the GPUs of one engine",
-    )
-    rollout_num_gpus_per_engine: int = flag(
-        1, low=1, high=MOST, help="GPUs per engine, which is its tensor parallel size"
-    )
-    colocate: bool = flag(False, help="Let the trainer and the engines share the same GPUs and take turns")
-    offload: bool = flag(False, help="Shorthand for --offload-train --offload-rollout")
-    offload_train: bool = flag(
-        DERIVED, kind="toggle", help="Move the trainer to CPU memory while it is idle. Default: on with --colocate"
-    )
-    offload_rollout: bool = flag(
-        DERIVED, kind="toggle", help="Release the engines' GPU memory during training. Default: on with --colocate"
-    )
-    distributed_timeout_minutes: int = flag(10, low=1, help="Deadline in minutes for a collective of torch.distributed")
-    threads_per_process: int | None = flag(
-        None, low=1, help="CPU threads of each trainer and engine process. Default: an equal share of the cores"
-    )
-    train_env_vars: dict[str, str] = flag({}, help="Environment variables of the training processes, as a JSON object")
-    inline: bool = flag(
-        False,
-        kind="toggle",
-        help="Run everything in one process on one device, without Ray, for debugging; the numbers are the "
-        "same. One training rank and one engine",
-    )
-    use_fault_tolerance: bool = flag(
-        False,
-        help="Continue without engines that die, hang or cannot be reached, and restart them. Without this "
-        "flag the run ends with a report",
-    )
-    max_restarts: int = flag(
-        DERIVED,
-        low=0,
-        help="Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the "
-        "driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
-    )
-    rollout_health_check_interval: float = flag(
-        30.0, above=0, help="Seconds between two health checks of an engine, each of which generates tokens"
-    )
-    rollout_health_check_timeout: float = flag(
-        30.0, above=0, help="Deadline in seconds for the answer to a health check"
-    )
-    rollout_health_check_first_wait: float = flag(
-        0.0, low=0, help="Seconds to wait before the first health check after each pause of the checks"
-    )
+    actor_num_nodes: int = flag(1, low=1, high=MOST)
+    """Number of nodes for training"""
+    actor_num_gpus_per_node: int = flag(DERIVED, low=1, high=MOST)
+    """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer if engines
+    need their own), or 1 without GPUs"""
+    rollout_num_gpus: int = flag(DERIVED, low=0, high=MOST)
+    """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with --colocate,
+    otherwise the GPUs of one engine"""
+    rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST)
+    """GPUs per engine, which is its tensor parallel size"""
+    colocate: bool = False
+    """Let the trainer and the engines share the same GPUs and take turns"""
+    offload: bool = False
+    """Shorthand for --offload-train --offload-rollout"""
+    offload_train: bool = flag(DERIVED, kind="toggle")
+    """Move the trainer to CPU memory while it is idle. Default: on with --colocate"""
+    offload_rollout: bool = flag(DERIVED, kind="toggle")
+    """Release the engines' GPU memory during training. Default: on with --colocate"""
+    distributed_timeout_minutes: int = flag(10, low=1)
+    """Deadline in minutes for a collective of torch.distributed"""
+    threads_per_process: int | None = flag(None, low=1)
+    """CPU threads of each trainer and engine process. Default: an equal share of the cores"""
+    train_env_vars: dict[str, str] = flag({})
+    """Environment variables of the training processes, as a JSON object"""
+    inline: bool = flag(False, kind="toggle")
+    """Run everything in one process on one device, without Ray, for debugging; the numbers are the same. One
+    training rank and one engine"""
+    use_fault_tolerance: bool = False
+    """Continue without engines that die, hang or cannot be reached, and restart them. Without this flag the run
+    ends with a report"""
+    max_restarts: int = flag(DERIVED, low=0)
+    """Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the driver has
+    died. Default: 3 with --use-fault-tolerance, otherwise 0"""
+    rollout_health_check_interval: float = flag(30.0, above=0)
+    """Seconds between two health checks of an engine, each of which generates tokens"""
+    rollout_health_check_timeout: float = flag(30.0, above=0)
+    """Deadline in seconds for the answer to a health check"""
+    rollout_health_check_first_wait: float = flag(0.0, low=0)
+    """Seconds to wait before the first health check after each pause of the checks"""
 
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:

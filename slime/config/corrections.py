@@ -16,79 +16,66 @@ if TYPE_CHECKING:
 class KlConfig:
     _title = "KL to the reference"
 
-    use_kl_loss: bool = flag(False, help="Add the KL divergence from the reference model to the loss")
-    kl_loss_coef: float = flag(0.0, help="Coefficient of the KL divergence in the loss; needs --use-kl-loss")
-    kl_loss_type: str = flag(
-        DERIVED,
-        choices=("k1", "k2", "k3", "low_var_kl"),
-        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). "
-        "In the loss k1 does not regularise",
-    )
-    kl_coef: float = flag(0.0, help="Coefficient of the KL divergence in the reward; excludes --kl-loss-coef")
-    use_unbiased_kl: bool = flag(
-        False, help="Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"
-    )
-    ref_update_interval: int | None = flag(
-        None, low=1, help="Number of rollouts between copies of the actor to the reference model. Default: never"
-    )
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference model to the loss"""
+    kl_loss_coef: float = 0.0
+    """Coefficient of the KL divergence in the loss; needs --use-kl-loss"""
+    kl_loss_type: str = flag(DERIVED, choices=("k1", "k2", "k3", "low_var_kl"))
+    """Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss k1
+    does not regularise"""
+    kl_coef: float = 0.0
+    """Coefficient of the KL divergence in the reward; excludes --kl-loss-coef"""
+    use_unbiased_kl: bool = False
+    """Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"""
+    ref_update_interval: int | None = flag(None, low=1)
+    """Number of rollouts between copies of the actor to the reference model. Default: never"""
 
 
 @dataclass
 class OffPolicyConfig:
     _title = "off-policy correction and routing replay"
 
-    use_rollout_logprobs: bool = flag(False, help="Use the engine's log-probs as the old policy; excludes --use-tis")
-    use_tis: bool = flag(
-        DERIVED,
-        help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
-        "Default: on with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size "
-        "or --partial-rollout",
-    )
-    tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
-    tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
-    custom_tis_function_path: str | None = hook_flag(
-        "Function that computes the importance weights of --use-tis, such as IcePop or MIS"
-    )
-    get_mismatch_metrics: bool = flag(
-        False, help="Only log the mismatch of trainer and engine; needs --custom-tis-function-path"
-    )
-    use_opsm: bool = flag(False, help="Mask sequences with negative advantage from which the policy has drifted (OPSM)")
-    opsm_delta: float = flag(
-        1e-4, low=0, help="Mean log-prob difference per token above which --use-opsm masks a sequence"
-    )
-    use_routing_replay: bool = flag(
-        False,
-        help="Megatron: route tokens in training to the same experts as in the pass that computed the old log-probs",
-    )
-    use_rollout_routing_replay: bool = flag(
-        False,
-        help="Megatron with SGLang: route tokens in training to the same experts as in the engine; implies "
-        "--use-routing-replay",
-    )
+    use_rollout_logprobs: bool = False
+    """Use the engine's log-probs as the old policy; excludes --use-tis"""
+    use_tis: bool = flag(DERIVED)
+    """Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. Default: on
+    with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size or --partial-rollout"""
+    tis_clip: float = 2.0
+    """Upper bound of the truncated importance ratio (--use-tis)"""
+    tis_clip_low: float = flag(0.0, low=0)
+    """Lower bound of the truncated importance ratio (--use-tis)"""
+    custom_tis_function_path: str | None = hook_flag()
+    """Function that computes the importance weights of --use-tis, such as IcePop or MIS"""
+    get_mismatch_metrics: bool = False
+    """Only log the mismatch of trainer and engine; needs --custom-tis-function-path"""
+    use_opsm: bool = False
+    """Mask sequences with negative advantage from which the policy has drifted (OPSM)"""
+    opsm_delta: float = flag(1e-4, low=0)
+    """Mean log-prob difference per token above which --use-opsm masks a sequence"""
+    use_routing_replay: bool = False
+    """Megatron: route tokens in training to the same experts as in the pass that computed the old log-probs"""
+    use_rollout_routing_replay: bool = False
+    """Megatron with SGLang: route tokens in training to the same experts as in the engine; implies
+    --use-routing-replay"""
 
 
 @dataclass
 class DistillationConfig:
     _title = "on-policy distillation"
 
-    use_opd: bool = flag(False, help="On-policy distillation: train on the reverse KL divergence from a teacher")
-    opd_type: str | None = flag(
-        None,
-        choices=("sglang", "megatron"),
-        help="Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron: the trainer "
-        "(of either backend) loads it from --opd-teacher-load",
-    )
-    opd_kl_coef: float = flag(1.0, help="Coefficient of the reverse KL divergence from the teacher (--use-opd)")
-    opd_teacher_load: str | None = path_flag(
-        "Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model"
-    )
+    use_opd: bool = False
+    """On-policy distillation: train on the reverse KL divergence from a teacher"""
+    opd_type: str | None = flag(None, choices=("sglang", "megatron"))
+    """Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron: the trainer (of
+    either backend) loads it from --opd-teacher-load"""
+    opd_kl_coef: float = 1.0
+    """Coefficient of the reverse KL divergence from the teacher (--use-opd)"""
+    opd_teacher_load: str | None = path_flag()
+    """Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model"""
     opd_teacher_ckpt_step: int | None = flag(
-        None,
-        low=0,
-        help="Iteration of the teacher's checkpoint",
-        status="refused",
-        reason="name the folder of that iteration with --opd-teacher-load",
+        None, low=0, status="refused", reason="name the folder of that iteration with --opd-teacher-load"
     )
+    """Iteration of the teacher's checkpoint"""
 
 
 def derive_corrections(args: Args, asynchronous: bool) -> None:

@@ -28,62 +28,46 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 class DataConfig:
     _title = "data"
 
-    prompt_data: str | None = path_flag(
-        "File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train; "
-        "path@[a:b] selects a slice of its rows"
-    )
-    input_key: str = flag("prompt", help="Column of the prompt, which is a text or a list of messages")
-    label_key: str | None = flag(
-        "label", help="Column of the label that rewards compare responses with; it may be absent"
-    )
-    metadata_key: str = flag("metadata", help="Column of the sample's metadata, which is an object or a JSON string")
-    tool_key: str = flag("tools", help="Column of the tool schemas for the chat template")
-    multimodal_keys: dict[str, str] | None = flag(
-        None, help='JSON object that maps media types to columns, such as {"image": "images"}. Default: text only'
-    )
-    apply_chat_template: bool = flag(False, help="Render messages with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON object of additional chat template arguments")
-    num_rollout: int | None = flag(
-        None, low=0, help="Total number of rollouts, each generated and then trained. Default: one epoch"
-    )
-    num_epoch: int | None = flag(
-        None,
-        low=1,
-        help="Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. "
-        "Default: 1",
-    )
-    start_rollout_id: int | None = flag(
-        None, low=0, help="Number of the first rollout. Default: the one after the loaded snapshot, or 0"
-    )
-    rollout_shuffle: bool = flag(False, help="Shuffle the prompts in each epoch")
-    rollout_seed: int = flag(42, help="Random seed for shuffling prompts and for sampling tokens")
-    rollout_global_dataset: bool = flag(
-        True,
-        option="--disable-rollout-global-dataset",
-        kind="negative",
-        help="Do not read --prompt-data; the class in --data-source-path provides the prompts",
-    )
-    data_source_path: str = flag(
-        DEFAULT_DATA_SOURCE, kind="hook", help="Class of the data source, which provides the prompts"
-    )
-    buffer_filter_path: str | None = hook_flag(
-        "Function that selects groups from the data source's buffer. Default: the oldest groups first"
-    )
-    num_data_workers: int = flag(
-        0,
-        low=0,
-        help="Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager",
-    )
-    streaming_data: bool = flag(
-        False,
-        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. "
-        "Only the first 10,000 rows are checked before the start",
-    )
-    loss_mask_type: str = flag(
-        "qwen",
-        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        help="Chat format by which the loss mask of SFT samples is computed",
-    )
+    prompt_data: str | None = path_flag()
+    """File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train;
+    path@[a:b] selects a slice of its rows"""
+    input_key: str = "prompt"
+    """Column of the prompt, which is a text or a list of messages"""
+    label_key: str | None = "label"
+    """Column of the label that rewards compare responses with; it may be absent"""
+    metadata_key: str = "metadata"
+    """Column of the sample's metadata, which is an object or a JSON string"""
+    tool_key: str = "tools"
+    """Column of the tool schemas for the chat template"""
+    multimodal_keys: dict[str, str] | None = None
+    """JSON object that maps media types to columns, such as {"image": "images"}. Default: text only"""
+    apply_chat_template: bool = False
+    """Render messages with the tokenizer's chat template"""
+    apply_chat_template_kwargs: dict[str, Any] = flag({})
+    """JSON object of additional chat template arguments"""
+    num_rollout: int | None = flag(None, low=0)
+    """Total number of rollouts, each generated and then trained. Default: one epoch"""
+    num_epoch: int | None = flag(None, low=1)
+    """Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. Default: 1"""
+    start_rollout_id: int | None = flag(None, low=0)
+    """Number of the first rollout. Default: the one after the loaded snapshot, or 0"""
+    rollout_shuffle: bool = False
+    """Shuffle the prompts in each epoch"""
+    rollout_seed: int = 42
+    """Random seed for shuffling prompts and for sampling tokens"""
+    rollout_global_dataset: bool = flag(True, option="--disable-rollout-global-dataset", kind="negative")
+    """Do not read --prompt-data; the class in --data-source-path provides the prompts"""
+    data_source_path: str = flag(DEFAULT_DATA_SOURCE, kind="hook")
+    """Class of the data source, which provides the prompts"""
+    buffer_filter_path: str | None = hook_flag()
+    """Function that selects groups from the data source's buffer. Default: the oldest groups first"""
+    num_data_workers: int = flag(0, low=0)
+    """Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager"""
+    streaming_data: bool = False
+    """Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. Only the
+    first 10,000 rows are checked before the start"""
+    loss_mask_type: str = flag("qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"))
+    """Chat format by which the loss mask of SFT samples is computed"""
 
 
 def derive_data(args: Args) -> None:
@@ -127,48 +111,38 @@ def check_multimodal_keys(args: Args) -> list[str]:
 class EvalConfig:
     _title = "evaluation"
 
-    eval_interval: int | None = flag(None, low=1, help="Number of rollouts between evaluations. Default: no evaluation")
-    eval_prompt_data: list[str] | None = flag(
-        None,
-        kind="pairs",
-        metavar="NAME PATH",
-        help="Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated",
-    )
-    eval_config: str | None = path_flag("YAML file of evaluation data sets with their own settings")
-    eval_function_path: str = flag(
-        DERIVED,
-        kind="hook",
-        help="Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate",
-    )
-    skip_eval_before_train: bool = flag(False, help="Skip the evaluation before the first optimizer step")
-    eval_input_key: str = flag(DERIVED, help="Column of the prompt in evaluation data. Default: --input-key")
-    eval_label_key: str | None = flag(None, help="Column of the label in evaluation data. Default: --label-key")
-    eval_tool_key: str = flag(DERIVED, help="Column of the tool schemas in evaluation data. Default: --tool-key")
-    n_samples_per_eval_prompt: int = flag(1, low=1, help="Number of samples per evaluation prompt")
-    eval_temperature: float = flag(
-        DERIVED, low=0, help="Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"
-    )
-    eval_top_p: float = flag(
-        DERIVED, above=0, high=1, help="Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"
-    )
-    eval_top_k: int = flag(
-        DERIVED, low=1, off=-1, help="Top-k of evaluations; -1 disables it. Default: --rollout-top-k"
-    )
-    eval_max_response_len: int = flag(
-        DERIVED, low=1, help="Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"
-    )
-    eval_max_prompt_len: int | None = flag(
-        None, low=1, help="Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"
-    )
-    eval_min_new_tokens: int | None = flag(
-        None, low=0, help="Minimum number of tokens of a response in evaluations. Default: no minimum"
-    )
-    eval_max_context_len: int | None = flag(
-        None,
-        low=2,
-        help="Maximum number of tokens of prompt and response together in evaluations. Default: "
-        "--rollout-max-context-len",
-    )
+    eval_interval: int | None = flag(None, low=1)
+    """Number of rollouts between evaluations. Default: no evaluation"""
+    eval_prompt_data: list[str] | None = flag(None, kind="pairs", metavar="NAME PATH")
+    """Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated"""
+    eval_config: str | None = path_flag()
+    """YAML file of evaluation data sets with their own settings"""
+    eval_function_path: str = flag(DERIVED, kind="hook")
+    """Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate"""
+    skip_eval_before_train: bool = False
+    """Skip the evaluation before the first optimizer step"""
+    eval_input_key: str = flag(DERIVED)
+    """Column of the prompt in evaluation data. Default: --input-key"""
+    eval_label_key: str | None = None
+    """Column of the label in evaluation data. Default: --label-key"""
+    eval_tool_key: str = flag(DERIVED)
+    """Column of the tool schemas in evaluation data. Default: --tool-key"""
+    n_samples_per_eval_prompt: int = flag(1, low=1)
+    """Number of samples per evaluation prompt"""
+    eval_temperature: float = flag(DERIVED, low=0)
+    """Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"""
+    eval_top_p: float = flag(DERIVED, above=0, high=1)
+    """Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"""
+    eval_top_k: int = flag(DERIVED, low=1, off=-1)
+    """Top-k of evaluations; -1 disables it. Default: --rollout-top-k"""
+    eval_max_response_len: int = flag(DERIVED, low=1)
+    """Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"""
+    eval_max_prompt_len: int | None = flag(None, low=1)
+    """Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"""
+    eval_min_new_tokens: int | None = flag(None, low=0)
+    """Minimum number of tokens of a response in evaluations. Default: no minimum"""
+    eval_max_context_len: int | None = flag(None, low=2)
+    """Maximum number of tokens of prompt and response together in evaluations. Default: --rollout-max-context-len"""
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -237,53 +211,41 @@ SFT_LIKE = ("sft_loss", "custom_loss")
 class RewardConfig:
     _title = "reward"
 
-    rm_type: str | None = flag(
-        None,
-        help="Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the "
-        "prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no other flag "
-        "provides rewards",
-    )
-    math_answer: str = flag(
-        DERIVED,
-        choices=("boxed", "any"),
-        help="Where --rm-type math finds the answer: in the last \\boxed{} (boxed), or also after the last "
-        "####, else in the last expression (any). Default: boxed, or any if --rm-type is not given",
-    )
-    custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
-    rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
-    rm_url: str | None = flag(None, help="URL of the server that scores samples for --rm-type remote_rm")
-    group_rm: bool = flag(
-        False, help="Pass all samples of a group to the reward function at once instead of one by one"
-    )
-    reward_key: str | None = flag(None, help="Key of the training reward if rewards are dicts")
-    eval_reward_key: str | None = flag(None, help="Key of the evaluation reward if rewards are dicts (--reward-key)")
-    custom_reward_post_process_path: str | None = hook_flag(
-        "Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"
-    )
-    code_timeout: float = flag(
-        10.0, above=0, help="Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"
-    )
-    code_memory_mb: int = flag(
-        1024, low=64, help="Address space in MiB of a program (--rm-type code); one that needs more is wrong"
-    )
-    code_isolation: str = flag(
-        "full",
-        choices=("full", "process"),
-        help="Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see "
-        "slime/plugins/agents/sandbox.py",
-    )
-    reward_timeout: float = flag(
-        30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"
-    )
-    verifier_env: list[str] | None = flag(
-        None,
-        kind="list",
-        help="Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH "
-        "and the like, such as HF_TOKEN",
-    )
-    reward_workers: int | None = flag(
-        None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"
-    )
+    rm_type: str | None = None
+    r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the prefix
+    boxed_ (score the content of \boxed{}). Default: math if the rows have a label and no other flag provides
+    rewards"""
+    math_answer: str = flag(DERIVED, choices=("boxed", "any"))
+    r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last ####, else in
+    the last expression (any). Default: boxed, or any if --rm-type is not given"""
+    custom_rm_path: str | None = hook_flag()
+    """Function or class that computes rewards instead of --rm-type"""
+    rm_model_path: str | None = path_flag()
+    """Model that a class given as --custom-rm-path loads"""
+    rm_url: str | None = None
+    """URL of the server that scores samples for --rm-type remote_rm"""
+    group_rm: bool = False
+    """Pass all samples of a group to the reward function at once instead of one by one"""
+    reward_key: str | None = None
+    """Key of the training reward if rewards are dicts"""
+    eval_reward_key: str | None = None
+    """Key of the evaluation reward if rewards are dicts (--reward-key)"""
+    custom_reward_post_process_path: str | None = hook_flag()
+    """Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"""
+    code_timeout: float = flag(10.0, above=0)
+    """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
+    code_memory_mb: int = flag(1024, low=64)
+    """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
+    code_isolation: str = flag("full", choices=("full", "process"))
+    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see
+    slime/plugins/agents/sandbox.py"""
+    reward_timeout: float = flag(30.0, above=0)
+    """Deadline in seconds for scoring one sample; a later sample is left out"""
+    verifier_env: list[str] | None = flag(None, kind="list")
+    """Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH and the like,
+    such as HF_TOKEN"""
+    reward_workers: int | None = flag(None, low=1)
+    """Number of verifier processes. Default: half of the scoring machine's cores, at least 2"""
 
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:

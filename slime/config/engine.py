@@ -42,45 +42,34 @@ MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typ
 class EngineConfig:
     _title = "engines and router"
 
-    rollout_dtype: str = flag(
-        DERIVED,
-        choices=("float32", "bfloat16", "float16"),
-        help="Data type of the engines' weights. Default: --train-dtype",
-    )
-    use_router: bool = flag(False, help="Use sglang-router even if there is only one engine")
-    embedded_max_running_requests: int = flag(
-        64, low=1, help="Maximum number of requests that the embedded engine decodes at once"
-    )
-    embedded_max_total_tokens: int | None = flag(
-        None, low=1, help="Tokens in the embedded engine's KV cache. Default: chosen by available memory"
-    )
-    embedded_device: str = flag(DERIVED, help="Device of the embedded engine, cpu or cuda. Default: cuda if available")
-    sglang_router_ip: str | None = flag(
-        None, help="IP address of a router that already runs. Default: slime starts one"
-    )
-    sglang_router_port: int | None = flag(None, low=1, high=65535, help="Port of the router at --sglang-router-ip")
-    sglang_router_request_timeout_secs: int = flag(14400, low=1, help="Deadline of a request to the router in seconds")
-    sglang_server_concurrency: int = flag(512, low=1, help="Maximum number of concurrent requests per engine")
-    rollout_external_engine_addrs: list[str] | None = flag(
-        None,
-        help="Addresses host:port of inference servers that already run, which slime never stops. Default: "
-        "slime starts the engines",
-    )
-    sglang_config: str | None = path_flag(
-        "YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
-        "Default: one model and one kind of server"
-    )
-    prefill_num_servers: int | None = flag(
-        None,
-        low=1,
-        high=MOST,
-        help="Number of SGLang servers that only prefill; the others only decode. Default: all do both",
-    )
-    logprob_gap_threshold: float | None = flag(
-        None,
-        low=0,
-        help="Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type",
-    )
+    rollout_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
+    """Data type of the engines' weights. Default: --train-dtype"""
+    use_router: bool = False
+    """Use sglang-router even if there is only one engine"""
+    embedded_max_running_requests: int = flag(64, low=1)
+    """Maximum number of requests that the embedded engine decodes at once"""
+    embedded_max_total_tokens: int | None = flag(None, low=1)
+    """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
+    embedded_device: str = flag(DERIVED)
+    """Device of the embedded engine, cpu or cuda. Default: cuda if available"""
+    sglang_router_ip: str | None = None
+    """IP address of a router that already runs. Default: slime starts one"""
+    sglang_router_port: int | None = flag(None, low=1, high=65535)
+    """Port of the router at --sglang-router-ip"""
+    sglang_router_request_timeout_secs: int = flag(14400, low=1)
+    """Deadline of a request to the router in seconds"""
+    sglang_server_concurrency: int = flag(512, low=1)
+    """Maximum number of concurrent requests per engine"""
+    rollout_external_engine_addrs: list[str] | None = None
+    """Addresses host:port of inference servers that already run, which slime never stops. Default: slime starts the
+    engines"""
+    sglang_config: str | None = path_flag()
+    """YAML file that describes several served models, or groups of SGLang servers for prefill and decode. Default:
+    one model and one kind of server"""
+    prefill_num_servers: int | None = flag(None, low=1, high=MOST)
+    """Number of SGLang servers that only prefill; the others only decode. Default: all do both"""
+    logprob_gap_threshold: float | None = flag(None, low=0)
+    """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type"""
 
 
 def check_draft(args: Args) -> list[str]:

@@ -22,22 +22,14 @@ PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
 class EnvironmentConfig:
     _title = "environments"
 
-    environment: str | None = flag(
-        None,
-        metavar="NAME:WHAT?KEY=VALUE",
-        help="Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID, "
-        "verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark",
-    )
-    environment_timeout: float = flag(
-        60.0,
-        above=0,
-        help="Deadline in seconds for the beginning and each step of an episode of --environment, and for each "
-        "call of a tool of --mcp-server",
-    )
-    mcp_server: list[str] | None = flag(
-        None,
-        help="MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http URL",
-    )
+    environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
+    """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
+    verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
+    environment_timeout: float = flag(60.0, above=0)
+    """Deadline in seconds for the beginning and each step of an episode of --environment, and for each call of a
+    tool of --mcp-server"""
+    mcp_server: list[str] | None = None
+    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http URL"""
 
 
 def derive_environment(args: Args) -> None:

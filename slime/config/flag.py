@@ -1,14 +1,18 @@
-"""Command-line flags as dataclass fields. A field declares the default, type, help, choices and status of its flag."""
+"""Command-line flags as dataclass fields. A field declares the default, type, choices and status of its flag, and the
+string below the field is its help: one sentence for ``--help``."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +54,9 @@ class Flag:
     kind: Kind
     value_type: type  # int, float, str, bool or dict; the element type of lists
     default: Any
-    help: str
+    text: str  # the help, if it is not the string below the field
     group: str  # title of the dataclass it belongs to
+    section: type | None = None  # this dataclass
     fixed_choices: tuple[Any, ...] = ()
     kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
@@ -67,6 +72,13 @@ class Flag:
     or_hook: bool = False  # the path of the user's own function or class is also a valid value
 
     @property
+    def help(self) -> str:
+        """What the flag means. It is read from the source of the section when ``--help`` shows it."""
+        if self.text or self.section is None:
+            return self.text
+        return _strings_below_fields(self.section.__module__)[self.section.__name__, self.name]
+
+    @property
     def choices(self) -> tuple[Any, ...]:
         """The valid values; empty if all values of the type are valid."""
         return self.fixed_choices if self.kind_of_part is None else (*self.fixed_choices, *parts(self.kind_of_part))
@@ -80,10 +92,23 @@ class Flag:
         return self.kind in ("switch", "negative", "toggle")
 
 
+@functools.cache
+def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
+    """Return the string below each field of a module's classes, on one line, by the names of class and field."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    strings = {}
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, below in itertools.pairwise(section.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(text)):
+                    strings[section.name, name] = " ".join(str(text).split())
+    return strings
+
+
 def flag(
     default: object,
     *,
-    help: str,
+    help: str = "",
     option: str | None = None,
     kind: Kind | None = None,
     choices: Sequence[str | int] = (),
@@ -98,11 +123,12 @@ def flag(
     off: float | None = None,
     or_hook: bool = False,
 ) -> Any:
-    """Declare a field of a config dataclass as a flag.
+    """Declare a flag as a field of a config dataclass. A field with a plain default and no other property than its type
+    needs no call.
 
     Args:
         default: The value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
-        help: One sentence for ``--help``.
+        help: One sentence for ``--help``. Default: the string below the field.
         option: The option on the command line. Default: the field's name with dashes.
         kind: See :data:`Kind`. Default: inferred from the annotation.
         kind_of_part: The registered names of this kind of part (:mod:`slime.registry`) are valid besides ``choices``.
@@ -112,7 +138,7 @@ def flag(
     """
     meta = {
         "derived": isinstance(default, _Derived),
-        "help": help,
+        "text": help,
         "option": option,
         "kind": kind,
         "fixed_choices": tuple(choices),
@@ -132,14 +158,14 @@ def flag(
     return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
 
 
-def hook_flag(help: str) -> Any:
+def hook_flag() -> Any:
     """Declare a flag that names the user's own function or class. The default is None."""
-    return flag(None, help=help, kind="hook")
+    return flag(None, kind="hook")
 
 
-def path_flag(help: str) -> Any:
+def path_flag() -> Any:
     """Declare a flag that names a file or folder. The default is None."""
-    return flag(None, help=help, kind="path")
+    return flag(None, kind="path")
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -150,26 +176,23 @@ def flags_of(cls: type) -> dict[str, Flag]:
 @functools.cache
 def _flags_of(cls: type) -> dict[str, Flag]:
     hints = get_type_hints(cls)
-    groups = {
-        name: base.__dict__.get("_title", base.__name__)
-        for base in reversed(cls.__mro__)
-        for name in inspect.get_annotations(base)
-    }
+    sections = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
     return {
-        field.name: _make(field, hints[field.name], groups[field.name])
+        field.name: _make(field, hints[field.name], sections[field.name])
         for field in dataclasses.fields(cls)
-        if _KEY in field.metadata
+        if _KEY in field.metadata or "_title" in vars(sections[field.name])
     }
 
 
-def _make(field: dataclasses.Field[Any], hint: object, group: str) -> Flag:
-    meta = dict(field.metadata[_KEY])
+def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
+    meta = dict(field.metadata.get(_KEY) or flag(field.default).metadata[_KEY])
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type, container, optional = _unwrap(hint)
-    optional = optional or default is None
     meta["option"] = meta["option"] or "--" + field.name.replace("_", "-")
-    meta["kind"] = meta["kind"] or _infer_kind(value_type, container, optional, field.name)
-    return Flag(name=field.name, value_type=value_type, default=default, group=group, optional=optional, **meta)
+    meta["kind"] = meta["kind"] or _infer_kind(value_type, container, optional or default is None, field.name)
+    meta["group"] = vars(section).get("_title", section.__name__)
+    meta["optional"] = optional or default is None
+    return Flag(name=field.name, value_type=value_type, default=default, section=section, **meta)
 
 
 def _unwrap(hint: object) -> tuple[type, type | None, bool]:

@@ -33,60 +33,33 @@ _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rsl
 class LoraConfig:
     _title = "LoRA"
 
-    lora_rank: int = flag(
-        DERIVED,
-        low=0,
-        help="Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of "
-        "the adapter in --load, otherwise 0",
-    )
-    lora_alpha: float = flag(
-        DERIVED,
-        above=0,
-        help="Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32",
-    )
-    use_rslora: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, "
-        "otherwise off",
-    )
-    lora_dropout: float = flag(
-        0.0, low=0, high=0.99, help="Probability with which inputs of the adapter are zeroed in training steps"
-    )
-    lora_target_modules: list[str] = flag(
-        DERIVED,
-        help="Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or "
-        "by regular expressions for whole names; experts for all routed experts. Default: those of the "
-        "adapter in --load, otherwise all-linear",
-    )
-    lora_exclude_modules: list[str] | None = flag(
-        None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
-    )
-    lora_init: str = flag(
-        "kaiming",
-        choices=("kaiming", "gaussian"),
-        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard "
-        "deviation 1/rank",
-    )
-    lora_base_quantization: str | None = flag(
-        None,
-        choices=("int8", "nf4"),
-        help="FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits "
-        "(NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype",
-    )
-    lora_sync: str = flag(
-        DERIVED,
-        choices=("adapter", "merged"),
-        help="What a weight sync sends after the first one: the adapter, or weights with the adapter merged "
-        "into them. Default: adapter for embedded engines of the run unless --update-weight-transport is "
-        "disk, otherwise merged",
-    )
-    lora_export: str = flag(
-        "peft",
-        choices=("peft", "merged"),
-        help="What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged "
-        "into its weights",
-    )
+    lora_rank: int = flag(DERIVED, low=0)
+    """Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of the
+    adapter in --load, otherwise 0"""
+    lora_alpha: float = flag(DERIVED, above=0)
+    """Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32"""
+    use_rslora: bool = flag(DERIVED, kind="toggle")
+    """Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, otherwise
+    off"""
+    lora_dropout: float = flag(0.0, low=0, high=0.99)
+    """Probability with which inputs of the adapter are zeroed in training steps"""
+    lora_target_modules: list[str] = flag(DERIVED)
+    """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or by regular
+    expressions for whole names; experts for all routed experts. Default: those of the adapter in --load, otherwise
+    all-linear"""
+    lora_exclude_modules: list[str] | None = None
+    """Linear layers that have no adapter, named as in --lora-target-modules. Default: none"""
+    lora_init: str = flag("kaiming", choices=("kaiming", "gaussian"))
+    """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation 1/rank"""
+    lora_base_quantization: str | None = flag(None, choices=("int8", "nf4"))
+    """FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits (NormalFloat), through
+    torchao (QLoRA). Default: the base is in --train-dtype"""
+    lora_sync: str = flag(DERIVED, choices=("adapter", "merged"))
+    """What a weight sync sends after the first one: the adapter, or weights with the adapter merged into them.
+    Default: adapter for embedded engines of the run unless --update-weight-transport is disk, otherwise merged"""
+    lora_export: str = flag("peft", choices=("peft", "merged"))
+    """What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged into its
+    weights"""
 
 
 def adapter_file(path: str | None) -> dict[str, Any] | None:

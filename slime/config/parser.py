@@ -90,6 +90,9 @@ class _Help(argparse.HelpFormatter):
             return super()._format_action(action)
         return f"  {self._format_action_invocation(action):<44}  {self._expand_help(action)}\n"
 
+    def _expand_help(self, action: argparse.Action) -> str:
+        return help_text(FLAGS[action.dest]) if action.dest in FLAGS else super()._expand_help(action)
+
 
 @functools.cache
 def _own_parser(prog: str | None) -> FlagParser:
@@ -122,7 +125,7 @@ def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | N
 
 
 def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    shown = argparse.SUPPRESS if flag.status == "refused" else help_text(flag)
+    shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
     common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown}
     if flag.kind == "switch":
         group.add_argument(flag.option, action="store_const", const=True, **common)
@@ -157,16 +160,16 @@ def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.P
 
 
 def help_text(flag: Flag) -> str:
-    """Return the ``--help`` line of a flag: its meaning and its default. ``%`` is doubled, as argparse formats it."""
+    """Return the ``--help`` line of a flag: its meaning and its default."""
     if flag.kind == "negative" or flag.derived or "Default" in flag.help:
-        return flag.help.replace("%", "%%")
+        return flag.help
     if flag.is_bool:
         default = "on" if flag.default else "off"
     elif flag.default in (None, [], {}):
         default = "none"
     else:
         default = " ".join(map(str, flag.default)) if isinstance(flag.default, list) else str(flag.default)
-    return f"{flag.help} (default: {default})".replace("%", "%%")
+    return f"{flag.help} (default: {default})"
 
 
 def metavar(flag: Flag) -> str:

@@ -23,18 +23,12 @@ ignores names that it does not know. The scales would keep the values of uniniti
 class RolloutPrecisionConfig:
     _title = "precision of the engines"
 
-    rollout_quantization: str | None = flag(
-        None,
-        choices=("fp8",),
-        help="Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are "
-        "8-bit floats (E4M3). Turns on --use-tis",
-    )
-    rollout_quantization_scale: str = flag(
-        "block",
-        choices=("block", "channel", "tensor"),
-        help="What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights of an "
-        "output channel, or the whole tensor. SGLang can update only block",
-    )
+    rollout_quantization: str | None = flag(None, choices=("fp8",))
+    """Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are 8-bit floats
+    (E4M3). Turns on --use-tis"""
+    rollout_quantization_scale: str = flag("block", choices=("block", "channel", "tensor"))
+    """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights of an output
+    channel, or the whole tensor. SGLang can update only block"""
 
 
 def check_quantized_model(args: Args) -> list[str]:
@@ -55,38 +49,27 @@ def check_quantized_model(args: Args) -> list[str]:
 class TrainingPrecisionConfig:
     _title = "precision and memory of the trainer"
 
-    loss_scale: float | None = flag(
-        None, above=0, help="Constant scale of the loss in float16. Default: it follows the overflows of gradients"
-    )
-    initial_loss_scale: float = flag(65536.0, above=0, help="Scale of the loss in float16 at the start of a run")
-    min_loss_scale: float = flag(1.0, above=0, help="Smallest scale of the loss in float16")
-    loss_scale_window: int = flag(
-        1000, low=1, help="Optimizer steps without an overflow after which the scale of the loss in float16 is doubled"
-    )
-    float8_training: str | None = flag(
-        None,
-        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-        help="FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao, with "
-        "one scale per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)",
-    )
-    optimizer_8bit: bool = flag(
-        False,
-        help="FSDP: keep Adam's moments in 8 bits (torchao): 2 instead of 8 bytes per parameter",
-    )
-    bf16_master_weights: bool = flag(
-        False,
-        help="FSDP: keep master weights and gradients in bfloat16 and round updates stochastically (torchao): "
-        "4 instead of 8 bytes per parameter. Needs --train-dtype bfloat16",
-    )
-    offload_activations: bool = flag(
-        False,
-        help="FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their activations; "
-        "implies --gradient-checkpointing",
-    )
-    fsdp_cpu_offload: bool = flag(
-        False,
-        help="FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there",
-    )
+    loss_scale: float | None = flag(None, above=0)
+    """Constant scale of the loss in float16. Default: it follows the overflows of gradients"""
+    initial_loss_scale: float = flag(65536.0, above=0)
+    """Scale of the loss in float16 at the start of a run"""
+    min_loss_scale: float = flag(1.0, above=0)
+    """Smallest scale of the loss in float16"""
+    loss_scale_window: int = flag(1000, low=1)
+    """Optimizer steps without an overflow after which the scale of the loss in float16 is doubled"""
+    float8_training: str | None = flag(None, choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    """FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao, with one scale
+    per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)"""
+    optimizer_8bit: bool = False
+    """FSDP: keep Adam's moments in 8 bits (torchao): 2 instead of 8 bytes per parameter"""
+    bf16_master_weights: bool = False
+    """FSDP: keep master weights and gradients in bfloat16 and round updates stochastically (torchao): 4 instead of
+    8 bytes per parameter. Needs --train-dtype bfloat16"""
+    offload_activations: bool = False
+    """FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their activations; implies
+    --gradient-checkpointing"""
+    fsdp_cpu_offload: bool = False
+    """FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there"""
 
 
 _TORCHAO = ("float8_training", "optimizer_8bit", "bf16_master_weights")

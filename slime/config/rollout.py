@@ -26,105 +26,73 @@ OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 class RolloutConfig:
     _title = "rollout"
 
-    rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook", help="Function that generates a rollout")
-    rollout_workers: int = flag(
-        1,
-        low=1,
-        help="Processes that generate and score, for many engines; 1 does this in the rollout manager",
-    )
-    custom_generate_function_path: str | None = hook_flag(
-        "Function that generates one sample, for example over several turns or with tools. Default: one request "
-        "to an engine"
-    )
-    max_turns: int | None = flag(
-        None, low=1, help="Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"
-    )
-    rollout_temperature: float = flag(1.0, low=0, help="Sampling temperature of rollouts; must be above 0")
-    rollout_top_p: float = flag(
-        1.0,
-        above=0,
-        high=1,
-        help="Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains "
-        "tokens over the nucleus they were sampled from",
-    )
-    rollout_top_k: int = flag(
-        -1, low=1, off=-1, help="Top-k: number of most likely tokens to sample from; -1 disables it"
-    )
-    allow_truncated_sampling: bool = flag(
-        False,
-        help="Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of "
-        "--agent-constrained-decoding, with wrong importance ratios",
-    )
-    rollout_max_response_len: int = flag(1024, low=1, help="Maximum number of tokens of a response, per sample")
-    rollout_max_prompt_len: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1",
-    )
-    rollout_max_context_len: int | None = flag(
-        None,
-        low=2,
-        help="Maximum number of tokens of prompt and response together. Default and upper limit: the context length "
-        "of the engines (--sglang-context-length or the model's)",
-    )
-    rollout_skip_special_tokens: bool = flag(False, help="Remove special tokens from the text of responses")
-    rollout_stop: list[str] | None = flag(None, help="Strings that end a response")
-    rollout_stop_token_ids: list[int] | None = flag(
-        None, low=0, help="Token ids that end a response besides the model's own"
-    )
-    over_sampling_batch_size: int = flag(
-        DERIVED, low=1, help="Prompts that a rollout takes at a time. Default: --rollout-batch-size"
-    )
-    dynamic_sampling_filter_path: str | None = hook_flag(
-        "Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"
-    )
-    partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(
-        False,
-        help="Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights",
-    )
-    rollout_sample_hook_path: list[str] = flag(
-        [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
-    )
-    rollout_sample_filter_path: str | None = hook_flag(
-        "Function that marks samples of a finished rollout that are not to be trained"
-    )
-    rollout_all_samples_process_path: str | None = hook_flag(
-        "Function that is called with all groups of a rollout, including dropped ones"
-    )
-    rollout_data_postprocess_path: str | None = hook_flag(
-        "Function that is called in the trainer after advantages are computed, with the rank's training data"
-    )
-    custom_rollout_log_function_path: str | None = hook_flag(
-        "Function that logs the metrics of a rollout instead of the built-in one"
-    )
-    custom_eval_rollout_log_function_path: str | None = hook_flag(
-        "Function that logs the metrics of an evaluation instead of the built-in one"
-    )
-    custom_convert_samples_to_train_data_path: str | None = hook_flag(
-        "Function that converts samples to training data instead of the built-in one"
-    )
+    rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook")
+    """Function that generates a rollout"""
+    rollout_workers: int = flag(1, low=1)
+    """Processes that generate and score, for many engines; 1 does this in the rollout manager"""
+    custom_generate_function_path: str | None = hook_flag()
+    """Function that generates one sample, for example over several turns or with tools. Default: one request to an
+    engine"""
+    max_turns: int | None = flag(None, low=1)
+    """Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"""
+    rollout_temperature: float = flag(1.0, low=0)
+    """Sampling temperature of rollouts; must be above 0"""
+    rollout_top_p: float = flag(1.0, above=0, high=1)
+    """Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains tokens over the
+    nucleus they were sampled from"""
+    rollout_top_k: int = flag(-1, low=1, off=-1)
+    """Top-k: number of most likely tokens to sample from; -1 disables it"""
+    allow_truncated_sampling: bool = False
+    """Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of
+    --agent-constrained-decoding, with wrong importance ratios"""
+    rollout_max_response_len: int = flag(1024, low=1)
+    """Maximum number of tokens of a response, per sample"""
+    rollout_max_prompt_len: int | None = flag(None, low=1)
+    """Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1"""
+    rollout_max_context_len: int | None = flag(None, low=2)
+    """Maximum number of tokens of prompt and response together. Default and upper limit: the context length of the
+    engines (--sglang-context-length or the model's)"""
+    rollout_skip_special_tokens: bool = False
+    """Remove special tokens from the text of responses"""
+    rollout_stop: list[str] | None = None
+    """Strings that end a response"""
+    rollout_stop_token_ids: list[int] | None = flag(None, low=0)
+    """Token ids that end a response besides the model's own"""
+    over_sampling_batch_size: int = flag(DERIVED, low=1)
+    """Prompts that a rollout takes at a time. Default: --rollout-batch-size"""
+    dynamic_sampling_filter_path: str | None = hook_flag()
+    """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"""
+    partial_rollout: bool = False
+    """Continue groups that a rollout aborted at its end in a later rollout"""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights"""
+    rollout_sample_hook_path: list[str] = flag([], kind="repeat")
+    """Function that is called with each sample before it is scored; the flag can be repeated"""
+    rollout_sample_filter_path: str | None = hook_flag()
+    """Function that marks samples of a finished rollout that are not to be trained"""
+    rollout_all_samples_process_path: str | None = hook_flag()
+    """Function that is called with all groups of a rollout, including dropped ones"""
+    rollout_data_postprocess_path: str | None = hook_flag()
+    """Function that is called in the trainer after advantages are computed, with the rank's training data"""
+    custom_rollout_log_function_path: str | None = hook_flag()
+    """Function that logs the metrics of a rollout instead of the built-in one"""
+    custom_eval_rollout_log_function_path: str | None = hook_flag()
+    """Function that logs the metrics of an evaluation instead of the built-in one"""
+    custom_convert_samples_to_train_data_path: str | None = hook_flag()
+    """Function that converts samples to training data instead of the built-in one"""
 
 
 @dataclass
 class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
-    async_buffer_size: int = flag(
-        1,
-        low=1,
-        help="train_async.py: maximum number of rollouts that are in progress or wait while another is trained",
-    )
-    max_weight_staleness: int | None = flag(
-        None,
-        low=0,
-        help="Maximum number of steps between the weights that sampled a token and those that train on it "
-        "(train_async.py). Default: the bound implied by --async-buffer-size and "
-        "--update-weights-interval",
-    )
-    replay_schedule: str | None = path_flag(
-        "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"
-    )
+    async_buffer_size: int = flag(1, low=1)
+    """train_async.py: maximum number of rollouts that are in progress or wait while another is trained"""
+    max_weight_staleness: int | None = flag(None, low=0)
+    """Maximum number of steps between the weights that sampled a token and those that train on it (train_async.py).
+    Default: the bound implied by --async-buffer-size and --update-weights-interval"""
+    replay_schedule: str | None = path_flag()
+    """File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"""
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:

@@ -22,53 +22,36 @@ if TYPE_CHECKING:
 class RunConfig:
     _title = "run"
 
-    train_backend: str = flag(
-        DERIVED,
-        help="Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise fsdp",
-        choices=("fsdp", "megatron"),
-    )
-    rollout_backend: str = flag(
-        DERIVED,
-        help="Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is "
-        "installed, otherwise embedded",
-        kind_of_part="engine",
-    )
-    deterministic: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on the "
-        "CPU, nearly with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, "
-        "unless --partial-rollout is given",
-    )
-    seed: int = flag(
-        1234, help="Random seed of the trainer: weight initialisation, dropout and every other random choice"
-    )
-    output_dir: str = flag("outputs", kind="path", help="Parent folder of the runs, each of which has its own folder")
-    run_name: str = flag(
-        DERIVED, help="Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"
-    )
-    dry_run: bool = flag(
-        False,
-        help="Print what the run would do and end: settings, numbers of samples and steps, memory, the first "
-        "prompt, and the reward of its label's own answer",
-    )
-    override: str | None = path_flag(
-        "YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
-        "machine; the changes are printed"
-    )
-    custom_config_path: str | None = path_flag(
-        "YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks"
-    )
-    start_timeout: float = flag(900.0, above=0, help="Deadline in seconds for the start of an engine or of the trainer")
-    status_timeout: float = flag(
-        120.0,
-        low=0,
-        help="Seconds without an answer after which the rollout manager, a training rank or a stopped driver "
-        "counts as lost; 0 disables this",
-    )
-    phase_timeout: float = flag(
-        3600.0, above=0, help="Deadline in seconds for generating a rollout, training on it, or a weight sync"
-    )
+    train_backend: str = flag(DERIVED, choices=("fsdp", "megatron"))
+    """Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise fsdp"""
+    rollout_backend: str = flag(DERIVED, kind_of_part="engine")
+    """Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is installed,
+    otherwise embedded"""
+    deterministic: bool = flag(DERIVED, kind="toggle")
+    """Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on the CPU, nearly
+    with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, unless --partial-rollout is
+    given"""
+    seed: int = 1234
+    """Random seed of the trainer: weight initialisation, dropout and every other random choice"""
+    output_dir: str = flag("outputs", kind="path")
+    """Parent folder of the runs, each of which has its own folder"""
+    run_name: str = flag(DERIVED)
+    """Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"""
+    dry_run: bool = False
+    """Print what the run would do and end: settings, numbers of samples and steps, memory, the first prompt, and
+    the reward of its label's own answer"""
+    override: str | None = path_flag()
+    """YAML file of flag names and values that is applied after all other settings, to scale a recipe to a machine;
+    the changes are printed"""
+    custom_config_path: str | None = path_flag()
+    """YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks"""
+    start_timeout: float = flag(900.0, above=0)
+    """Deadline in seconds for the start of an engine or of the trainer"""
+    status_timeout: float = flag(120.0, low=0)
+    """Seconds without an answer after which the rollout manager, a training rank or a stopped driver counts as
+    lost; 0 disables this"""
+    phase_timeout: float = flag(3600.0, above=0)
+    """Deadline in seconds for generating a rollout, training on it, or a weight sync"""
 
 
 def derive_backends(args: Args, machine: Machine) -> None:
@@ -106,57 +89,43 @@ def _resumed_run(args: Args) -> str | None:
 class CheckpointConfig:
     _title = "checkpoints"
 
-    load: str | None = path_flag(
-        "Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with "
-        "initial weights"
-    )
-    save: str | None = path_flag(
-        "Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, "
-        "otherwise no snapshots"
-    )
-    save_interval: int | None = flag(
-        None, low=1, help="Number of rollouts between snapshots; the end of the run adds one. Default: no snapshots"
-    )
-    save_keep_last: int | None = flag(
-        None, low=1, help="Number of snapshots to keep. Default: all, or 1 with --save-retain-interval"
-    )
-    save_retain_interval: int | None = flag(
-        None, low=1, help="Keep one snapshot every N rollouts of those that --save-keep-last would delete"
-    )
-    save_hf: str | None = path_flag(
-        "Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
-        "is replaced by the rollout's number"
-    )
-    save_hf_dtype: str | None = flag(
-        None,
-        choices=("float32", "bfloat16", "source"),
-        help="Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4 or "
-        "INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained",
-    )
-    ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
-    ref_ckpt_step: int | None = flag(
-        None,
-        low=0,
-        help="Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker file",
-    )
-    ckpt_step: int | None = flag(None, low=0, help="Iteration of the snapshot to load from --load. Default: the latest")
-    no_save_optim: bool = flag(False, help="Leave the optimizer state out of snapshots")
-    no_load_optim: bool = flag(
-        False,
-        help="Do not load the optimizer and learning-rate schedule from the snapshot; start both from the beginning",
-    )
-    no_load_rng: bool = flag(False, help="Do not load the states of the random number generators from the snapshot")
-    finetune: bool = flag(False, help="Load only the weights from --load and start at rollout 0")
-    async_save: bool = flag(
-        False,
-        help="Write snapshots in the background. Each rank then keeps a copy of its training state in CPU memory",
-    )
-    ckpt_format: str = flag(
-        "torch_dist",
-        choices=("torch", "torch_dist"),
-        help="Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel layout, torch "
-        "(one file per rank) only with the same one",
-    )
+    load: str | None = path_flag()
+    """Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with initial
+    weights"""
+    save: str | None = path_flag()
+    """Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, otherwise no
+    snapshots"""
+    save_interval: int | None = flag(None, low=1)
+    """Number of rollouts between snapshots; the end of the run adds one. Default: no snapshots"""
+    save_keep_last: int | None = flag(None, low=1)
+    """Number of snapshots to keep. Default: all, or 1 with --save-retain-interval"""
+    save_retain_interval: int | None = flag(None, low=1)
+    """Keep one snapshot every N rollouts of those that --save-keep-last would delete"""
+    save_hf: str | None = path_flag()
+    """Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path is
+    replaced by the rollout's number"""
+    save_hf_dtype: str | None = flag(None, choices=("float32", "bfloat16", "source"))
+    """Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4 or INT8 of
+    compressed-tensors, MXFP4). Default: the dtype in which they are trained"""
+    ref_load: str = flag(DERIVED, kind="path")
+    """Reference model for the KL divergence. Default: --hf-checkpoint"""
+    ref_ckpt_step: int | None = flag(None, low=0)
+    """Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker file"""
+    ckpt_step: int | None = flag(None, low=0)
+    """Iteration of the snapshot to load from --load. Default: the latest"""
+    no_save_optim: bool = False
+    """Leave the optimizer state out of snapshots"""
+    no_load_optim: bool = False
+    """Do not load the optimizer and learning-rate schedule from the snapshot; start both from the beginning"""
+    no_load_rng: bool = False
+    """Do not load the states of the random number generators from the snapshot"""
+    finetune: bool = False
+    """Load only the weights from --load and start at rollout 0"""
+    async_save: bool = False
+    """Write snapshots in the background. Each rank then keeps a copy of its training state in CPU memory"""
+    ckpt_format: str = flag("torch_dist", choices=("torch", "torch_dist"))
+    """Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel layout, torch (one
+    file per rank) only with the same one"""
 
 
 def derive_checkpoints(args: Args) -> None:

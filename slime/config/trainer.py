@@ -29,80 +29,53 @@ if TYPE_CHECKING:
 class ModelConfig:
     _title = "model and trainer"
 
-    hf_checkpoint: str = flag(
-        DERIVED,
-        kind="path",
-        help="Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to "
-        "train. Default: --ref-load or --load if that is a Hugging Face folder",
-    )
-    model_name: str | None = flag(
-        None,
-        help="Megatron: model family that determines the names of weights, for a model_type that has no map of its "
-        "own. Default: the model_type of config.json",
-    )
-    trust_remote_code: bool = flag(False, help="Allow running Python code that is part of the checkpoint")
-    train_dtype: str = flag(
-        DERIVED,
-        choices=("float32", "bfloat16", "float16"),
-        help="Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU",
-    )
-    bf16: bool = flag(False, help="Megatron's spelling of --train-dtype bfloat16")
-    fp16: bool = flag(False, help="Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only")
-    attn_implementation: str | None = flag(
-        None,
-        help="Attention implementation of the trainer, by its name in transformers; all but varlen train "
-        "padded batches. Default: varlen, with an equivalent for the CPU",
-    )
-    gradient_checkpointing: bool = flag(
-        False, help="Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"
-    )
-    compile_layers: bool = flag(
-        DERIVED, kind="toggle", help="Compile layers and logits with torch.compile. Default: on with CUDA and Triton"
-    )
-    log_probs_chunk_size: int = flag(
-        -1, low=1, off=-1, help="Tokens per chunk when log-probs are computed from logits; -1: automatic"
-    )
-    share_prompt_in_pack: bool = flag(
-        True,
-        kind="toggle",
-        help="Store what samples of a group begin with once per pack: the same gradients in less time",
-    )
-    skip_zero_advantage_groups: bool = flag(
-        True, kind="toggle", help="Skip forward and backward passes of groups whose advantages are all 0"
-    )
-    only_train_params_name_list: list[str] | None = flag(
-        None, help="Regular expressions of parameter names; only matching parameters are trained. Default: all"
-    )
-    freeze_params_name_list: list[str] | None = flag(
-        None, help="Regular expressions of parameter names; matching parameters are not trained"
-    )
-    keep_old_actor: bool = flag(
-        False,
-        help="Compute the old log-probs with a copy of the weights that generated the samples. Refused in "
-        "train_async.py if samples can come from several weight versions",
-    )
-    fsdp_shard_size: int | None = flag(
-        None,
-        low=1,
-        help="FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are "
-        "sharded; it must divide the training ranks. Each such group holds a replica of the model. "
-        "Default: all training ranks",
-    )
-    fsdp_reshard_after_forward: bool = flag(
-        True,
-        kind="toggle",
-        help="FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward "
-        "keeps them for a whole optimizer step, for models that fit on every rank in --train-dtype",
-    )
-    fsdp_accumulate_unsharded_gradients: bool = flag(
-        False,
-        help="FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes "
-        "of memory per trained parameter",
-    )
-    deterministic_mode: bool = flag(False, help="Megatron's spelling of --deterministic")
-    megatron_config_path: str | None = path_flag(
-        "YAML file with flag values for one role, under the keys actor and critic"
-    )
+    hf_checkpoint: str = flag(DERIVED, kind="path")
+    """Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to train. Default:
+    --ref-load or --load if that is a Hugging Face folder"""
+    model_name: str | None = None
+    """Megatron: model family that determines the names of weights, for a model_type that has no map of its own.
+    Default: the model_type of config.json"""
+    trust_remote_code: bool = False
+    """Allow running Python code that is part of the checkpoint"""
+    train_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
+    """Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU"""
+    bf16: bool = False
+    """Megatron's spelling of --train-dtype bfloat16"""
+    fp16: bool = False
+    """Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only"""
+    attn_implementation: str | None = None
+    """Attention implementation of the trainer, by its name in transformers; all but varlen train padded batches.
+    Default: varlen, with an equivalent for the CPU"""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"""
+    compile_layers: bool = flag(DERIVED, kind="toggle")
+    """Compile layers and logits with torch.compile. Default: on with CUDA and Triton"""
+    log_probs_chunk_size: int = flag(-1, low=1, off=-1)
+    """Tokens per chunk when log-probs are computed from logits; -1: automatic"""
+    share_prompt_in_pack: bool = flag(True, kind="toggle")
+    """Store what samples of a group begin with once per pack: the same gradients in less time"""
+    skip_zero_advantage_groups: bool = flag(True, kind="toggle")
+    """Skip forward and backward passes of groups whose advantages are all 0"""
+    only_train_params_name_list: list[str] | None = None
+    """Regular expressions of parameter names; only matching parameters are trained. Default: all"""
+    freeze_params_name_list: list[str] | None = None
+    """Regular expressions of parameter names; matching parameters are not trained"""
+    keep_old_actor: bool = False
+    """Compute the old log-probs with a copy of the weights that generated the samples. Refused in train_async.py if
+    samples can come from several weight versions"""
+    fsdp_shard_size: int | None = flag(None, low=1)
+    """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are sharded; it must
+    divide the training ranks. Each such group holds a replica of the model. Default: all training ranks"""
+    fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
+    """FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward keeps them
+    for a whole optimizer step, for models that fit on every rank in --train-dtype"""
+    fsdp_accumulate_unsharded_gradients: bool = False
+    """FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes of memory per
+    trained parameter"""
+    deterministic_mode: bool = False
+    """Megatron's spelling of --deterministic"""
+    megatron_config_path: str | None = path_flag()
+    """YAML file with flag values for one role, under the keys actor and critic"""
 
 
 def derive_model(args: Args, machine: Machine) -> None:
@@ -280,45 +253,44 @@ class OptimizerConfig:
     _title = "optimizer and schedule"
 
     optimizer: str = flag(
-        "adam",
-        choices=("adam", "sgd"),
-        help="Optimizer; adam is AdamW",
-        limits={"sgd": ("refused", "policies are trained with AdamW")},
+        "adam", choices=("adam", "sgd"), limits={"sgd": ("refused", "policies are trained with AdamW")}
     )
-    lr: float = flag(1e-6, low=0, help="Peak learning rate")
-    min_lr: float = flag(0.0, low=0, help="Learning rate at the end of the decay")
-    lr_decay_style: str = flag(
-        "constant",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
-        help="Shape of the learning-rate decay",
-    )
-    lr_decay_iters: int | None = flag(
-        None, low=1, help="Number of optimizer steps of the learning-rate decay. Default: all steps of the run"
-    )
-    lr_warmup_iters: int = flag(0, low=0, help="Number of optimizer steps of linear learning-rate warm-up")
-    lr_warmup_fraction: float | None = flag(
-        None, low=0, high=1, help="Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"
-    )
-    lr_warmup_init: float = flag(0.0, low=0, help="Learning rate at the start of the warm-up")
-    lr_wsd_decay_iters: int | None = flag(
-        None, low=0, help="Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"
-    )
-    lr_wsd_decay_style: str = flag(
-        "exponential",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        help="Shape of the final decay with --lr-decay-style WSD",
-    )
-    warmup_ratio: float | None = flag(None, low=0, high=1, help="Former name of --lr-warmup-fraction")
-    weight_decay: float = flag(0.0, low=0, help="Coefficient of decoupled weight decay")
-    adam_beta1: float = flag(0.9, low=0, help="Adam's beta1, the decay rate of the first moment")
-    adam_beta2: float = flag(0.95, low=0, help="Adam's beta2, the decay rate of the second moment")
-    adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, which is added to the denominator")
-    clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
-    critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
-    critic_lr_warmup_iters: int = flag(
-        DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"
-    )
-    reset_optimizer_states: bool = flag(False, help="Reset Adam's moments at the start of each rollout's steps")
-    use_stateless_adam: bool = flag(
-        False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
-    )
+    """Optimizer; adam is AdamW"""
+    lr: float = flag(1e-6, low=0)
+    """Peak learning rate"""
+    min_lr: float = flag(0.0, low=0)
+    """Learning rate at the end of the decay"""
+    lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the learning-rate decay"""
+    lr_decay_iters: int | None = flag(None, low=1)
+    """Number of optimizer steps of the learning-rate decay. Default: all steps of the run"""
+    lr_warmup_iters: int = flag(0, low=0)
+    """Number of optimizer steps of linear learning-rate warm-up"""
+    lr_warmup_fraction: float | None = flag(None, low=0, high=1)
+    """Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"""
+    lr_warmup_init: float = flag(0.0, low=0)
+    """Learning rate at the start of the warm-up"""
+    lr_wsd_decay_iters: int | None = flag(None, low=0)
+    """Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"""
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the final decay with --lr-decay-style WSD"""
+    warmup_ratio: float | None = flag(None, low=0, high=1)
+    """Former name of --lr-warmup-fraction"""
+    weight_decay: float = flag(0.0, low=0)
+    """Coefficient of decoupled weight decay"""
+    adam_beta1: float = flag(0.9, low=0)
+    """Adam's beta1, the decay rate of the first moment"""
+    adam_beta2: float = flag(0.95, low=0)
+    """Adam's beta2, the decay rate of the second moment"""
+    adam_eps: float = flag(1e-8, above=0)
+    """Adam's epsilon, which is added to the denominator"""
+    clip_grad: float = flag(1.0, low=0)
+    """Maximum norm of the gradient; 0 disables clipping"""
+    critic_lr: float = flag(DERIVED, low=0)
+    """Peak learning rate of the critic. Default: --lr"""
+    critic_lr_warmup_iters: int = flag(DERIVED, low=0)
+    """Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"""
+    reset_optimizer_states: bool = False
+    """Reset Adam's moments at the start of each rollout's steps"""
+    use_stateless_adam: bool = False
+    """Use Adam without moments: each step is nearly the learning rate times the gradient's sign"""
