@@ -97,14 +97,14 @@ def _passed() -> str:
     ):
         names = [option for option, entry in passthrough.options().items() if entry.family == family]
         lines.append(f"- {family} {versions}: {spelled}; {len(names)} spellings, values in `args.{family}`.")
-    for title, of_server, of_router in (
-        ("Options that slime sets itself:", passthrough.SET_BY_SLIME, passthrough.ROUTER_SET_BY_SLIME),
-        ("Options that are refused:", passthrough.REFUSED, passthrough.ROUTER_REFUSED),
+    for title, status in (
+        ("Options that slime sets itself:", "set by slime"),
+        ("Options that are refused:", "not supported"),
     ):
         rows = [
-            (f"{prefix}{name.replace('_', '-')}", reason)
-            for prefix, reasons in (("--sglang-", of_server), ("--router-", of_router))
-            for name, reason in reasons.items()
+            (f"--{family}-{name.replace('_', '-')}", reason)
+            for family in ("sglang", "router")
+            for name, reason in passthrough.REASONS[family][status].items()
         ]
         lines += ["", title, "", _by_reason(rows)]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import read_table
 from slime.config.flag import flag, hook_flag
 from slime.config.hf_config import read_chat_template, read_config
 from slime.config.hooks import hook_problem
@@ -26,42 +27,13 @@ if TYPE_CHECKING:
 AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 
 
-TOOL_PARSERS = (
-    *("hermes", "qwen", "qwen25", "qwen3_coder", "step3p5", "glm", "glm45", "glm47", "deepseekv3", "deepseekv31"),
-    *("kimi_k2", "llama3", "pythonic", "mistral", "none"),
-)
-
-
-REASONING_PARSERS = (
-    *("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking", "step3", "step3p5"),
-    *("interns1", "kimi", "mistral", "seed-oss"),
-)
-
-
-# Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
-# occurs in the templates of several forms comes after the more specific ones.
-_BY_TEMPLATE = (
-    ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
-    ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
-    ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
-)  # fmt: skip
-
-
-_MODEL_TYPES = {
-    "glm45": ("glm4_moe",),
-    "glm47": ("glm4_moe_lite", "glm_moe_dsa"),
-    "deepseekv3": ("deepseek_v3",),
-    "deepseekv32": ("deepseek_v32",),
-    "kimi_k2": ("kimi_k2", "kimi_k25"),
-    "llama3": ("llama",),
-    "pythonic": ("llama4",),
-    "mistral": ("mistral", "mixtral", "mistral3", "ministral3"),
-    "hermes": ("qwen3_next",),
-    "qwen3_coder": ("qwen3_5", "qwen3_5_moe"),
-}
-_BY_MODEL = {model_type: parser for parser, model_types in _MODEL_TYPES.items() for model_type in model_types}
-
-
+_PARSERS = read_table("parsers.json")
+TOOL_PARSERS: list[str] = _PARSERS["tool_parsers"]
+REASONING_PARSERS: list[str] = _PARSERS["reasoning_parsers"]
+_BY_TEMPLATE: dict[str, str] = _PARSERS["tool_parser_by_template"]
+"""Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
+occurs in the templates of several forms comes after the more specific ones."""
+_BY_MODEL: dict[str, str] = _PARSERS["tool_parser_by_model_type"]
 SGLANG_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"
 
 
@@ -143,7 +115,7 @@ def choose_parser(name: str, template: str, model_type: str | None) -> str:
         return name
     if "tools" not in template:
         return "hermes"
-    found = next((parser for mark, parser in _BY_TEMPLATE if mark in template), None)
+    found = next((parser for mark, parser in _BY_TEMPLATE.items() if mark in template), None)
     return found or _BY_MODEL.get(model_type or "", "hermes")
 
 

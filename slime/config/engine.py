@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from slime.config.files import load_yaml
 from slime.config.flag import DERIVED, flag, path_flag, shown
 from slime.config.hf_config import MTP_COUNTS, read_config
-from slime.config.passthrough import KEYS, REFUSED
+from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -242,8 +242,8 @@ def _group(given: object, where: str, per_engine: int) -> ServerGroup:
         if name in KEYS:
             flag_name = f"--sglang-{name.replace('_', '-')}"
             raise ServerGroupError(f"{where}: overrides: all servers have the same {name}: use {flag_name}")
-        if name in REFUSED:
-            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
+        if reason := REASONS["sglang"]["not supported"].get(name):
+            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {reason}")
     for name in _TOKENS:
         if named.get(name) is not None:  # slime computes the context length of the run from these
             named[name] = _count(named[name], f"{where}: overrides: {name}")

@@ -1,7 +1,8 @@
-"""Files that users name: checks of the path, YAML files, and the first row of a data file."""
+"""slime's own tables, and files that users name: checks of the path, YAML files, and the first row of a data file."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ _LONGEST_PATH = 4095  # bytes
 
 
 _SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
+
+
+@functools.cache
+def read_table(name: str) -> Any:
+    """Return the content of a JSON file in ``slime/config/tables``. It is shared by all callers."""
+    return json.loads((Path(__file__).parent / "tables" / name).read_text(encoding="utf-8"))
 
 
 def path_problem(text: str) -> str | None:

@@ -4,25 +4,26 @@ removed or belong to other frameworks, and environment variables that slime does
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import read_table
 from slime.config.flag import Flag, Status, flag, flags_of, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-TABLES = Path(__file__).parent / "tables"
 _TYPES: dict[str, Any] = {"list of int": list[int], "list of str": list[str]}
 _TYPES |= {kind.__name__: kind for kind in (int, float, str, bool)}
 
 
 def _unsupported() -> type:
     """Make the flags of the original interface that slime refuses or ignores. They remain attributes of Args."""
-    table: dict[str, dict[str, Any]] = json.loads((TABLES / "unsupported.json").read_text(encoding="utf-8"))
-    fields = [(name, _TYPES[entry.pop("type")], flag(**entry)) for name, entry in table.items()]
+    table: dict[str, dict[str, Any]] = read_table("unsupported.json")
+    fields = [
+        (name, _TYPES[entry["type"]], flag(**{key: value for key, value in entry.items() if key != "type"}))
+        for name, entry in table.items()
+    ]
     return dataclasses.make_dataclass("UnsupportedConfig", fields, namespace={"_title": "not supported"})
 
 
@@ -83,7 +84,7 @@ def _is_used(args: Args, name: str) -> bool:
     return name != "rollout_max_response_len" or not args.debug_train_only
 
 
-_MISSING = json.loads((TABLES / "missing.json").read_text(encoding="utf-8"))
+_MISSING = read_table("missing.json")
 GONE: dict[str, str] = _MISSING["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]

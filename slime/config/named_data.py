@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import read_table
 from slime.config.machine import cache_folder
 
 if TYPE_CHECKING:
@@ -48,12 +49,9 @@ class DataName:
     rows: str
 
 
-@functools.cache
 def known_sets() -> dict[str, dict[str, Any]]:
     """The table of known data sets by name."""
-    table: dict[str, dict[str, Any]] = json.loads(
-        Path(__file__).with_name("tables").joinpath("datasets.json").read_text(encoding="utf-8")
-    )
+    table: dict[str, dict[str, Any]] = read_table("datasets.json")
     return table
 
 

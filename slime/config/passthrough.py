@@ -9,12 +9,11 @@ config field in megatron-core, or one of another name (``field``). The values th
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Required, TypedDict
 
+from slime.config.files import read_table
 from slime.config.flag import Flag, Kind, Loose
 from slime.config.machine import version_of
 
@@ -23,42 +22,13 @@ if TYPE_CHECKING:
 
 Family = Literal["sglang", "router", "megatron"]
 FAMILIES: tuple[Family, ...] = ("sglang", "router", "megatron")
-TABLES = Path(__file__).parent / "tables"
 SGLANG_VERSIONS = ("0.5.23", "0.5.15.post1")  # newest first
 ROUTER_VERSION = "0.3.2"
 MEGATRON_VERSION = "0.16.1"
 
-SET_BY_SLIME: dict[str, str] = {
-    **dict.fromkeys(("model_path", "tokenizer_path"), "it follows from --hf-checkpoint"),
-    **dict.fromkeys(
-        ("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"),
-        "use --rollout-num-gpus-per-engine",
-    ),
-    **dict.fromkeys(("host", "port", "nccl_port"), "slime chooses free ports"),
-    "config": "pass the flags on the command line",
-    "trust_remote_code": "use --trust-remote-code",
-    "random_seed": "use --rollout-seed",
-    "enable_memory_saver": "it follows from --offload-rollout",
-    "skip_server_warmup": "slime does the warm-up",
-    "enable_return_routed_experts": "use --use-rollout-routing-replay",
-}
-ROUTER_SET_BY_SLIME: dict[str, str] = {
-    **dict.fromkeys(("host", "port"), "use --sglang-router-ip and --sglang-router-port"),
-    "worker_urls": "slime registers its engines",
-    "request_timeout_secs": "use --sglang-router-request-timeout-secs",
-}
-_NO_TOKEN = "slime's own requests have keys and no JSON web tokens; use --router-api-key"
-_NO_TLS = "slime sends plain HTTP requests; keep the ports on a private network"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "enable_ssl_refresh"), _NO_TLS
-    ),
-}
-"""Options of SGLang with which slime's own requests would fail."""
-ROUTER_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("jwt_issuer", "jwt_audience", "jwt_jwks_uri", "jwt_role_mapping"), _NO_TOKEN),
-    **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
-}
+REASONS: dict[str, dict[str, dict[str, str]]] = read_table("passed_on.json")
+"""Options that slime refuses by family and status, each with the reason: ``set by slime`` itself, or ``not supported``
+because slime's own requests would fail with them."""
 KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
 """Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
 ROUTER_DEFAULTS: dict[str, object] = {
@@ -97,10 +67,9 @@ class PassOption:
     versions: tuple[str, ...] = ()  # the pinned versions that have the option
 
 
-@functools.cache
 def load_table(package: str, version: str) -> dict[str, TableEntry]:
     """Load the table of options of a pinned package."""
-    table: dict[str, TableEntry] = json.loads((TABLES / f"{package}-{version}.json").read_text())["options"]
+    table: dict[str, TableEntry] = read_table(f"{package}-{version}.json")["options"]
     return table
 
 
@@ -203,17 +172,12 @@ def sglang_table_version() -> str:
 
 def check(args: Args) -> list[str]:
     """Report pass-through flags that slime sets itself, that cannot work, or that the installed SGLang lacks."""
-    tables = (
-        (args.sglang, "--sglang-", SET_BY_SLIME, "set by slime"),
-        (args.sglang, "--sglang-", REFUSED, "not supported"),
-        (args.router, "--router-", ROUTER_REFUSED, "not supported"),
-        (args.router, "--router-", ROUTER_SET_BY_SLIME, "set by slime"),
-    )
     problems = [
-        f"{prefix}{name.replace('_', '-')} is {what}: {table[name]}"
-        for given, prefix, table, what in tables
+        f"--{family}-{name.replace('_', '-')} is {status}: {reasons[name]}"
+        for family, given in (("sglang", args.sglang), ("router", args.router))
+        for status, reasons in REASONS[family].items()
         for name in given
-        if name in table
+        if name in reasons
     ]
     problems += _check_keys(args)
     if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":

@@ -7,7 +7,6 @@ a mistake. Those of ``idle`` are flags that have no effect: the run is correct, 
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slime.config.algorithm import known_where, loading_problem
 from slime.config.args import FLAGS, all_sections
 from slime.config.facts import FACTS, Run
+from slime.config.files import read_table
 from slime.config.flag import Flag
-from slime.config.flag_support import TABLES
 from slime.config.passthrough import options
 from slime.config.settings import redacted
 
@@ -138,8 +137,7 @@ def _known(parts: tuple[type, ...]) -> dict[str, tuple[Flag, str, bool]]:
 
 
 def _read_rows() -> dict[str, list[Rule]]:
-    text = (TABLES / "rules.json").read_text(encoding="utf-8")
-    topics: dict[str, list[dict[str, Any]]] = json.loads(text)
+    topics: dict[str, list[dict[str, Any]]] = read_table("rules.json")
     return {topic: [_filled(Rule(**row)) for row in rows] for topic, rows in topics.items()}
 
 
