@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.checkpoint.snapshot import Snapshot, latest, snapshots
-from slime.config.megatron_checkpoint import megatron_lm_folder
+from slime.config.checkpoint import megatron_lm_folder
 
 
 def snapshot_of(load: str | None, step: int | None, digests: bool = True) -> Snapshot | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from slime.cluster.actors import door
-from slime.config.loading import ONE_AT_A_TIME
+from slime.config.process import ONE_AT_A_TIME
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.observability import progress

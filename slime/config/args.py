@@ -13,24 +13,21 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Self
 
-from slime.config.agent import AgentConfig
-from slime.config.algorithm import AlgorithmConfig
+from slime.config.agent import AgentConfig, EnvironmentConfig
+from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
-from slime.config.corrections import DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.environment import EnvironmentConfig
 from slime.config.flag import Flag, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value
-from slime.config.precision import RolloutPrecisionConfig, TrainingPrecisionConfig
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
-from slime.config.trainer import ModelConfig, OptimizerConfig
+from slime.config.trainer import ModelConfig, OptimizerConfig, RolloutPrecisionConfig, TrainingPrecisionConfig
 from slime.config.weight_sync import WeightSyncConfig
 from slime.registry import RegistryError, sections
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.config.engine import (
     MOST,
@@ -19,7 +19,7 @@ from slime.config.engine import (
 )
 from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
-from slime.config.precision import check_torchao
+from slime.config.trainer import check_torchao
 from slime.config.weight_sync import checks_first_update
 from slime.registry import parts
 
@@ -223,3 +223,19 @@ def _too_many_slots(args: Args, machine: Machine) -> list[str]:
         f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} "
         f"processes of each kind can run: use {change} (or set these in an --override file), or a Ray cluster"
     ]
+
+
+_USERS_HOOKS = (
+    "rollout_function_path", "eval_function_path", "custom_generate_function_path", "custom_rm_path",
+    "data_source_path",
+)  # fmt: skip
+"""Functions that may have HTTP clients of their own, with the address of the engine in ``args``."""
+
+
+def inline_engine(args: Args) -> Literal["no port", "port"] | None:
+    """Return whether the engine of this process listens on a port as well, for a function of the user's that may need
+    one; everything of slime reaches it without. None: the engine is a process of its own."""
+    if not args.inline or args.rollout_backend != "embedded" or args.rollout_external_engine_addrs:
+        return None
+    paths = [getattr(args, name) for name in _USERS_HOOKS]
+    return "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"

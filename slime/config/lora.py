@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, flag
 from slime.config.hf_config import read_config
-from slime.config.initial_weights import InitialWeights
-from slime.config.megatron_checkpoint import weights_path
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime import registry
-from slime.config import megatron_lm, passthrough
+from slime.config import megatron, passthrough
 from slime.config.args import FLAGS, Args
-from slime.config.facts import Run
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import (
     check_states,
@@ -25,9 +24,9 @@ from slime.config.flag_support import (
     why_missing,
 )
 from slime.config.machine import this_machine
-from slime.config.megatron_flags import idle_megatron_flags
+from slime.config.megatron import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
-from slime.config.rules import idle_flags
+from slime.config.rules import Run, idle_flags
 from slime.config.settings import apply_file, redacted, set_value
 from slime.config.trainer import drop_other_model
 
@@ -194,10 +193,10 @@ def read_command_line(
     problems = _unknown(parser, rest)
     # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only for
     # flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
-    if problems and megatron_lm.is_there():
+    if problems and megatron.is_there():
         known = set(parser._option_string_actions)
         parser = build_parser(add_custom_arguments, prog)
-        problem = megatron_lm.add_options(parser)
+        problem = megatron.add_options(parser)
         namespace, rest, misused = _parse(parser, argv)
         problems = [*_unknown(parser, rest), *([problem] if problem else [])]
         words = {word.partition("=")[0] for word in argv}

@@ -14,28 +14,24 @@ from slime.config import (
     algorithm,
     batch,
     cluster,
-    corrections,
     data,
     engine,
-    environment,
     hooks,
     lora,
-    megatron_flags,
+    megatron,
     named_data,
     observability,
     passthrough,
-    precision,
     rollout,
     run,
     settings,
     trainer,
 )
 from slime.config.args import FLAGS, Args
-from slime.config.facts import Run
 from slime.config.flag import out_of_range
 from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, this_machine
-from slime.config.rules import check_rules
+from slime.config.rules import Run, check_rules
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
@@ -53,13 +49,13 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     lora.derive_lora(args)
     lora.derive_sync(args)
     observability.derive_debug_modes(args)
-    environment.derive_environment(args)
+    agent.derive_environment(args)
     agent.derive_agent(args)
     problems += named_data.derive_named_data(args)
     data.derive_data(args)
     problems += batch.derive_batch(args)
     algorithm.derive_algorithm(args)
-    corrections.derive_corrections(args, asynchronous)
+    algorithm.derive_corrections(args, asynchronous)
     cluster.derive_resources(args, machine, asynchronous)
     data.derive_evaluation(args)
     run.derive_checkpoints(args)
@@ -87,8 +83,8 @@ CHECKS: tuple[Callable[[Args], list[str]], ...] = (
     observability.check_debug_files, observability.check_sinks, hooks.check_hooks, data.check_multimodal_keys,
     data.check_context, check_ranges, batch.check_static_split, batch.check_samples, engine.check_draft,
     engine.check_outer_caches, data.check_reward, agent.check_parsers, algorithm.check_estimator,
-    algorithm.check_patterns, trainer.check_shape, trainer.check_media, check_layout, megatron_flags.check_fsdp,
-    megatron_flags.check_megatron, lora.check_lora, precision.check_quantized_model, cluster.check_placement,
+    algorithm.check_patterns, trainer.check_shape, trainer.check_media, check_layout, megatron.check_fsdp,
+    megatron.check_megatron, lora.check_lora, trainer.check_quantized_model, cluster.check_placement,
     passthrough.check, settings.check_roles,
 )  # fmt: skip
 """What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to say."""

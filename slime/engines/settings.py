@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
+from slime.config.cluster import inline_engine
 from slime.config.engine import EngineConfig
 from slime.config.hf_config import read_config
-from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slime.config.megatron_checkpoint import megatron_lm_folder
+from slime.config.checkpoint import megatron_lm_folder
 from slime.models.folder import local_folder
 from slime.models.loading import load_hf_config
 from slime.models.shards import ModelError, read_headers, shorten

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from slime.config.cluster import inline_engine
 from slime.config.hf_config import read_config
-from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.settings import fp8_format
 from slime.models.fp8_format import Fp8Format

@@ -10,7 +10,7 @@ import pytest
 from config_parts import Workplace
 from make_args import make_args, rule_problems
 
-from slime.config import precision, trainer
+from slime.config import trainer
 from slime.config.lora import (
     ADAPTER_NAME,
     check_lora,
@@ -41,10 +41,10 @@ def test_defaults(workplace: Workplace) -> None:
 
 
 def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
+    monkeypatch.setattr(trainer, "installed", lambda name: name != "torchao")
     monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
-    (problem,) = precision.check_torchao(args)
+    (problem,) = trainer.check_torchao(args)
     assert "--lora-base-quantization: torchao" in problem
     for form, compiled in (("nf4", False), (None, True)):
         args.lora_base_quantization, args.compile_layers = form, None

@@ -8,9 +8,8 @@ import pytest
 from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
-from slime.config.facts import FACTS, Run
 from slime.config.machine import Machine
-from slime.config.rules import IDLE, NOTICES, RULES, Rule, holding, look_up
+from slime.config.rules import FACTS, IDLE, NOTICES, RULES, Rule, Run, holding, look_up
 
 ROWS = [*RULES, *NOTICES, *IDLE]
 ALL = [

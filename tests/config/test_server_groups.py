@@ -11,9 +11,8 @@ from make_args import make_args, rule_problems
 
 from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
-from slime.config.facts import Run
 from slime.config.machine import Machine
-from slime.config.rules import idle_flags
+from slime.config.rules import Run, idle_flags
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
 

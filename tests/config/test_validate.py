@@ -10,10 +10,9 @@ from make_args import make_args, rule_problems
 
 from slime.config.cluster import environment_texts
 from slime.config.engine import OUTER_CACHES, check_draft, check_outer_caches
-from slime.config.facts import Run
 from slime.config.machine import Machine
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION, may_use_workers
-from slime.config.rules import idle_flags
+from slime.config.rules import Run, idle_flags
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.config.args import Args
-from slime.config.initial_weights import InitialWeights
-from slime.config.megatron_checkpoint import megatron_lm_folder
+from slime.config.checkpoint import InitialWeights, megatron_lm_folder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
 from slime.models.packed_attention import NAME as PACKED
 from slime.weights.megatron_lm import open_megatron_lm

@@ -31,8 +31,8 @@ from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
+from slime.config.checkpoint import InitialWeights
 from slime.config.hooks import load_function
-from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.folder import resolve_folder

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from slime.config.machine import cache_folder, count_gpus, installed, remember, version_of
-from slime.config.process_environment import import_environment, module_command
+from slime.config.process import import_environment, module_command
 
 
 def compile_meanwhile() -> threading.Thread | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.config.process_environment import module_command
+from slime.config.process import module_command
 from slime.engines.keys import send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess, free_port, without_proxy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slime.config.loading import ONE_AT_A_TIME
+from slime.config.process import ONE_AT_A_TIME
 from slime.engines import local
 from slime.engines.keys import send_key
 from slime.engines.process import ServerFailed, free_port, release_port

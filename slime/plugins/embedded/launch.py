@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.process_environment import module_command
+from slime.config.process import module_command
 from slime.engines.keys import send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess, free_port, without_proxy

@@ -78,7 +78,7 @@ def fake_checkout(folder: Path, is_regular: bool) -> Path:
 
 WHICH = """
 import importlib.util
-from slime.config.megatron_lm import prefer_installed_core, shadowing_notice
+from slime.config.megatron import prefer_installed_core, shadowing_notice
 print(shadowing_notice())
 print(prefer_installed_core(), prefer_installed_core())
 print(importlib.util.find_spec("megatron.core.package_info").origin)
