@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
 from slime.config.flag import flag, hook_flag
-from slime.config.hf_config import read_chat_template, read_config
+from slime.config.hf_config import model_config, read_chat_template
 from slime.config.hooks import hook_problem
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _template_problem(args: Args) -> str | None:
         return None
     if not template:
         return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which agents need"
-    model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
+    model_type = model_config(args.hf_checkpoint).get("model_type")
     name = choose_parser(args.agent_tool_parser, template, model_type)
     if args.agent_tool_parser != "auto" or tool_parser_problem(name) is None:
         return None

@@ -73,8 +73,7 @@ class AlgorithmConfig:
 
 
 def derive_algorithm(args: Args) -> None:
-    if args.eps_clip_high is None:
-        args.eps_clip_high = args.eps_clip
+    args.fill(eps_clip_high=args.eps_clip)
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     # If the class cannot be loaded, check_estimator reports it later, together with all other problems.
@@ -261,8 +260,7 @@ class DistillationConfig:
 
 
 def derive_corrections(args: Args, asynchronous: bool) -> None:
-    if args.kl_loss_type is None:
-        args.kl_loss_type = "k1" if args.kl_coef != 0 else "low_var_kl"
+    args.fill(kl_loss_type="k1" if args.kl_coef != 0 else "low_var_kl")
     if args.use_rollout_routing_replay:
         args.use_routing_replay = True
     if args.use_tis is None:

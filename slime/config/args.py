@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import dis
 import functools
 import sys
@@ -19,7 +18,7 @@ from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.flag import Flag, flags_of
+from slime.config.flag import Flag, did_you_mean, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
@@ -50,8 +49,7 @@ class UnknownName(AttributeError):
         if known is not None:
             option = known.flag.option
             return f"args has no attribute {self._name!r}: {option} is not given, and only Megatron has a default"
-        near = difflib.get_close_matches(self._name, self._values, n=1)
-        return f"args has no attribute {self._name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"args has no attribute {self._name!r}{did_you_mean(self._name, self._values)}"
 
 
 @functools.cache
@@ -154,6 +152,10 @@ class Args(
         if not found or (value is None and _is_asked_with_default()):
             raise UnknownName(name, values)
         return value
+
+    def fill(self, **defaults: Any) -> None:
+        """Set those of the flags that have no value yet, such as ``args.fill(critic_lr=args.lr)``."""
+        self.__dict__.update({name: value for name, value in defaults.items() if self.__dict__[name] is None})
 
     def with_values(self, **changes: Any) -> Self:
         """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.

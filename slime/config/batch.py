@@ -96,46 +96,37 @@ def _micro_batches(args: Args) -> None:
     to fit in any case. On GPUs the driver replaces the default by a measured one (``cluster/token_budget.py``). On a
     CPU it stays, because engines, object store and trainer share the memory, and larger packs are not faster there.
     """
-    if args.use_dynamic_batch_size is None:
-        padded = args.attn_implementation not in (None, "varlen")
-        args.use_dynamic_batch_size = "micro_batch_size" not in args.explicit and not padded
-    if args.balance_data is None:
-        args.balance_data = args.use_dynamic_batch_size or args.balance_by_flops
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        args.max_tokens_per_gpu = max(MIN_TOKEN_BUDGET, longest_per_gpu(args))
-    if args.log_probs_max_tokens_per_gpu is None:
-        args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+    padded = args.attn_implementation not in (None, "varlen")
+    args.fill(use_dynamic_batch_size="micro_batch_size" not in args.explicit and not padded)
+    args.fill(balance_data=args.use_dynamic_batch_size or args.balance_by_flops)
+    if args.use_dynamic_batch_size:
+        args.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest_per_gpu(args)))
+    args.fill(log_probs_max_tokens_per_gpu=args.max_tokens_per_gpu)
 
 
-def check_static_split(args: Args) -> list[str]:
-    """Check that micro-batches of a fixed size can be distributed evenly over the data-parallel ranks."""
-    if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
+def check_split(args: Args) -> list[str]:
+    """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in micro-batches of a
+    fixed size, and otherwise at least one for each rank."""
+    if args.debug_rollout_only or args.num_steps_per_rollout is None or not args.global_batch_size:
         return []
     layout = ParallelLayout.from_args(args)
-    unit = args.micro_batch_size * layout.dp * layout.vpp_group
-    if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
-        return []
-    return [
-        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-        f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
-        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
-        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size"
-    ]
-
-
-def check_samples(args: Args) -> list[str]:
-    """Check that every data-parallel rank gets a sample in each step. With hooks this is not known in advance, because
-    they can return several samples for one."""
+    ranks = f"{layout.dp} data-parallel training ranks" + (
+        f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else ""
+    )
+    unit = layout.dp * layout.vpp_group
+    if not args.use_dynamic_batch_size:
+        unit *= args.micro_batch_size
+        if unit < 1 or args.global_batch_size % unit == 0:
+            return []
+        return [
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x {ranks} = {unit}: change one of them, or pass --use-dynamic-batch-size"
+        ]
+    # Functions of the user can return several samples for one, so the number of samples is not known in advance.
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    fans_out = args.custom_generate_function_path or own_rollout
-    if not args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only or fans_out:
-        return []
-    layout = ParallelLayout.from_args(args)
-    if args.global_batch_size >= layout.dp * layout.vpp_group:
+    if args.custom_generate_function_path or own_rollout or args.global_batch_size >= unit:
         return []
     return [
-        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {layout.dp} data-parallel "
-        "training ranks"
-        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
-        + ": use a larger batch or fewer ranks"
+        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {ranks}: use a larger batch "
+        "or fewer ranks"
     ]

@@ -77,22 +77,19 @@ class ClusterConfig:
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     _default_placement(args, machine, asynchronous)
-    if args.max_restarts is None:
-        args.max_restarts = 3 if args.use_fault_tolerance else 0
-    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
             groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
             args.rollout_num_gpus = total_gpus(groups)
-    if args.rollout_num_gpus is None:
-        args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
-    args.world_size = train
-    if args.check_weight_update_equal is None:
-        args.check_weight_update_equal = checks_first_update(args)
     shared = args.colocate and not args.debug_rollout_only
-    for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) is None:
-            setattr(args, name, bool(shared or args.offload))
+    args.fill(
+        max_restarts=3 if args.use_fault_tolerance else 0,
+        rollout_num_gpus=args.world_size if args.colocate else args.rollout_num_gpus_per_engine,
+        check_weight_update_equal=checks_first_update(args),
+        offload_train=shared or args.offload,
+        offload_rollout=shared or args.offload,
+    )
     if args.use_critic and shared and not args.offload_train:
         args.notices.append("--no-offload-train has no effect: actor and critic take turns on the engines' GPUs")
         args.offload_train = True
@@ -103,29 +100,25 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
     the GPUs in train_async.py, where they run at the same time."""
     if args.actor_num_gpus_per_node is not None:
         return
+    gpus = machine.gpus
+    has_no_partner = args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
     if not machine.cuda:
-        args.actor_num_gpus_per_node = 1
-        return
-    if args.colocate or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
-        args.actor_num_gpus_per_node = machine.gpus
-        return
-    if args.rollout_num_gpus is not None:
-        args.actor_num_gpus_per_node = max(machine.gpus - args.rollout_num_gpus, 1)
-        return
-    if asynchronous and machine.gpus > 1:
-        args.actor_num_gpus_per_node = machine.gpus // 2
-        args.rollout_num_gpus = machine.gpus - machine.gpus // 2
+        gpus = 1
+    elif args.colocate or has_no_partner:
+        pass
+    elif args.rollout_num_gpus is not None:
+        gpus = max(gpus - args.rollout_num_gpus, 1)
+    elif not asynchronous:
+        args.colocate = True
+        args.notices.append(f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate")
+    elif gpus > 1:
+        args.rollout_num_gpus = gpus - gpus // 2
+        gpus //= 2
         args.notices.append(
-            f"{args.actor_num_gpus_per_node} GPUs are used for training and {args.rollout_num_gpus} for generation "
+            f"{gpus} GPUs are used for training and {args.rollout_num_gpus} for generation "
             "(--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
-        return
-    args.actor_num_gpus_per_node = machine.gpus
-    if not asynchronous:
-        args.colocate = True
-        args.notices.append(
-            f"no placement is given, so trainer and engines share {machine.gpus} GPU(s), as with --colocate"
-        )
+    args.actor_num_gpus_per_node = gpus
 
 
 def check_placement(args: Args) -> list[str]:

@@ -14,7 +14,6 @@ from slime.config.rollout import (
     OWN_FUNCTIONS,
     context_notice,
     is_fully_async,
-    rotary_problem,
 )
 from slime.registry import parts
 
@@ -79,14 +78,8 @@ def derive_data(args: Args) -> None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if not args.debug_train_only and (notice := context_notice(args)) is not None:
         args.notices.append(notice)
-    if args.over_sampling_batch_size is None:
-        args.over_sampling_batch_size = args.rollout_batch_size
+    args.fill(over_sampling_batch_size=args.rollout_batch_size)
     derive_reward(args, row)
-
-
-def check_context(args: Args) -> list[str]:
-    problem = None if args.debug_rollout_only else rotary_problem(args)
-    return [] if problem is None else [problem]
 
 
 def check_data_files(args: Args) -> list[str]:
@@ -162,22 +155,18 @@ def derive_evaluation(args: Args) -> None:
         args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the fully asynchronous function cannot evaluate
     if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
         args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
-    fallbacks: dict[str, str] = {
-        "eval_function_path": "rollout_function_path",
-        "eval_input_key": "input_key",
-        "eval_label_key": "label_key",
-        "eval_tool_key": "tool_key",
-        "eval_reward_key": "reward_key",
-        "eval_temperature": "rollout_temperature",
-        "eval_top_p": "rollout_top_p",
-        "eval_top_k": "rollout_top_k",
-        "eval_max_response_len": "rollout_max_response_len",
-        "eval_max_prompt_len": "rollout_max_prompt_len",
-        "eval_max_context_len": "rollout_max_context_len",
-    }
-    for name, source in fallbacks.items():
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(args, source))
+    for name in ("input_key", "label_key", "tool_key", "reward_key"):
+        args.fill(**{f"eval_{name}": getattr(args, name)})
+    for name in (
+        "function_path",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_response_len",
+        "max_prompt_len",
+        "max_context_len",
+    ):
+        args.fill(**{f"eval_{name}": getattr(args, f"rollout_{name}")})
     own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
@@ -250,8 +239,7 @@ class RewardConfig:
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
-    if args.math_answer is None:
-        args.math_answer = "boxed" if args.rm_type else "any"
+    args.fill(math_answer="boxed" if args.rm_type else "any")
     if row is None or not needs_reward(args) or args.label_key is None or lookup(row, args.label_key) is None:
         return
     args.rm_type = "math"

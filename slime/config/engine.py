@@ -21,15 +21,13 @@ options of SGLang by attribute name; they take precedence over ``--sglang-…`` 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slime.config.files import load_yaml
-from slime.config.flag import DERIVED, flag, path_flag, shown
-from slime.config.hf_config import MTP_COUNTS, read_config
+from slime.config.flag import DERIVED, did_you_mean, flag, path_flag, shown
 from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
@@ -70,25 +68,6 @@ class EngineConfig:
     """Number of SGLang servers that only prefill; the others only decode. Default: all do both"""
     logprob_gap_threshold: float | None = flag(None, low=0)
     """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type"""
-
-
-def check_draft(args: Args) -> list[str]:
-    """Add a notice about speculative decoding: weight updates reach the policy, but not the draft model."""
-    algorithm, draft = args.sglang.get("speculative_algorithm"), args.sglang.get("speculative_draft_model_path")
-    trains = args.rollout_backend == "sglang" and not args.debug_rollout_only
-    if not trains or not algorithm or str(algorithm).upper() in ("NGRAM", "NONE"):  # NGRAM needs no draft model
-        return []
-    config = (read_config(str(args.hf_checkpoint)) if args.hf_checkpoint else None) or {}
-    own = draft is None or str(draft) == str(args.hf_checkpoint)
-    drafts = "its draft model" if own else f"the draft model {draft}"
-    if own and any(config.get(name) for name in MTP_COUNTS):
-        drafts = "its draft model (the checkpoint's multi-token prediction layers)"
-    args.notices.append(
-        f"--sglang-speculative-algorithm {algorithm}: {drafts} is not trained and keeps its initial weights, so "
-        "fewer draft tokens are accepted as the policy changes (rollout/spec_accept_rate); the samples are not "
-        "affected, because the policy verifies every token"
-    )
-    return []
 
 
 OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
@@ -255,8 +234,7 @@ def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
         raise ServerGroupError(f"{where} must be a mapping of keys to values, not {entry!r}")
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise ServerGroupError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ServerGroupError(f"{where}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return entry
 
 

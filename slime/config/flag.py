@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -14,9 +15,9 @@ import math
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from slime.config.files import path_problem
 from slime.registry import parts
@@ -54,10 +55,10 @@ class Flag:
     kind: Kind
     value_type: type  # int, float, str, bool or dict; the element type of lists
     default: Any
-    text: str  # the help, if it is not the string below the field
     group: str  # title of the dataclass it belongs to
     section: type | None = None  # this dataclass
-    fixed_choices: tuple[Any, ...] = ()
+    text: str = ""  # the help, if it is not the string below the field
+    fixed_choices: Sequence[Any] = ()
     kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
     reason: str = ""
@@ -105,54 +106,35 @@ def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
     return strings
 
 
-def flag(
-    default: object,
-    *,
-    help: str = "",
-    option: str | None = None,
-    kind: Kind | None = None,
-    choices: Sequence[str | int] = (),
-    kind_of_part: str | None = None,
-    status: Status = "works",
-    reason: str = "",
-    limits: Mapping[str, tuple[Status, str]] | None = None,
-    metavar: str | None = None,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    off: float | None = None,
-    or_hook: bool = False,
-) -> Any:
+class Properties(TypedDict, total=False):
+    """What a field says about its flag, besides type and default. See :class:`Flag`."""
+
+    help: str
+    option: str
+    kind: Kind
+    choices: Sequence[str | int]
+    kind_of_part: str
+    status: Status
+    reason: str
+    limits: Mapping[str, tuple[Status, str]]
+    metavar: str
+    low: float
+    above: float
+    high: float
+    off: float
+    or_hook: bool
+
+
+def flag(default: object, **properties: Unpack[Properties]) -> Any:
     """Declare a flag as a field of a config dataclass. A field with a plain default and no other property than its type
     needs no call.
 
     Args:
         default: The value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
-        help: One sentence for ``--help``. Default: the string below the field.
-        option: The option on the command line. Default: the field's name with dashes.
-        kind: See :data:`Kind`. Default: inferred from the annotation.
-        kind_of_part: The registered names of this kind of part (:mod:`slime.registry`) are valid besides ``choices``.
-        status, reason: See :data:`Status`. ``limits`` sets them for single values.
-        or_hook: Whether the path of the user's own function or class is valid besides ``choices``.
-        low, above, high, off: The range of a number, see :class:`Flag`. Every number must be finite.
+        properties: See :class:`Flag`. The default of ``help`` is the string below the field; of ``option``, the field's
+            name with dashes; of ``kind``, what the annotation implies.
     """
-    meta = {
-        "derived": isinstance(default, _Derived),
-        "text": help,
-        "option": option,
-        "kind": kind,
-        "fixed_choices": tuple(choices),
-        "kind_of_part": kind_of_part,
-        "status": status,
-        "reason": reason,
-        "limits": dict(limits or {}),
-        "metavar": metavar,
-        "low": low,
-        "above": above,
-        "high": high,
-        "off": off,
-        "or_hook": or_hook,
-    }
+    meta = {"derived": isinstance(default, _Derived), **properties}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
     return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
@@ -185,14 +167,23 @@ def _flags_of(cls: type) -> dict[str, Flag]:
 
 
 def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
-    meta = dict(field.metadata.get(_KEY) or flag(field.default).metadata[_KEY])
+    meta = dict(field.metadata.get(_KEY, {}))
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type, container, optional = _unwrap(hint)
-    meta["option"] = meta["option"] or "--" + field.name.replace("_", "-")
-    meta["kind"] = meta["kind"] or _infer_kind(value_type, container, optional or default is None, field.name)
-    meta["group"] = vars(section).get("_title", section.__name__)
-    meta["optional"] = optional or default is None
-    return Flag(name=field.name, value_type=value_type, default=default, section=section, **meta)
+    optional = optional or default is None
+    return Flag(
+        name=field.name,
+        option=meta.pop("option", "--" + field.name.replace("_", "-")),
+        kind=meta.pop("kind", None) or _infer_kind(value_type, container, optional, field.name),
+        value_type=value_type,
+        default=default,
+        group=vars(section).get("_title", section.__name__),
+        section=section,
+        text=meta.pop("help", ""),
+        fixed_choices=meta.pop("choices", ()),
+        optional=optional,
+        **meta,
+    )
 
 
 def _unwrap(hint: object) -> tuple[type, type | None, bool]:
@@ -242,6 +233,12 @@ def convert(flag: Flag, value: object) -> Any:
 def is_hook_path(value: str) -> bool:
     """Whether a text has the form of a path to the user's function or class. No built-in name has this form."""
     return "." in value or ":" in value
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name, with the most similar one; empty if none is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class OutOfRange(ValueError):

@@ -76,6 +76,11 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
     return {**config, **text} if isinstance(text, dict) else config
 
 
+def model_config(checkpoint: str | None, name: str = "config.json") -> dict[str, Any]:
+    """Do the same as :func:`read_config`, but return an empty object if there is no readable file."""
+    return (read_config(checkpoint, name) if checkpoint else None) or {}
+
+
 def model_dimension(checkpoint: str | None, name: str) -> Any:
     """Return a dimension of the model by its name in :data:`SHAPE`; None if only other kinds of model have it.
 
@@ -178,7 +183,7 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
 def media_token_ids(checkpoint: str | None) -> list[int]:
     """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's start of an image,
     in whose place its processor puts them; empty for a text model."""
-    config = (read_config(checkpoint) if checkpoint else None) or {}
+    config = model_config(checkpoint)
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio", "boi") for end in ("id", "index"))
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
 
@@ -188,7 +193,7 @@ def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
     cached checkpoint, and ``others`` (that of the tokenizer)."""
     ends: set[Any] = {*others}
     for name in ("generation_config.json", "config.json"):
-        value = (read_config(checkpoint, name) or {}).get("eos_token_id")
+        value = model_config(checkpoint, name).get("eos_token_id")
         ends |= set(value if isinstance(value, list) else [value])
     return frozenset(int(token) for token in ends if token is not None)
 

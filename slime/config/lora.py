@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, flag
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -76,21 +76,15 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
 
 def derive_lora(args: Args) -> None:
     found = adapter_file(args.load) or {}
-    if args.lora_rank is None:
-        args.lora_rank = int(found.get("r", 0))
-    if args.lora_alpha is None:
-        args.lora_alpha = float(found.get("lora_alpha", 32))
-    if args.use_rslora is None:
-        args.use_rslora = bool(found.get("use_rslora", False))
-    if args.lora_target_modules is None:
-        targets = found.get("target_modules") or ["all-linear"]
-        args.lora_target_modules = [targets] if isinstance(targets, str) else [str(name) for name in targets]
-
-
-def derive_sync(args: Args) -> None:
-    if args.lora_sync is None:
-        embedded = args.rollout_backend == "embedded" and not _no_adapters(args)
-        args.lora_sync = "adapter" if embedded and args.lora_rank else "merged"
+    targets = found.get("target_modules") or ["all-linear"]
+    args.fill(
+        lora_rank=int(found.get("r", 0)),
+        lora_alpha=float(found.get("lora_alpha", 32)),
+        use_rslora=bool(found.get("use_rslora", False)),
+        lora_target_modules=[targets] if isinstance(targets, str) else [str(name) for name in targets],
+    )
+    by_adapter = args.lora_rank and args.rollout_backend == "embedded" and not _no_adapters(args)
+    args.fill(lora_sync="adapter" if by_adapter else "merged")
 
 
 def _no_adapters(args: Args) -> str | None:
@@ -112,8 +106,7 @@ def _no_adapters(args: Args) -> str | None:
             f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
             f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
         )
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    return sglang_problem(config or {}, args.lora_target_modules)
+    return sglang_problem(model_config(args.hf_checkpoint), args.lora_target_modules)
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
@@ -207,8 +200,9 @@ def check_lora(args: Args) -> list[str]:
         if path not in (None, base)
     ]
     if args.train_backend == "megatron":
-        config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-        problems += megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
+        problems += megatron_problems(
+            model_config(args.hf_checkpoint), int(args.megatron.get("tensor_model_parallel_size") or 1)
+        )
     if args.lora_sync == "adapter" and (reason := _no_adapters(args)):
         problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
     if args.ref_update_interval and reference not in (None, base):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
 from slime.config.hf_config import SHAPE
-from slime.config.layout import chunk_problems
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def check_megatron(args: Args) -> list[str]:
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
-    return chunk_problems(args.megatron, args.hf_checkpoint) + refused_flags(args.megatron)
+    return refused_flags(args.megatron)
 
 
 DROPOUTS = ("attention_dropout", "hidden_dropout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 from slime import registry
 from slime.config import megatron, passthrough
 from slime.config.args import FLAGS, Args
-from slime.config.flag import Flag, OutOfRange, convert
+from slime.config.flag import Flag, Kind, OutOfRange, convert, did_you_mean
 from slime.config.flag_support import (
     check_states,
     no_effect_notice,
@@ -123,39 +122,32 @@ def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | N
     return parser
 
 
+_ARGPARSE: dict[Kind, dict[str, Any]] = {
+    "switch": {"action": "store_const", "const": True},
+    "negative": {"action": "store_const", "const": False},
+    "toggle": {"action": argparse.BooleanOptionalAction},
+    "list": {"nargs": "+"},
+    "pairs": {"nargs": "+", "action": "append"},
+    "repeat": {"action": "append"},
+}
+"""What argparse needs to know about each kind of flag."""
+
+
 def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
     shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
-    common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown}
-    if flag.kind == "switch":
-        group.add_argument(flag.option, action="store_const", const=True, **common)
-    elif flag.kind == "negative":
-        group.add_argument(flag.option, action="store_const", const=False, **common)
-    elif flag.kind == "toggle":
-        group.add_argument(flag.option, action=argparse.BooleanOptionalAction, **common)
-    elif flag.kind == "list":
-        group.add_argument(flag.option, nargs="+", metavar=metavar(flag), **common)
-    elif flag.kind == "pairs":
-        group.add_argument(flag.option, nargs="+", action="append", metavar=metavar(flag), **common)
-    elif flag.kind == "repeat":
-        group.add_argument(flag.option, action="append", metavar=metavar(flag), **common)
-    else:
-        group.add_argument(flag.option, metavar=metavar(flag), **common)
+    properties = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown, **_ARGPARSE.get(flag.kind, {})}
+    if not flag.is_bool:
+        properties["metavar"] = metavar(flag)
+    group.add_argument(flag.option, **properties)
 
 
 def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.PassOption) -> None:
-    common: dict[str, Any] = {
-        "dest": f"{_PASS}{entry.family}:{entry.flag.name}",
-        "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS,
-    }
+    properties = {**_ARGPARSE.get(entry.flag.kind, {}), "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if entry.sets is not None:
-        parser.add_argument(option, action="store_const", const=entry.sets, **common)
-    elif entry.flag.kind == "toggle":
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
+        properties |= {"action": "store_const", "const": entry.sets}
     elif entry.flag.kind == "list":
-        parser.add_argument(option, nargs="*", **common)
-    else:
-        parser.add_argument(option, **common)
+        properties["nargs"] = "*"
+    parser.add_argument(option, dest=f"{_PASS}{entry.family}:{entry.flag.name}", **properties)
 
 
 def help_text(flag: Flag) -> str:
@@ -293,12 +285,7 @@ def _suggestion(option: str, known: list[str]) -> str:
     normal = option.replace("_", "-")
     if normal in known:
         return f"; did you mean {normal}?"
-    # The high cutoff finds a name with a wrong letter or two, and rejects most of the 1,300 names by their letters. The
-    # best name above it is also the best one above the low cutoff.
-    for cutoff in (0.9, 0.6):
-        if near := difflib.get_close_matches(normal, known, n=1, cutoff=cutoff):
-            return f"; did you mean {near[0]}?"
-    return ""
+    return did_you_mean(normal, known)
 
 
 def parse_args(

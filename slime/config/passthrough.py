@@ -139,7 +139,7 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
     kind = entry["kind"]
     value_type = bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
     choices = tuple(entry.get("choices", ()))
-    return Flag(name, option, kind, value_type, entry.get("default"), "", group, fixed_choices=choices)
+    return Flag(name, option, kind, value_type, entry.get("default"), group, fixed_choices=choices)
 
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
@@ -200,20 +200,11 @@ def _check_keys(args: Args) -> list[str]:
     """Report keys of servers with which requests would fail, and engines that have no key."""
     problems = []
     engine, router = args.sglang.get("api_key"), args.router.get("api_key")
-    control = args.router.get("control_plane_api_keys") or []
-    given = {"--sglang-api-key": engine, "--router-api-key": router}
-    given["--sglang-admin-api-key"] = args.sglang.get("admin_api_key")
-    given |= {f"--router-control-plane-api-keys (entry {i})": entry for i, entry in enumerate(control)}
-    for option, key in given.items():
-        allowed = " " if "control" in option else ""  # the name of an entry may contain spaces
-        if key is not None and (not key or not all("!" <= letter <= "~" or letter in allowed for letter in str(key))):
-            problems.append(f"{option}: a key consists of one or more printable ASCII characters without spaces")
-    if control and not any(str(entry).split(":", 3)[2:3] == ["admin"] for entry in control):
-        words = "one of them must have the role admin (id:name:admin:key), since slime registers engines at the router"
-        problems.append(f"--router-control-plane-api-keys: {words}")
     if engine and router and engine != router and (args.prefill_num_servers or args.sglang_config):
-        words = "the router forwards its own key to prefill and decode servers, so the keys must be equal"
-        problems.append(f"--sglang-api-key, --router-api-key: {words}")
+        problems.append(
+            "--sglang-api-key, --router-api-key: the router forwards its own key to prefill and decode servers, so the "
+            "keys must be equal"
+        )
     if args.rollout_backend == "sglang" and (options := ", ".join(keyless_options(args.sglang))):
         if engine or args.sglang.get("admin_api_key"):
             problems.append(f"--sglang-api-key, --sglang-admin-api-key: SGLang accepts no key with {options}")

@@ -17,6 +17,7 @@ from slime.config import (
     data,
     engine,
     hooks,
+    layout,
     lora,
     megatron,
     named_data,
@@ -29,7 +30,6 @@ from slime.config import (
 )
 from slime.config.args import FLAGS, Args
 from slime.config.flag import out_of_range
-from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, this_machine
 from slime.config.rules import Run, check_rules
 
@@ -47,7 +47,6 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
-    lora.derive_sync(args)
     observability.derive_debug_modes(args)
     agent.derive_environment(args)
     agent.derive_agent(args)
@@ -74,18 +73,13 @@ def check_ranges(args: Args) -> list[str]:
     return problems
 
 
-def check_layout(args: Args) -> list[str]:
-    return ParallelLayout.from_args(args).problems()
-
-
 CHECKS: tuple[Callable[[Args], list[str]], ...] = (
     trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
     observability.check_debug_files, observability.check_sinks, hooks.check_hooks, data.check_multimodal_keys,
-    data.check_context, check_ranges, batch.check_static_split, batch.check_samples, engine.check_draft,
-    engine.check_outer_caches, data.check_reward, agent.check_parsers, algorithm.check_estimator,
-    algorithm.check_patterns, trainer.check_shape, trainer.check_media, check_layout, megatron.check_fsdp,
-    megatron.check_megatron, lora.check_lora, trainer.check_quantized_model, cluster.check_placement,
-    passthrough.check, settings.check_roles,
+    rollout.check_rotary, check_ranges, batch.check_split, engine.check_outer_caches, data.check_reward,
+    agent.check_parsers, algorithm.check_estimator, algorithm.check_patterns, trainer.check_shape, trainer.check_media,
+    layout.check_layout, megatron.check_fsdp, megatron.check_megatron, lora.check_lora, trainer.check_quantized_model,
+    cluster.check_placement, passthrough.check, settings.check_roles,
 )  # fmt: skip
 """What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to say."""
 DATA_CHECKS = (data.check_data_files, data.check_scored, data.check_eval_files)

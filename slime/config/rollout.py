@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.hf_config import context_length, read_config, rotary_limit
+from slime.config.hf_config import context_length, model_config, rotary_limit
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -195,7 +195,7 @@ def served_context(args: Args) -> int | None:
     """
     path: str | None = args.hf_checkpoint
     if args.rollout_backend == "embedded":
-        of_rotary = rotary_limit((read_config(path) if path else None) or {})
+        of_rotary = rotary_limit(model_config(path))
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = args.sglang
@@ -207,7 +207,7 @@ def served_context(args: Args) -> int | None:
 
 
 def _of_model(path: str | None, scaled: bool = True) -> int | None:
-    return context_length((read_config(path) if path else None) or {}, scaled)
+    return context_length(model_config(path), scaled)
 
 
 def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
@@ -244,21 +244,20 @@ def longest_sample(args: Args) -> int:
     return longest if limit is None else min(longest, limit)
 
 
-def rotary_problem(args: Args) -> str | None:
-    """Return an error if samples of a rollout may be longer than what the trainer computes independently of their
-    batch."""
-    limit = rotary_limit((read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {})
-    if limit is None or args.loss_type == "sft_loss":
-        return None
+def check_rotary(args: Args) -> list[str]:
+    """Refuse samples of a rollout that may be longer than what the trainer computes independently of their batch."""
+    limit = rotary_limit(model_config(args.hf_checkpoint))
+    if limit is None or args.loss_type == "sft_loss" or args.debug_rollout_only:
+        return []
     served = context_limit(args, args.rollout_max_context_len)
     is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
     if is_known and longest_sample(args) <= limit:
-        return None
-    return (
+        return []
+    return [
         f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this model "
         f"(longrope or dynamic in config.json) would change for all samples in a batch: use "
         f"--rollout-max-context-len {limit}"
-    )
+    ]
 
 
 def context_notice(args: Args) -> str | None:

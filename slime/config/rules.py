@@ -19,7 +19,7 @@ from slime.config.algorithm import algorithm_class, known_where, loading_problem
 from slime.config.args import FLAGS, all_sections
 from slime.config.files import read_table
 from slime.config.flag import Flag
-from slime.config.hf_config import is_hf_folder, read_config
+from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.lora import has_experts
 from slime.config.machine import Machine
 from slime.config.passthrough import options
@@ -197,7 +197,7 @@ class Run(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         """The model's config.json; empty if it is not on this machine."""
-        return (read_config(self.args.hf_checkpoint) if self.args.hf_checkpoint else None) or {}
+        return model_config(self.args.hf_checkpoint)
 
     @property
     def ranks(self) -> int:

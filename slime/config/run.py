@@ -55,14 +55,11 @@ class RunConfig:
 
 
 def derive_backends(args: Args, machine: Machine) -> None:
-    if args.train_backend is None:
-        megatron = machine.cuda and installed("megatron.core")
-        args.train_backend = "megatron" if megatron else "fsdp"
-    if args.rollout_backend is None:
-        sglang = machine.cuda and installed("sglang")
-        args.rollout_backend = "sglang" if sglang else "embedded"
-    if args.embedded_device is None:
-        args.embedded_device = "cuda" if machine.cuda else "cpu"
+    args.fill(
+        train_backend="megatron" if machine.cuda and installed("megatron.core") else "fsdp",
+        rollout_backend="sglang" if machine.cuda and installed("sglang") else "embedded",
+        embedded_device="cuda" if machine.cuda else "cpu",
+    )
 
 
 def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")) -> None:
@@ -131,8 +128,8 @@ class CheckpointConfig:
 def derive_checkpoints(args: Args) -> None:
     if args.finetune:
         args.no_load_optim = args.no_load_rng = True
-    if args.save_retain_interval and args.save_keep_last is None:
-        args.save_keep_last = 1
+    if args.save_retain_interval:
+        args.fill(save_keep_last=1)
 
 
 def check_folders(args: Args) -> list[str]:

@@ -7,7 +7,6 @@ changes the arguments of one role (actor or critic). All of them are applied bef
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from slime.config.args import FLAGS, Args
 from slime.config.files import read_yaml
-from slime.config.flag import Flag, OutOfRange, convert
+from slime.config.flag import Flag, OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import FAMILIES, PassOption, by_name, options, prefix_of
@@ -184,8 +183,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     reason = why_missing(f"--{name}")
     if reason:
         return f"{key} {reason}"
-    near = difflib.get_close_matches(name, [*_own_flags(), *_pass_options()], n=1)
-    return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{key}: no such flag{did_you_mean(name, [*_own_flags(), *_pass_options()])}"
 
 
 def _own_flags() -> dict[str, tuple[Flag, bool]]:

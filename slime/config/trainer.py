@@ -16,7 +16,7 @@ from slime.config.hf_config import (
     lookup_dimension,
     media_token_ids,
     megatron_folder,
-    read_config,
+    model_config,
 )
 from slime.config.machine import Machine, installed
 from slime.config.megatron import ARCHITECTURE
@@ -79,42 +79,30 @@ class ModelConfig:
 
 
 def derive_model(args: Args, machine: Machine) -> None:
-    if args.hf_checkpoint is None:
-        for name in ("ref_load", "load"):
-            if is_hf_folder(getattr(args, name)):
-                args.hf_checkpoint = getattr(args, name)
-                args.notices.append(
-                    f"--hf-checkpoint is not given: --{name.replace('_', '-')} {args.hf_checkpoint} is used"
-                )
-                break
-    if args.ref_load is None:
-        args.ref_load = args.hf_checkpoint
-    if args.deterministic is None:
-        # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
-        # partial rollout cannot be deterministic: which samples it continues depends on timing.
-        on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
-        args.deterministic = args.deterministic_mode or (on_cpu and not args.partial_rollout)
-    if args.bf16 and args.train_dtype is None:
-        args.train_dtype = "bfloat16"
-    if args.fp16 and args.train_dtype is None:
-        args.train_dtype = "float16"
-    if args.train_dtype is None:
-        args.train_dtype = "bfloat16" if machine.cuda else "float32"
-    if args.compile_layers is None:
-        compiles = args.lora_base_quantization is None  # torchao's tensors are not compiled
-        args.compile_layers = machine.cuda and installed("triton") and compiles
-    if args.rollout_dtype is None:
-        args.rollout_dtype = args.train_dtype
-    if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):
+    for name in ("ref_load", "load"):
+        folder = getattr(args, name)
+        if args.hf_checkpoint is None and is_hf_folder(folder):
+            args.hf_checkpoint = folder
+            args.notices.append(f"--hf-checkpoint is not given: --{name.replace('_', '-')} {folder} is used")
+    # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
+    # partial rollout cannot be deterministic: which samples it continues depends on timing.
+    on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
+    asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    args.fill(
+        ref_load=args.hf_checkpoint,
+        deterministic=args.deterministic_mode or (on_cpu and not args.partial_rollout),
+        train_dtype=asked or ("bfloat16" if machine.cuda else "float32"),
+        # torchao's tensors are not compiled.
+        compile_layers=machine.cuda and installed("triton") and args.lora_base_quantization is None,
+        lr_warmup_fraction=args.warmup_ratio,
+        critic_lr=args.lr,
+    )
+    args.fill(rollout_dtype=args.train_dtype)
+    recomputes = args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity")
+    if recomputes or args.offload_activations:
         args.gradient_checkpointing = True
-    if args.offload_activations:
-        args.gradient_checkpointing = True
-    if args.lr_warmup_fraction is None:
-        args.lr_warmup_fraction = args.warmup_ratio
-    if args.critic_lr is None:
-        args.critic_lr = args.lr
-    if args.critic_lr_warmup_iters is None and not args.lr_warmup_fraction:  # which is that of both roles
-        args.critic_lr_warmup_iters = args.lr_warmup_iters
+    if not args.lr_warmup_fraction:  # which is that of both roles
+        args.fill(critic_lr_warmup_iters=args.lr_warmup_iters)
 
 
 def check_checkpoint(args: Args) -> list[str]:
@@ -213,8 +201,8 @@ def drop_other_model(args: Args, override: str) -> None:
 
 def _differences(args: Args) -> list[str]:
     given = {name: args.megatron[name] for name in SHAPE if name in args.megatron}
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    if config is None or not given:
+    config = model_config(args.hf_checkpoint)
+    if not config or not given:
         return []
     if config.get("kv_lora_rank"):
         given.pop("kv_channels", None)  # latent attention has head sizes of its own, so the flag has no meaning
@@ -319,7 +307,7 @@ def check_quantized_model(args: Args) -> list[str]:
     """Refuse models of which SGLang would not quantize the same layers as slime."""
     if args.rollout_quantization is None or args.rollout_backend != "sglang" or not args.hf_checkpoint:
         return []
-    architectures = set((read_config(args.hf_checkpoint) or {}).get("architectures") or ())
+    architectures = set(model_config(args.hf_checkpoint).get("architectures") or ())
     option, other = f"--rollout-quantization {args.rollout_quantization}", "use the embedded engine"
     if lost := ", ".join(sorted(architectures & set(_NO_SCALES))):
         return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]

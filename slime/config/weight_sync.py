@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -74,6 +74,6 @@ def checks_first_update(args: Args) -> bool:
         return False
     if args.rollout_external_engine_addrs or args.sglang.get("quantization") or args.rollout_quantization:
         return False
-    config = read_config(str(args.hf_checkpoint)) or {}
+    config = model_config(args.hf_checkpoint)
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
     return not other and not args.sglang.get("speculative_algorithm")

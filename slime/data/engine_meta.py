@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 from slime.types import MetaInfo
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _shape_of_model(checkpoint: str) -> tuple[int, int]:
-    config = (read_config(checkpoint) if checkpoint else None) or {}
+    config = model_config(checkpoint)
     return int(config.get("num_hidden_layers") or 0), int(config.get("num_experts_per_tok") or 0)
 
 

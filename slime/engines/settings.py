@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from slime.config.cluster import inline_engine
 from slime.config.engine import EngineConfig
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary
@@ -102,7 +102,7 @@ def fp8_format(args: Args) -> Fp8Format | None:
     granularity = cast("Granularity", args.rollout_quantization_scale)
     if args.rollout_backend != "sglang":
         return Fp8Format(granularity)
-    config = read_config(str(args.hf_checkpoint)) or {}
+    config = model_config(args.hf_checkpoint)
     heads = int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
     return Fp8Format(granularity, args.rollout_num_gpus_per_engine, heads)
 

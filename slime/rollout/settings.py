@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
@@ -64,7 +64,7 @@ class RequestSettings:
             adapter=None
             if args.debug_rollout_only
             else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
-            vocabulary=(read_config(args.hf_checkpoint or "") or {}).get("vocab_size"),
+            vocabulary=model_config(args.hf_checkpoint).get("vocab_size"),
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slime.config.cluster import inline_engine
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.settings import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -173,7 +173,7 @@ class WeightSyncSettings:
 
 
 def _is_untied(model: str) -> bool:
-    config = read_config(model) or {}
+    config = model_config(model)
     return bool(config.get("tie_word_embeddings")) and bool(set(config.get("architectures") or ()) & set(UNTIED))
 
 
