@@ -94,8 +94,8 @@ def check_data_files(args: Args) -> list[str]:
     return [f"--prompt-data {args.prompt_data}: no such file"]
 
 
-def check_multimodal_keys(args: Args) -> list[str]:
-    wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
+def check_multimodal_keys(data: DataConfig) -> list[str]:
+    wrong = {kind: column for kind, column in (data.multimodal_keys or {}).items() if not isinstance(column, str)}
     words = "--multimodal-keys: {} must name a column, not {}"
     return [words.format(shown(kind), shown(column)) for kind, column in wrong.items()]
 
@@ -177,8 +177,8 @@ def derive_evaluation(args: Args) -> None:
         args.notices.append("the run does not evaluate its evaluation data: pass --eval-interval")
 
 
-def check_eval_files(args: Args) -> list[str]:
-    pairs, problems = eval_pairs(args.eval_prompt_data or [])
+def check_eval_files(evaluation: EvalConfig) -> list[str]:
+    pairs, problems = eval_pairs(evaluation.eval_prompt_data or [])
     problems += [
         f"--eval-prompt-data {name} {path}: no such file"
         for name, path in pairs
@@ -188,8 +188,8 @@ def check_eval_files(args: Args) -> list[str]:
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         problems.append(f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different names")
-    if args.eval_config:
-        problems += read_yaml(args.eval_config, "--eval-config")[1]
+    if evaluation.eval_config:
+        problems += read_yaml(evaluation.eval_config, "--eval-config")[1]
     return problems
 
 
@@ -264,9 +264,9 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
     return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
 
 
-def check_reward(args: Args) -> list[str]:
-    problem = None if args.rm_type is None else reward_type_problem(args.rm_type, args.rm_url)
-    return [f"--rm-type {args.rm_type}: {problem}"] if problem else []
+def check_reward(reward: RewardConfig) -> list[str]:
+    problem = None if reward.rm_type is None else reward_type_problem(reward.rm_type, reward.rm_url)
+    return [f"--rm-type {reward.rm_type}: {problem}"] if problem else []
 
 
 def check_scored(args: Args) -> list[str]:

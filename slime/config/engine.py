@@ -32,6 +32,7 @@ from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.cluster import ClusterConfig
 
 MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
 
@@ -320,8 +321,8 @@ def _served_models(args: Args) -> list[ServedModel]:
         return []
 
 
-def asked_gpus(args: Args) -> str:
-    nodes = f"--actor-num-nodes {args.actor_num_nodes} " if args.actor_num_nodes > 1 else ""
+def asked_gpus(gpus: ClusterConfig) -> str:
+    nodes = f"--actor-num-nodes {gpus.actor_num_nodes} " if gpus.actor_num_nodes > 1 else ""
     return (
-        f"{nodes}--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}"
+        f"{nodes}--actor-num-gpus-per-node {gpus.actor_num_gpus_per_node}, --rollout-num-gpus {gpus.rollout_num_gpus}"
     )

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
@@ -62,7 +62,6 @@ class Flag:
     kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
     reason: str = ""
-    limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # status and reason by value
     metavar: str | None = None
     optional: bool = True  # None is a valid value, or means that the value is still to be derived
     low: float | None = None  # smallest valid value; it also applies to the elements of a list
@@ -116,7 +115,6 @@ class Properties(TypedDict, total=False):
     kind_of_part: str
     status: Status
     reason: str
-    limits: Mapping[str, tuple[Status, str]]
     metavar: str
     low: float
     above: float

@@ -4,11 +4,11 @@ removed or belong to other frameworks, and environment variables that slime does
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
-from slime.config.flag import Flag, Status, flag, flags_of, shown
+from slime.config.flag import Flag, flag, flags_of, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -30,30 +30,20 @@ def _unsupported() -> type:
 UnsupportedConfig = _unsupported()
 
 
-def state_of(flag: Flag, value: object) -> tuple[Status, str]:
-    """Return the status of a flag at a value, and the reason. The default of a flag always works."""
-    if value == flag.default or value is None:
-        return "works", ""
-    if isinstance(value, Hashable) and value in flag.limits:
-        return flag.limits[value]
-    return flag.status, flag.reason
-
-
 def check_states(args: Args, flags: Mapping[str, Flag]) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the problems of refused flags that the user set, and each flag without effect with the reason."""
     problems: list[str] = []
     idle: list[tuple[str, str]] = []
     for name, entry in flags.items():
-        if name not in args.explicit:
-            continue
         value = getattr(args, name)
-        status, reason = state_of(entry, value)
+        if name not in args.explicit or value in (None, entry.default):
+            continue
         words = value if isinstance(value, str) else shown(value)
         typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {words}"
-        if status == "notice":
-            idle.append((typed, reason))
-        elif status == "refused":
-            problems.append(f"{typed} is not supported: {reason}")
+        if entry.status == "notice":
+            idle.append((typed, entry.reason))
+        elif entry.status == "refused":
+            problems.append(f"{typed} is not supported: {entry.reason}")
     return problems, idle
 
 

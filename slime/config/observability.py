@@ -107,12 +107,6 @@ class DebugConfig:
     """Number of rollouts for which --record-memory-history records. Default: 1"""
     memory_snapshot_dir: str | None = path_flag()
     """Folder for the files of --record-memory-history. Default: traces/ of the run"""
-    memory_recorder: str = flag(
-        "torch",
-        choices=("torch", "memray"),
-        limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
-    )
-    """Memory recorder for --record-memory-history"""
     use_pytorch_profiler: bool = False
     """Write PyTorch profiler traces of the trainer to traces/ of the run"""
     profile_step_start: int = flag(1, low=0)
@@ -152,29 +146,29 @@ def derive_debug_modes(args: Args) -> None:
         args.offload_train = args.offload_rollout = False
 
 
-def check_debug_files(args: Args) -> list[str]:
+def check_debug_files(debug: DebugConfig) -> list[str]:
     problems = []
-    flags = flags_of(type(args))
+    flags = flags_of(type(debug))
     for name in (
         "save_debug_rollout_data",
         "load_debug_rollout_data",
         "save_debug_train_data",
         "load_forge_rollout_data",
     ):
-        template = getattr(args, name)
+        template = getattr(debug, name)
         if template and "{rollout_id}" not in template:
             problems.append(f"{flags[name].option} {template}: the path must contain {{rollout_id}}")
-    template = args.load_debug_rollout_data
+    template = debug.load_debug_rollout_data
     if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")
     return problems
 
 
-def chosen_trackers(args: Args) -> list[str]:
+def chosen_trackers(observability: ObservabilityConfig) -> list[str]:
     """Return the trackers of a run: those of ``--tracker``, or those that the older switches choose."""
-    if args.tracker is not None:
-        return list(dict.fromkeys(name for word in args.tracker for name in word.split(",") if name))
-    return ["tensorboard"] * args.use_tensorboard + ["wandb"] * args.use_wandb
+    if observability.tracker is not None:
+        return list(dict.fromkeys(name for word in observability.tracker for name in word.split(",") if name))
+    return ["tensorboard"] * observability.use_tensorboard + ["wandb"] * observability.use_wandb
 
 
 def tracker_packages() -> dict[str, tuple[str, str] | None]:
@@ -183,17 +177,17 @@ def tracker_packages() -> dict[str, tuple[str, str] | None]:
     return {**own, **{name: part.package for name, part in parts("tracker").items()}}
 
 
-def check_sinks(args: Args) -> list[str]:
+def check_sinks(observability: ObservabilityConfig) -> list[str]:
     problems, known = [], tracker_packages()
-    for name in chosen_trackers(args):
+    for name in chosen_trackers(observability):
         if name in known:
             package = known[name]
-            if args.tracker is not None and package is not None and not installed(package[0]):
+            if observability.tracker is not None and package is not None and not installed(package[0]):
                 problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
         elif not is_hook_path(name):
             problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
     try:
-        log_samples_count(args.log_samples)
+        log_samples_count(observability.log_samples)
     except ValueError as error:
         problems.append(str(error))
     return problems

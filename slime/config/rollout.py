@@ -126,8 +126,8 @@ def old_actor_lag(args: Args) -> int | None:
     return 1
 
 
-def is_fully_async(args: Args) -> bool:
-    return args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+def is_fully_async(rollout: RolloutConfig) -> bool:
+    return rollout.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
 
 
 def may_use_workers(args: Args) -> bool:

@@ -125,26 +125,26 @@ class CheckpointConfig:
     file per rank) only with the same one"""
 
 
-def derive_checkpoints(args: Args) -> None:
-    if args.finetune:
-        args.no_load_optim = args.no_load_rng = True
-    if args.save_retain_interval:
-        args.fill(save_keep_last=1)
+def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
+    if checkpoints.finetune:
+        checkpoints.no_load_optim = checkpoints.no_load_rng = True
+    if checkpoints.save_retain_interval and checkpoints.save_keep_last is None:
+        checkpoints.save_keep_last = 1
 
 
-def check_folders(args: Args) -> list[str]:
+def check_folders(saved: CheckpointConfig) -> list[str]:
     """Check what --load names, and the path of --save-hf."""
     problems = []
-    if args.save_hf is not None:
+    if saved.save_hf is not None:
         try:
-            args.save_hf.format(rollout_id=0)
+            saved.save_hf.format(rollout_id=0)
         except (LookupError, ValueError, AttributeError) as error:
             problems.append(
-                f"--save-hf {args.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
+                f"--save-hf {saved.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
                 f"({type(error).__name__}: {error})"
             )
-    if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
+    if saved.load is None or saved.load == saved.save or Path(saved.load).expanduser().exists():
         return problems
-    if not looks_like_hub_id(args.load):
-        problems.append(f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)")
+    if not looks_like_hub_id(saved.load):
+        problems.append(f"--load {saved.load}: no such folder (it may be missing only if --save names the same folder)")
     return problems

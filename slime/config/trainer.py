@@ -105,13 +105,13 @@ def derive_model(args: Args, machine: Machine) -> None:
         args.fill(critic_lr_warmup_iters=args.lr_warmup_iters)
 
 
-def check_checkpoint(args: Args) -> list[str]:
-    if args.hf_checkpoint is None:
+def check_checkpoint(model: ModelConfig) -> list[str]:
+    if model.hf_checkpoint is None:
         return [
             "--hf-checkpoint is missing: pass a Hugging Face folder or hub id with the weights and the tokenizer "
             "(MODEL_ARGS describe only the shape of the model)"
         ]
-    return _hf_problem("--hf-checkpoint", args.hf_checkpoint)
+    return _hf_problem("--hf-checkpoint", model.hf_checkpoint)
 
 
 def _hf_problem(option: str, name: str) -> list[str]:
@@ -240,10 +240,6 @@ def _tied(args: Args, config: dict[str, Any]) -> list[str]:
 class OptimizerConfig:
     _title = "optimizer and schedule"
 
-    optimizer: str = flag(
-        "adam", choices=("adam", "sgd"), limits={"sgd": ("refused", "policies are trained with AdamW")}
-    )
-    """Optimizer; adam is AdamW"""
     lr: float = flag(1e-6, low=0)
     """Peak learning rate"""
     min_lr: float = flag(0.0, low=0)

@@ -40,7 +40,6 @@ class WeightSyncConfig:
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         choices=("xxh3-128", "blake3", "adler32"),
-        limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
     )
     """Checksum of each tensor with --update-weight-mode delta"""
     custom_update_weight_post_write_path: str | None = hook_flag()
@@ -56,12 +55,6 @@ class WeightSyncConfig:
     models of which all tensors are sent"""
     check_weight_update_interval: int = flag(100, low=0)
     """Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"""
-    rollout_data_transport: str = flag(
-        "object-store",
-        choices=("object-store", "nixl"),
-        limits={"nixl": ("refused", "Ray's object store carries the batches")},
-    )
-    """Transport of rollout data from the rollout manager to the trainer"""
 
 
 def checks_first_update(args: Args) -> bool:
