@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
     from slime.weights.audit import Calibration, Probe
-    from slime.weights.changes import AuditMemory
     from slime.weights.transports.base import Transport
     from slime.weights.transports.peers import PeerLink
     from slime.weights.update import UpdateReport
@@ -88,7 +87,7 @@ class TrainActor:
         self.same_host = True
         self.probe: Probe | None = None
         self.calibration: Calibration | None = None
-        self.audit_memory: AuditMemory | None = None  # what earlier updates sent, for the audit of later ones
+        self.updated_engines: set[str] = set()  # URLs of the engines that have got an update from this rank
         self.written: list[FileEntry] = []  # the files of the last save
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Store | None = None  # a connection to it
@@ -200,7 +199,6 @@ class TrainActor:
             model: The copy of the weights to send.
             check_equal: The engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
-        from slime.weights.changes import AuditMemory
         from slime.weights.sync import sync_weights
         from slime.weights.transports import ranks_of_engines
 
@@ -214,7 +212,6 @@ class TrainActor:
         elif self.transport is not None:
             run(self.transport.close())
         peers = self._peers(ranks, token)
-        self.audit_memory = self.audit_memory or AuditMemory()
         with self.backend.using(model):
             # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
             if self.weight_sync.audit:
@@ -229,7 +226,7 @@ class TrainActor:
                     is_sender=bool(urls),
                     check_equal=check_equal,
                     peers=peers,
-                    memory=self.audit_memory,
+                    updated=self.updated_engines,
                     adapter=self.backend.adapter_source(),
                 )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
@@ -250,9 +247,10 @@ class TrainActor:
 
     def choose_transport(self, same_host: bool) -> None:
         """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
-        from slime.weights.transports import create_transport
+        from slime.weights.transports import create_transport, transport_kind
 
-        if self.transport is not None and same_host != self.same_host and self.weight_sync.transport != "disk":
+        moved = same_host != self.same_host and not transport_kind(self.weight_sync).through_folder
+        if self.transport is not None and moved:
             run(self.transport.close())
             self.transport = None
         if self.transport is None:

@@ -4,10 +4,9 @@
 (b) :func:`check_engines_agree`: Engines with the same layout must have equal checksums.
 (c) :func:`overwrite` and :func:`check_restored`, before and after a sync of the same weights: Every tensor must be
     written.
-(d) :func:`check_digests`: The digests of the sent tensors must equal those of the engine, by name. This works for
-    engines that report checkpoint names, and for SGLang if its own names are known (:mod:`slime.weights.fused`).
-(e) :func:`check_changes`: On all other engines, the tensors of each rank must change if and only if the sent tensors
-    changed.
+(d) :func:`check_digests`: The digests of the sent tensors must equal those of the engine, by name. This is for engines
+    that report their checksums by the names of the checkpoint. SGLang reports those of its own fused and divided
+    tensors, so between two checks (c) only (a) and (b) compare its weights.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from slime.config.seeds import derive_seed
 from slime.engines.fan_out import on_each
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineInfo
-from slime.weights.changes import Fingerprint, Held, wrong_changes
 from slime.weights.settings import WeightSyncSettings
 
 PROBE_LENGTH = 64
@@ -53,7 +51,8 @@ class WeightAuditError(RuntimeError):
 
     def __init__(self, message: str, engine: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.engine, self.tensors = engine, list(tensors)
+        self.engine = engine
+        self.tensors = list(tensors)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.engine, self.tensors)
@@ -141,32 +140,25 @@ def gap_alarm(metrics: Mapping[str, float], limit: float | None, dtypes: Sequenc
 
 
 async def audit_engines(
-    engines: Sequence[EngineHandle],
-    infos: Mapping[str, EngineInfo],
-    sent: Mapping[str, Mapping[str, str]],
-    deadline: float,
-    asked_always: Sequence[str] = (),
-) -> dict[str, dict[str, str]]:
-    """Make the checks (b) and (d) as far as there is something to compare, and return checksums by engine URL.
+    engines: Sequence[EngineHandle], infos: Mapping[str, EngineInfo], sent: Mapping[str, str], deadline: float
+) -> None:
+    """Make the checks (b) and (d) as far as there is something to compare.
 
     Args:
-        sent: For each engine URL, the digests of the sent tensors, with the names and the hash function of that engine.
-            They are empty for an engine whose checksums cannot be predicted.
-        asked_always: URLs of engines whose checksums are needed even if there is nothing to compare here.
+        sent: The digests of the sent tensors, for the engines with named checksums; empty without (d).
 
     Raises:
         WeightAuditError: The weights of an engine are wrong. The error names the engine and the tensors.
     """
-    asked = engines if len(engines) > 1 else [e for e in engines if sent.get(e.url) or e.url in asked_always]
+    named = [engine for engine in engines if sent and engine.capabilities.named_checksums]
+    asked = engines if len(engines) > 1 else named
     sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
     for error in failed.values():
         raise error
     for layout in _layouts(asked, infos):
         check_engines_agree({engine.url: sums[engine.url] for engine in layout})
-    for url, digests in sent.items():
-        if digests:
-            check_digests(url, digests, sums[url])
-    return sums
+    for engine in named:
+        check_digests(engine.url, sent, sums[engine.url])
 
 
 # --- (a) -----------------------------------------------------------------------------------------
@@ -299,24 +291,6 @@ def check_digests(url: str, sent: Mapping[str, str], held: Mapping[str, str]) ->
             f"{len(wrong)} of {len(common)} tensors of engine {url} differ from those that were sent: {_list(wrong)}",
             url,
             wrong,
-        )
-
-
-def check_changes(url: str, checksums: Mapping[str, str], sent: Mapping[str, Fingerprint], before: Held | None) -> None:
-    """Make check (e); see :mod:`slime.weights.changes`. ``before`` is None at the first update of an engine.
-
-    Raises:
-        WeightAuditError: A tensor did not change with the sent tensors, or differs between ranks.
-    """
-    if before is None:
-        return
-    wrong = wrong_changes(checksums, sent, before)
-    if wrong:
-        told = "; ".join(f"{_list(names)} {what}" for what, names in wrong.items())
-        raise WeightAuditError(
-            f"engine {url} does not have the weights that were sent: {told}",
-            url,
-            [name for names in wrong.values() for name in names],
         )
 
 

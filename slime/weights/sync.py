@@ -28,7 +28,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,32 +39,15 @@ from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import EngineInfo
 from slime.models.cpu_memory import no_collections
 from slime.models.fp8_format import layout_of
-from slime.weights import audit, fused
-from slime.weights.changes import AuditMemory, Held, fingerprints
-from slime.weights.engine_facts import describe, engine_dtype
-from slime.weights.handoff import Handoff
+from slime.weights import audit
 from slime.weights.settings import AdapterSource, WeightSyncSettings
-from slime.weights.source import WeightSource
-from slime.weights.transports import Transport
+from slime.weights.stream import Handoff, WeightSource, finished, sent_buckets, transforms_of
+from slime.weights.transports import Transport, transport_kind
 from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink
-from slime.weights.update import (
-    FACTORS,
-    Transform,
-    UpdateReport,
-    WeightSyncError,
-    WeightUpdate,
-    cast_floating,
-    frozen_by_flags,
-    iter_buckets,
-    leave_out,
-    parse_version,
-    quantize_fp8,
-    repeat_embedding,
-    transformed,
-)  # fmt: skip
-from slime.weights.window import TORN, UpdateWindow
+from slime.weights.update import UpdateReport, WeightSyncError, WeightUpdate, parse_version
+from slime.weights.window import TORN, UpdateWindow, describe, engine_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +59,7 @@ class _Plan:
 
     reached: list[EngineHandle]
     infos: dict[str, EngineInfo]
-    failed: Failures = field(default_factory=dict)
-    fused: set[str] = field(default_factory=set)  # URLs of engines whose checksums can be predicted
+    failed: Failures
 
 
 def sync_weights(
@@ -90,7 +72,7 @@ def sync_weights(
     *,
     check_equal: bool = False,
     peers: PeerLink | None = None,
-    memory: AuditMemory | None = None,
+    updated: set[str] | None = None,
     adapter: AdapterSource | None = None,
 ) -> UpdateReport | None:
     """Send one version of the weights to every engine. All ranks must call this; senders get a report, others None.
@@ -102,8 +84,7 @@ def sync_weights(
         check_equal: The engines have the same weights already. Overwrite every tensor on the engines before the
             update, and compare the tensors afterwards (``--check-weight-update-equal``).
         peers: If engines read from the memory of several training ranks, the link of this rank to the others.
-        memory: The state of previous updates, for the audit of engines whose checksums cannot be predicted. It is
-            updated.
+        updated: The URLs of the engines that got an earlier update from this sender. Those that get this one are added.
         adapter: The factors of an adapter, if they are the last of ``named_weights``. Only they are iterated if no
             sender must send the base, so that the base is not gathered.
 
@@ -124,7 +105,7 @@ def sync_weights(
         return None
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
-    sender = Sender(settings, engines, transport, version, check_equal, peers, memory or AuditMemory())
+    sender = Sender(settings, engines, transport, version, check_equal, peers, set() if updated is None else updated)
     with no_collections():
         return sender.run(source)
 
@@ -143,7 +124,7 @@ def _contribute(
     dtype = getattr(torch, orders["dtype"]) if orders["dtype"] else None
     transforms = transforms_of(settings, dtype, orders["leave_out_frozen"])
     size = settings.bucket_bytes(transport.bucket_bytes)
-    buckets = _finished(_buckets(settings, source, size, transforms))
+    buckets = finished(sent_buckets(settings, source, size, transforms))
     transport.contribute(peers, (bucket for bucket in buckets if not bucket.adapter))
 
 
@@ -158,17 +139,26 @@ class Sender:
         version: str,
         check_equal: bool,
         peers: PeerLink | None,
-        memory: AuditMemory,
+        updated: set[str],
     ) -> None:
-        self.settings, self.engines, self.transport, self.version = settings, engines, transport, version
-        self.check_equal, self.peers = check_equal, peers
-        deadline = settings.step_seconds
-        how = transport.bracketed, check_equal, settings.pause_mode
+        self.settings = settings
+        self.engines = engines
+        self.transport = transport
+        self.version = version
+        self.check_equal = check_equal
+        self.peers = peers
+        self.updated = updated
         named = settings.adapter is not None and settings.adapter_name is not None
-        self.window = UpdateWindow(version, *how, deadline, None if named else settings.adapter, ends_requests=named)
+        self.window = UpdateWindow(
+            version,
+            transport.bracketed,
+            check_equal,
+            settings.pause_mode,
+            settings.step_seconds,
+            None if named else settings.adapter,
+            ends_requests=named,
+        )
         self.report = UpdateReport(version, transport.name)
-        self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
-        self.memory, self.fingerprints = memory, dict(memory.sent)
         self._scales: dict[str, torch.Tensor] = {}
 
     def run(self, source: WeightSource) -> UpdateReport:
@@ -209,10 +199,9 @@ class Sender:
                 self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
             transforms = transforms_of(self.settings, dtype, leave_out_frozen)
             size = self.settings.bucket_bytes(self.transport.bucket_bytes)
-            for bucket in _finished(_buckets(self.settings, source, size, transforms)):
+            for bucket in finished(sent_buckets(self.settings, source, size, transforms)):
                 if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
-                    held = self._dequantized(bucket.tensors, dtype)
-                    self._digest([(name, t) for name, t in held if _has_dtype(t, dtype)], plan)
+                    self._digest(bucket, dtype, plan)
                 if not handoff.put(bucket):
                     return
         except BaseException as error:
@@ -226,7 +215,7 @@ class Sender:
         The scales of a weight come before its values, but may be in an earlier bucket.
         """
         how = self.settings.fp8
-        if how is None or not self.settings.audit:
+        if how is None:
             yield from tensors
             return
         from slime.models.fp8 import DTYPE, dequantize
@@ -247,45 +236,26 @@ class Sender:
         Then frozen tensors need not be sent, except with transports that write complete versions to files. The version
         alone does not tell, because an external engine may have one of the same attempt from another run.
         """
-        files = self.transport.name in ("disk", "delta") and self.settings.adapter_name is None
-        if files or self.check_equal or self.settings.engines_lose_weights:
+        # An adapter's transport writes only the factors to its files; the base goes to the engines once.
+        whole_versions = transport_kind(self.settings).through_folder and self.settings.adapter_name is None
+        if whole_versions or self.check_equal or self.settings.engines_lose_weights:
             return False
         attempt = parse_version(self.version).attempt
         held = [info.weight_version for info in plan.infos.values()]
         ours = all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
-        return ours and self.memory.updated.issuperset(plan.infos)
+        return ours and self.updated.issuperset(plan.infos)
 
-    def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
-        """Compute the digests with which the checksums of engines are compared later."""
-        if not self.settings.audit:
+    def _digest(self, bucket: Bucket, dtype: torch.dtype | None, plan: _Plan) -> None:
+        """Compute the digests with which the named checksums of engines are compared later."""
+        named = any(engine.capabilities.named_checksums for engine in plan.reached)
+        if not self.settings.audit or not named:
             return
-        if any(engine.capabilities.named_checksums for engine in plan.reached):
-            from slime.models.digest import tensor_digest
+        from slime.models.digest import tensor_digest
 
-            self.report.digests.update((name, tensor_digest(tensor)) for name, tensor in tensors)
-        for ranks in {plan.infos[url].tensor_parallel_size for url in plan.fused}:
-            known = self.fused.setdefault(ranks, fused.FusedDigests(ranks, fused.key_value_heads(self.settings.model)))
-            for name, tensor in tensors:
-                known.add(name, tensor)
-        if tracked := [plan.infos[url].tensor_parallel_size for url in self._tracked(plan)]:
-            self.fingerprints |= fingerprints(tensors, max(tracked))
-
-    def _tracked(self, plan: _Plan) -> list[str]:
-        """Return the engines whose checksums cannot be predicted, but must change with the sent tensors.
-
-        Quantized engines are not among them: their tensors need not change.
-        """
-        infos = {e.url: plan.infos[e.url] for e in plan.reached if not e.capabilities.named_checksums}
-        return [url for url, info in infos.items() if url not in plan.fused and not info.extra.get("quantization")]
-
-    def _sent_to(self, engine: EngineHandle, plan: _Plan) -> dict[str, str]:
-        """Return the expected checksums of an engine; empty if they cannot be predicted."""
-        if engine.capabilities.named_checksums:
-            return self.report.digests
-        if engine.url not in plan.fused:
-            return {}
-        known = self.fused.get(plan.infos[engine.url].tensor_parallel_size)
-        return {} if known is None else known.digests  # only the factors of an adapter were sent
+        for name, tensor in self._dequantized(bucket.tensors, dtype):
+            # An engine casts a tensor that is sent in another dtype, so it does not keep exactly these bytes.
+            if dtype is None or tensor.dtype == dtype or not tensor.is_floating_point():
+                self.report.digests[name] = tensor_digest(tensor)
 
     # --- on the event loop -------------------------------------------------------------------
 
@@ -298,12 +268,7 @@ class Sender:
         reached = [engine for engine in reached if engine.url not in unreached]
         if not reached:
             raise WeightSyncError(self.version, failed, [], [])
-        known: set[str] = set()
-        if self.settings.audit:
-            fp8 = self.settings.fp8 is not None
-            model = self.settings.model
-            known = {e.url for e in reached if fused.has_predictable_checksums(model, infos[e.url], fp8)}
-        return _Plan(reached, infos, failed, known)
+        return _Plan(reached, infos, failed)
 
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
         """Send all buckets and close the window. Raises :class:`WeightSyncError` if some engines were not updated; the
@@ -318,73 +283,12 @@ class Sender:
             raise ValueError(f"weights {self.version} were not sent, because they have no tensors")
         self.report.nbytes, self.report.tensors, self.report.density = result.nbytes, result.tensors, result.density
         whole, torn = await self.window.close(result)
-        self.memory.updated |= {engine.url for engine in whole}
+        self.updated |= {engine.url for engine in whole}
         failed = {**plan.failed, **self.window.failed}
         if failed or torn:
             raise WeightSyncError(self.version, failed, [e.url for e in torn], [e.url for e in whole])
 
     async def _audit(self, plan: _Plan) -> None:
         start = time.perf_counter()
-        sent = {engine.url: self._sent_to(engine, plan) for engine in plan.reached}
-        tracked = self._tracked(plan)
-        sums = await audit.audit_engines(plan.reached, plan.infos, sent, self.settings.step_seconds, tracked)
-        for url in tracked:
-            audit.check_changes(url, sums[url], self.fingerprints, self.memory.held.get(url))
-            self.memory.held[url] = Held(sums[url], self.fingerprints)
-        self.memory.sent = self.fingerprints
+        await audit.audit_engines(plan.reached, plan.infos, self.report.digests, self.settings.step_seconds)
         self.report.audit_seconds = time.perf_counter() - start
-
-
-def transforms_of(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
-    """Return the transforms that each tensor goes through. ``dtype`` is that of the engines; None for no cast."""
-    transforms: list[Transform] = []
-    frozen = frozen_by_flags(settings.only_train, settings.freeze)
-    if frozen is not None and leave_out_frozen:
-        transforms.append(leave_out(fused.whole_frozen(frozen)))
-    if dtype is not None:
-        transforms.append(cast_floating(dtype))
-    if settings.untied_engines:
-        transforms.append(repeat_embedding)
-    if settings.fp8 is not None:
-        transforms.append(quantize_fp8(layout_of(settings.model, settings.fp8)))
-    return transforms
-
-
-def _buckets(
-    settings: WeightSyncSettings, source: Iterable[NamedTensor], size: int, transforms: list[Transform]
-) -> Iterator[Bucket]:
-    """Divide the stream into buckets. The factors of an adapter that engines load by name are a bucket of their own,
-    the last one."""
-    if settings.adapter is None or settings.adapter_name is None:
-        yield from iter_buckets(source, size, transforms)
-        return
-    factors: list[NamedTensor] = []
-    count = -1
-
-    def base() -> Iterator[NamedTensor]:
-        for name, tensor in source:
-            if name.endswith(FACTORS):
-                factors.extend(transformed([(name, tensor)], transforms))
-            else:
-                yield name, tensor
-
-    for bucket in iter_buckets(base(), size, transforms):
-        count = bucket.index
-        yield bucket
-    yield Bucket(count + 1, factors, last=True, adapter=True)
-
-
-def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Wait for the kernels that write each bucket, because other threads will read it on other streams."""
-    import torch
-
-    for bucket in buckets:
-        tensor = bucket.tensors[0][1]
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-        yield bucket
-
-
-def _has_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Return whether an engine keeps exactly these bytes. It casts a tensor that is sent in another dtype."""
-    return dtype is None or tensor.dtype == dtype or not tensor.is_floating_point()

@@ -1,20 +1,54 @@
-"""The window of a weight update, in which the engines are paused, and the outcome on each engine."""
+"""The engines' side of a weight update: what they say about themselves before it, and the window in which they are
+paused, with the outcome on each of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
+from slime.config.engine import OUTER_CACHE, outer_caches
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.handle import EngineHandle
-from slime.engines.sglang_api import EngineError, PauseMode
+from slime.engines.sglang_api import EngineError, EngineInfo, PauseMode
 from slime.weights import audit
 from slime.weights.transports import SendResult
+
+if TYPE_CHECKING:
+    import torch
 
 TORN = "-torn"
 """The end of the version of an engine with a mix of two versions. The engine stays paused, because no sample may have
 this version."""
+
+
+async def describe(engine: EngineHandle) -> EngineInfo:
+    """Return the description of an engine that can be updated.
+
+    Raises:
+        EngineError: The engine does not answer, or its KV cache would outlive the update. slime starts no such server,
+            but external engines are started by others.
+    """
+    info = await engine.info()
+    if options := outer_caches(info.extra):
+        raise EngineError(f"{engine.url} was started with {options[0]}: {OUTER_CACHE}: start it without")
+    return info
+
+
+def engine_dtype(infos: Iterable[EngineInfo], rollout_dtype: str | None) -> torch.dtype | None:
+    """Return the dtype of the weights on all engines.
+
+    If the engines have different dtypes or do not report them, it is ``--rollout-dtype``. None means that tensors are
+    sent without a cast.
+    """
+    import torch
+
+    names = {info.dtype.removeprefix("torch.") for info in infos}
+    name = names.pop() if len(names) == 1 else None
+    dtype = getattr(torch, name, None) if name else None
+    if not isinstance(dtype, torch.dtype):
+        dtype = getattr(torch, rollout_dtype) if rollout_dtype else None
+    return dtype
 
 
 class UpdateWindow:
@@ -48,9 +82,13 @@ class UpdateWindow:
         adapter: Mapping[str, object] | None = None,
         ends_requests: bool = False,
     ) -> None:
-        self.adapter, self.ends_requests = adapter, ends_requests
-        self.version, self.bracketed, self.check_equal = version, bracketed, check_equal
-        self.pause_mode, self.deadline = pause_mode, deadline
+        self.version = version
+        self.bracketed = bracketed
+        self.check_equal = check_equal
+        self.pause_mode = pause_mode
+        self.deadline = deadline
+        self.adapter = adapter
+        self.ends_requests = ends_requests
         self.adapter_only = False
         self.opened = self.closed = 0.0
         self.entered: list[EngineHandle] = []

@@ -75,7 +75,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
     actor.train(0, [{}])
     assert len(cleared) == after_training
-    actor.audit_memory = None
+    actor.updated_engines = set()
     actor.update_weights([], "0.0", True, {}, "token")
     assert len(cleared) == after_training + after_an_update
 
@@ -97,7 +97,8 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
     actor.timers = Timers()
     actor.args = make_args(update_weight_senders=2, audit_weights=False, phase_timeout=1.0)
     actor.weight_sync = WeightSyncSettings.from_args(actor.args)
-    actor.rank, actor.world_size, actor.transport, actor.audit_memory, actor.same_host = 2, 4, None, None, True
+    actor.rank, actor.world_size, actor.transport, actor.same_host = 2, 4, None, True
+    actor.updated_engines = set()
     actor.backend = SimpleNamespace(
         named_weights=lambda: iter(()), adapter_source=lambda: factors, using=contextlib.nullcontext
     )

@@ -55,7 +55,3 @@ def test_a_sync_gives_what_a_checkpoint_gives(kind: str, tmp_path: Path) -> None
     assert found["different"] == [], "a parameter differs from that of the model that was loaded from the checkpoint"
     norms_and_cache = {name for name in found["dtypes"] if name.endswith(("norm.weight", "k_scale", "v_scale"))}
     assert set(found["unchanged"]) == norms_and_cache, "norms are 1 in both; the cache has no scales here"
-    if kind == "experts":
-        return  # SGLang's names of experts are not predicted; see slime.weights.fused
-    assert found["predictable"] and found["wrong_checksums"] == []
-    assert set(small) <= set(found["compared"]), "the digest of what was sent is compared with SGLang's checksum"

@@ -13,7 +13,7 @@ from real_engines import sync_settings
 from slime.engines.sglang_api import Capabilities, EngineError, EngineInfo
 from slime.models.digest import tensor_digest
 from slime.weights import audit
-from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.audit import Calibration, Probe, WeightAuditError
 from slime.weights.update import WeightSyncError
 
 
@@ -46,10 +46,9 @@ def info(dtype: str = "float32") -> EngineInfo:
 
 async def run(engines: list[Engine], digests: dict[str, str], probe: Probe | None = None, limit: float = 1e-3) -> None:
     infos = {engine.url: info() for engine in engines}
-    sent = {engine.url: digests if engine.capabilities.named_checksums else {} for engine in engines}
     if probe is not None:
         await audit.check_probe(engines, probe, limit, 5.0)  # type: ignore[arg-type]
-    await audit.audit_engines(engines, infos, sent, 5.0)  # type: ignore[arg-type]
+    await audit.audit_engines(engines, infos, digests, 5.0)  # type: ignore[arg-type]
 
 
 async def test_equal_weights_pass() -> None:
@@ -184,3 +183,16 @@ def test_a_sync_error_tells_who_is_in_which_state_and_crosses_process_borders() 
     for message in (str(error), str(pickle.loads(pickle.dumps(error)))):
         assert "u1: EngineError" in message
         assert "u2" in message and "u3 updated" in message
+
+
+def test_the_probe_is_held_to_what_rounding_made_of_it_so_far() -> None:
+    calibration = Calibration()
+    assert calibration.limit(1.0) == 1.0
+    calibration.passed([0.01, float("nan"), 0.02])
+    assert calibration.limit(1.0) == pytest.approx(0.11)
+    assert calibration.limit(1e-3) == 1e-3
+    calibration.passed([0.001])
+    assert calibration.limit(1.0) == pytest.approx(0.11), "an easier probe does not make it stricter"
+    calibration.passed([0.9])
+    assert calibration.limit(1.0) == 1.0
+    calibration.passed([float("nan")])

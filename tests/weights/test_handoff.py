@@ -8,7 +8,7 @@ import time
 import pytest
 
 from slime.engines.flat import Bucket
-from slime.weights.handoff import Handoff
+from slime.weights.stream import Handoff
 
 
 def in_background(work: object) -> threading.Thread:

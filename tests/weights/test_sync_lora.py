@@ -22,7 +22,6 @@ from slime.models.peft_files import named_factors
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
-from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import create_transport
@@ -33,7 +32,7 @@ from fsdp_helpers import make_args as backend_args
 
 pytestmark = pytest.mark.real
 LAYERS, FACTORS = 14, 28
-_memory = AuditMemory()  # of one run, to which all tests here belong
+_updated: set[str] = set()  # of one run, to which all tests here belong
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def sync(
     settings = WeightSyncSettings.from_args(args).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=name == "ipc")
     assert transport.name == name
-    more: dict[str, Any] = {"memory": _memory, "adapter": backend.adapter_source()}
+    more: dict[str, Any] = {"updated": _updated, "adapter": backend.adapter_source()}
     report = sync_weights(settings, weights(), [engine], transport, version, True, **more)
     assert report is not None
     tokens = audit.probe_tokens(VOCAB)

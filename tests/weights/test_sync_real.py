@@ -20,7 +20,6 @@ from slime.engines.handle import EngineHandle
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
-from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
@@ -156,13 +155,14 @@ def test_a_norm_that_one_engine_did_not_get_ends_the_run(pair: list[EngineHandle
 def test_frozen_tensors_travel_once(pair: list[EngineHandle], model: Path, tmp_path: Path) -> None:
     args = sync_args(freeze_params_name_list=["embed_tokens"])
     transport = make_transport("ipc", tmp_path, model, args)
-    trained, memory = new_model(61), AuditMemory()
+    trained = new_model(61)
+    updated: set[str] = set()
     total = len(named_weights(trained))
-    assert sync(args, trained, pair, transport, "7.0", memory=memory).tensors == total  # nothing of ours is there yet
-    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained), memory=memory).tensors == total - 1
+    assert sync(args, trained, pair, transport, "7.0", updated=updated).tensors == total  # nothing of ours is there yet
+    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained), updated=updated).tensors == total - 1
     # SGLang's memory saver frees the weights of colocated engines, also those that are not trained.
     args = sync_args(freeze_params_name_list=["embed_tokens"], rollout_backend="sglang", offload_rollout=True)
-    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained), memory=memory).tensors == total
+    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained), updated=updated).tensors == total
 
 
 def test_external_engines_of_an_earlier_run_get_the_frozen_tensors_too(
@@ -171,11 +171,13 @@ def test_external_engines_of_an_earlier_run_get_the_frozen_tensors_too(
     """Both runs have attempt 0, so the versions that the engines hold do not tell the runs apart."""
     args = sync_args(freeze_params_name_list=["embed_tokens"])
     transport = make_transport("ipc", tmp_path, model, args)
-    earlier, memory = new_model(65), AuditMemory()
+    earlier = new_model(65)
+    updated: set[str] = set()
     for step in range(2):
-        sync(args, earlier, pair, transport, f"0.{step}", memory=memory)
-    trained, memory = new_model(66), AuditMemory()
-    sync(args, trained, pair, transport, "0.0", probe=probe_of(trained), memory=memory)
+        sync(args, earlier, pair, transport, f"0.{step}", updated=updated)
+    trained = new_model(66)
+    updated = set()
+    sync(args, trained, pair, transport, "0.0", probe=probe_of(trained), updated=updated)
 
 
 def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(

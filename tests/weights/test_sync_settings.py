@@ -12,7 +12,8 @@ import torch
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.sync import Sender, transforms_of
+from slime.weights.stream import transforms_of
+from slime.weights.sync import Sender
 from slime.weights.update import transformed
 
 
@@ -58,12 +59,17 @@ def test_frozen_tensors_are_left_out_only_where_engines_hold_versions_of_this_at
     held: list[str], ours: bool
 ) -> None:
     sender: Any = Sender.__new__(Sender)
-    sender.transport, sender.version, sender.check_equal = SimpleNamespace(name="nccl"), "1.5", False
-    sender.settings = SimpleNamespace(adapter_name=None, engines_lose_weights=False)
+    sender.version = "1.5"
+    sender.check_equal = False
+    sender.settings = WeightSyncSettings.from_args(make_args())
     infos = {f"engine {i}": SimpleNamespace(weight_version=version) for i, version in enumerate(held)}
     plan: Any = SimpleNamespace(infos=infos)
-    sender.memory = SimpleNamespace(updated=set(infos))
+    sender.updated = set(infos)
     assert sender.engines_are_ours(plan) is ours
+    for files in ({}, {"update_weight_mode": "delta"}):
+        args = make_args(update_weight_transport="disk", update_weight_disk_dir="/shared", **files)
+        sender.settings = WeightSyncSettings.from_args(args)
+        assert not sender.engines_are_ours(plan), "a version in a folder has all tensors"
 
 
 @pytest.mark.parametrize(("left_out", "sent"), [(False, ["a.weight", "b.weight"]), (True, ["b.weight"])])

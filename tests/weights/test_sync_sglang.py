@@ -26,7 +26,6 @@ from slime.engines.sglang_api import Broadcast, EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
-from slime.weights.fused import FusedDigests
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
@@ -220,13 +219,6 @@ def test_the_audit_finds_other_weights(dtype: str, engine: EngineHandle, model: 
     transport, trained = transport_of("ipc", args, tmp_path), new_model(14)
     with pytest.raises(WeightAuditError, match=f"{engine.url}"):
         sync(args, trained, engine, transport, "24.0", probe=probe_of(new_model(15), dtype))
-    digests = FusedDigests()
-    for name, tensor in named_weights(trained):
-        digests.add(name, tensor.to(getattr(torch, dtype)) + (name == "model.layers.0.self_attn.k_proj.weight"))
-    held = run(engine.checksum())
-    assert digests.digests.keys() == held.keys()
-    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors.*model.layers.0.self_attn.qkv_proj.weight"):
-        audit.check_digests(engine.url, digests.digests, held)
     forgotten = "model.layers.1.mlp.up_proj.weight"
     sync(args, trained, engine, transport, "24.1")
     with pytest.raises(WeightAuditError, match=r"1 of 14 tensors.*model.layers.1.mlp.gate_up_proj.weight"):

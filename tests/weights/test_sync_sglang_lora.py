@@ -28,7 +28,6 @@ from slime.engines.sglang_api import EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
-from slime.weights.changes import AuditMemory
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import create_transport
@@ -45,7 +44,7 @@ pytestmark = [
 ]
 START_SECONDS = 400.0
 RANK, FACTORS = 4, 28
-_memory = AuditMemory()  # of one run, to which all tests here belong
+_updated: set[str] = set()  # of one run, to which all tests here belong
 LONG = 3000  # tokens of a request that is still under way when the weights change
 LORA: dict[str, Any] = dict(lora_rank=RANK, lora_alpha=8.0, lora_target_modules=["all-linear"], lora_sync="adapter")
 
@@ -99,7 +98,7 @@ def sync(
     settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=same_host)
     try:
-        more: dict[str, Any] = {"memory": _memory, "adapter": backend.adapter_source()}
+        more: dict[str, Any] = {"updated": _updated, "adapter": backend.adapter_source()}
         report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, **more)
         assert report is not None
         assert run(audit.probe_engines(settings, [engine], probe_of(backend))) < 1e-4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.weights.settings import AdapterSource
-from slime.weights.source import WeightSource
+from slime.weights.stream import WeightSource
 
 Named = tuple[str, torch.Tensor]
 

@@ -35,7 +35,7 @@ def ranks_of_engines(
         ValueError: A colocated engine is on a GPU without a training rank.
     """
     rank_0 = {url: range(1) for url in urls}
-    if settings.transport != "nccl":
+    if not transport_kind(settings).many_senders:
         return rank_0
     if not by_handle(settings, same_host):
         return _divided(settings.senders, urls, slots, world_size)

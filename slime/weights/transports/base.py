@@ -81,10 +81,12 @@ class TransportKind:
         create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells whether all engines run
             on the host of rank 0. A :class:`ValueError` says what the settings lack.
         through_folder: Whether rank 0 writes files that all engines read.
+        many_senders: Whether other training ranks than rank 0 can send to some of the engines.
     """
 
     create: Callable[[WeightSyncSettings, bool], Transport]
     through_folder: bool = False
+    many_senders: bool = False
 
 
 async def stream(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:

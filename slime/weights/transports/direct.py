@@ -43,4 +43,4 @@ def on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-DIRECT = TransportKind(_create)
+DIRECT = TransportKind(_create, many_senders=True)

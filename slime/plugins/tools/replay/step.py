@@ -20,7 +20,6 @@ from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compa
 from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.rollout.metrics import rollout_metrics
-from slime.weights.fused import whole_frozen
 from slime.weights.update import frozen_by_flags
 
 if TYPE_CHECKING:
@@ -231,7 +230,6 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     frozen, changing = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list), first.changing
     if changing is not None:
         frozen = lambda name: name not in changing  # noqa: E731
-    frozen = whole_frozen(frozen) if frozen is not None else None
     earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
     state = run.state_before(trained.start)
