@@ -24,10 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.files import load_yaml
-from slime.config.flag import DERIVED, did_you_mean, flag, path_flag, shown
+from slime.config.files import load_yaml, read_table
+from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
@@ -99,21 +99,7 @@ def check_outer_caches(args: Args) -> list[str]:
 
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
-
-
-WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
-
-
 DEFAULT_MODEL = "default"  # name of the only model if --sglang-config is not given
-
-
-_MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
-
-
-_TOKENS = ("context_length", "max_total_tokens")
-
-
-_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
 class ServerGroupError(ValueError):
@@ -152,10 +138,8 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
         document = load_yaml(Path(file).expanduser())
     except ValueError as error:
         raise ServerGroupError(str(error)) from error
-    entries = document.get("sglang") if isinstance(document, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ServerGroupError("the file must have a list of models under the key 'sglang'")
-    models = [_model(entry, f"model {i}", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries, 1)]
+    _check_form(document)
+    models = [_model(entry, hf_checkpoint, num_gpus_per_engine) for entry in document["sglang"]]
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -165,6 +149,15 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
             "no model gets the trainer's weights: leave out model_path of one model, or set its update_weights"
         )
     return models
+
+
+def _check_form(document: object) -> None:
+    """Check the types and names in the file. All that is wrong is told at once."""
+    from jsonschema import Draft202012Validator
+
+    errors = Draft202012Validator(read_table("sglang_config.json")).iter_errors(document)
+    if problems := [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]:
+        raise ServerGroupError("; ".join(problems))
 
 
 def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
@@ -183,66 +176,32 @@ def total_gpus(models: list[ServedModel]) -> int:
     return sum(group.num_gpus for model in models for group in model.groups)
 
 
-def _model(given: object, where: str, hf_checkpoint: str, per_engine: int) -> ServedModel:
-    entry = _keyed(given, _MODEL_KEYS, where)
-    name = str(entry.get("name") or "")
-    if not name:
-        raise ServerGroupError(f"{where} has no name")
-    where = f"model {name!r}"
+def _model(entry: dict[str, Any], hf_checkpoint: str, per_engine: int) -> ServedModel:
+    where = f"model {str(entry['name'])!r}"
     path = str(entry.get("model_path") or hf_checkpoint)
-    groups = entry.get("server_groups") or entry.get("engine_groups")
-    if not isinstance(groups, list) or not groups:
-        raise ServerGroupError(f"{where} has no server_groups")
-    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
-    made = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(groups, 1))
-    kinds = {group.worker_type for group in made} - {"placeholder"}
-    if not kinds:
-        raise ServerGroupError(f"{where} has only placeholders: add a group of servers")
+    per_engine = entry.get("num_gpus_per_engine", per_engine)
+    entries = entry.get("server_groups") or entry["engine_groups"]
+    groups = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(entries, 1))
+    kinds = {group.worker_type for group in groups} - {"placeholder"}
     if kinds not in ({"regular"}, {"prefill", "decode"}):
-        raise ServerGroupError(f"{where} has {', '.join(sorted(kinds))}: use only regular, or prefill and decode")
-    return ServedModel(name, path, bool(entry.get("update_weights", path == hf_checkpoint)), made)
+        has = ", ".join(sorted(kinds)) or "only placeholders"
+        raise ServerGroupError(f"{where} has {has}: use only regular, or prefill and decode")
+    return ServedModel(str(entry["name"]), path, entry.get("update_weights", path == hf_checkpoint), groups)
 
 
-def _group(given: object, where: str, per_engine: int) -> ServerGroup:
-    entry = _keyed(given, _GROUP_KEYS, where)
+def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
     kind = entry.get("worker_type", "regular")
-    if kind == "encoder":
-        raise ServerGroupError(f"{where}: encoder servers are not supported; regular servers encode images themselves")
-    if kind not in WORKER_TYPES:
-        raise ServerGroupError(f"{where}: worker_type {kind!r} is not one of {', '.join(WORKER_TYPES)}")
-    gpus = _count(entry.get("num_gpus"), f"{where}: num_gpus")
-    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
+    gpus, per_engine = entry["num_gpus"], entry.get("num_gpus_per_engine", per_engine)
     if gpus % per_engine and kind != "placeholder":
         raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
-    overrides = entry.get("overrides") or {}
-    if not isinstance(overrides, dict):
-        raise ServerGroupError(f"{where}: overrides must map names to values, e.g. {{mem_fraction_static: 0.8}}")
-    named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
-    for name in named:
+    overrides = {str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()}
+    for name in overrides:
         if name in KEYS:
             flag_name = f"--sglang-{name.replace('_', '-')}"
             raise ServerGroupError(f"{where}: overrides: all servers have the same {name}: use {flag_name}")
         if reason := REASONS["sglang"]["not supported"].get(name):
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {reason}")
-    for name in _TOKENS:
-        if named.get(name) is not None:  # slime computes the context length of the run from these
-            named[name] = _count(named[name], f"{where}: overrides: {name}")
-    return ServerGroup(kind, gpus, per_engine, named)
-
-
-def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise ServerGroupError(f"{where} must be a mapping of keys to values, not {entry!r}")
-    for key in entry:
-        if key not in known:
-            raise ServerGroupError(f"{where}: unknown key {key!r}{did_you_mean(str(key), known)}")
-    return entry
-
-
-def _count(value: object, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        raise ServerGroupError(f"{what} must be a whole number from 1 to {MOST}, not {shown(value)}")
-    return value
+    return ServerGroup(kind, gpus, per_engine, overrides)
 
 
 def check_server_groups(args: Args) -> list[str]:

@@ -42,7 +42,6 @@ def test_defaults(workplace: Workplace) -> None:
 
 def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "installed", lambda name: name != "torchao")
-    monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
     (problem,) = trainer.check_torchao(args)
     assert "--lora-base-quantization: torchao" in problem
