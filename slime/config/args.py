@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from slime.config.agent import AgentConfig, EnvironmentConfig
 from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
@@ -23,7 +23,7 @@ from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
-from slime.config.passthrough import by_name, option_value
+from slime.config.passthrough import FAMILIES, Family, by_name, option_value, options, prefix_of
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import ModelConfig, OptimizerConfig, RolloutPrecisionConfig, TrainingPrecisionConfig
@@ -202,3 +202,41 @@ def _flags_with(parts: tuple[type, ...]) -> dict[str, Flag]:
 
 FLAGS = _Flags()
 """All flags of slime itself and of registered parts by attribute name, in the order of the groups."""
+
+
+class Spelling(NamedTuple):
+    """What one spelling of a flag stands for."""
+
+    flag: Flag
+    family: Family | None  # of an option that is passed on
+    sets: bool  # the value that a switch of this spelling sets
+
+    def values(self, args: Args) -> dict[str, Any]:
+        """Return where the value is stored, by the flag's name."""
+        return vars(args) if self.family is None else vars(args)[self.family]
+
+
+def spellings() -> dict[str, Spelling]:
+    """Return all flags by attribute, and by option without the leading dashes and with ``_`` for ``-``."""
+    return _spellings_with(all_sections())
+
+
+@functools.cache
+def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
+    found = {}
+    for option, entry in options().items():
+        found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
+    for family in FAMILIES:
+        named = by_name(family).items()
+        found |= {prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named}
+    for flag in FLAGS.values():
+        if flag.is_bool:
+            found.setdefault(f"no_{underscored(flag.option)}", Spelling(flag, None, False))
+        found[underscored(flag.option)] = Spelling(flag, None, flag.kind != "negative")
+        found[flag.name] = Spelling(flag, None, True)
+    return found
+
+
+def underscored(option: str) -> str:
+    """Return the name of an option in Python and in files: ``--top-p`` is ``top_p``."""
+    return option.removeprefix("--").replace("-", "_")

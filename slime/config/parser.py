@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from slime import registry
 from slime.config import megatron, passthrough
-from slime.config.args import FLAGS, Args
-from slime.config.flag import Flag, Kind, OutOfRange, convert, did_you_mean
+from slime.config.args import FLAGS, Args, Spelling, spellings
+from slime.config.flag import Flag, Kind, did_you_mean
 from slime.config.flag_support import (
     check_states,
     no_effect_notice,
@@ -26,7 +26,7 @@ from slime.config.machine import this_machine
 from slime.config.megatron import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.rules import Run, idle_flags
-from slime.config.settings import apply_file, redacted, set_value
+from slime.config.settings import apply_file, redacted, set_value, store
 from slime.config.trainer import drop_other_model
 
 
@@ -147,7 +147,7 @@ def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.P
         properties |= {"action": "store_const", "const": entry.sets}
     elif entry.flag.kind == "list":
         properties["nargs"] = "*"
-    parser.add_argument(option, dest=f"{_PASS}{entry.family}:{entry.flag.name}", **properties)
+    parser.add_argument(option, dest=f"{_PASS}{passthrough.prefix_of(entry.family)}{entry.flag.name}", **properties)
 
 
 def help_text(flag: Flag) -> str:
@@ -199,13 +199,8 @@ def read_command_line(
         args.notices.append(
             f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may use them"
         )
-    given: set[str] = set()
-    for dest, value in vars(namespace).items():
-        problem = _store(args, dest, value, given)
-        if problem:
-            problems.append(problem)
-    args.explicit = frozenset(given)
-    return args, problems
+    stored = (_store(args, dest, value) for dest, value in vars(namespace).items())
+    return args, problems + [problem for problem in stored if problem]
 
 
 def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
@@ -238,31 +233,18 @@ def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
     return kept
 
 
-def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
+def _store(args: Args, dest: str, value: object) -> str | None:
     """Convert one value and store it in ``args``. The user's own arguments are stored as argparse returned them."""
     if dest in FLAGS:
-        flag, target = FLAGS[dest], dest
-        if flag.kind == "pairs" and isinstance(value, list):
+        known = Spelling(FLAGS[dest], None, sets=True)
+        if known.flag.kind == "pairs" and isinstance(value, list):
             value = list(itertools.chain.from_iterable(value))
     elif dest.startswith(_PASS):
-        _, family, name = dest.split(":")
-        flag = passthrough.by_name(family)[name].flag
-        target = name
+        known = spellings()[dest.removeprefix(_PASS)]
     else:
         setattr(args, dest, value)
         return None
-    try:
-        converted = convert(flag, value)
-    except OutOfRange as error:
-        return f"{flag.option} {' '.join(map(str, value)) if isinstance(value, list) else value}: {error}"
-    except ValueError as error:
-        return f"{flag.option}: {error}"
-    if dest in FLAGS:
-        setattr(args, target, converted)
-        given.add(dest)
-    else:
-        getattr(args, family)[target] = converted
-    return None
+    return store(args, known.flag.option, known, value)
 
 
 def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:

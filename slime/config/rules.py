@@ -6,7 +6,6 @@ a mistake. Those of ``idle`` are flags that have no effect: the run is correct, 
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.dr_grpo import DrGrpo
 from slime.algorithms.grpo import Grpo
 from slime.config.algorithm import algorithm_class, known_where, loading_problem
-from slime.config.args import FLAGS, all_sections
+from slime.config.args import Spelling, spellings, underscored
 from slime.config.files import read_table
-from slime.config.flag import Flag
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.lora import has_experts
 from slime.config.machine import Machine
-from slime.config.passthrough import options
 from slime.config.rollout import OWN_FUNCTIONS, is_fully_async, may_use_workers, old_actor_lag, trains_late
 from slime.config.settings import redacted
 
@@ -99,7 +96,7 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
     if part in FACTS:
         return part if FACTS[part](run) else None
     option, _, wanted = part.partition(" ")
-    value, flag, family, sets = look_up(option, run.args)
+    value, (flag, family, sets) = look_up(option, run.args)
     if typed and not family and flag.name not in run.args.explicit:
         return None
     if flag.is_bool:
@@ -125,22 +122,10 @@ def _compared(words: str, value: Any, sign: str, wanted: str, args: Args) -> str
     return f"{words} ({says} {wanted} {other})" if wanted.startswith("--") else words
 
 
-def look_up(option: str, args: Args) -> tuple[Any, Flag, str, bool]:
-    """Return the value of a flag that is named as it is typed, its definition, the family of an option that is passed
-    through, and the value that a switch sets."""
-    flag, family, sets = _known(all_sections())[option]
-    values = getattr(args, family) if family else vars(args)
-    return values.get(flag.name), flag, family, sets
-
-
-@functools.cache
-def _known(parts: tuple[type, ...]) -> dict[str, tuple[Flag, str, bool]]:
-    """All options; ``parts`` are the registered ones, whose flags are among them."""
-    found = {option: (entry.flag, str(entry.family), entry.sets is not False) for option, entry in options().items()}
-    for flag in FLAGS.values():
-        found[f"--no-{flag.option[2:]}"] = flag, "", False
-        found[flag.option] = flag, "", flag.kind != "negative"
-    return found
+def look_up(option: str, args: Args) -> tuple[Any, Spelling]:
+    """Return the value of a flag that is named as it is typed, and what this spelling stands for."""
+    known = spellings()[underscored(option)]
+    return known.values(args).get(known.flag.name), known
 
 
 def _read_rows() -> dict[str, list[Rule]]:
