@@ -90,6 +90,7 @@ def check_parsers(args: Args) -> list[str]:
 def _template_problem(args: Args) -> str | None:
     """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or if the template
     cannot be read on this machine."""
+    # A model of the hub that is not on this machine is checked when it has been loaded.
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
     if template is None:
         return None
@@ -116,6 +117,7 @@ def choose_parser(name: str, template: str, model_type: str | None) -> str:
         return name
     if "tools" not in template:
         return "hermes"
+    # The template shows the model how to write calls, so it knows better than the type of the model.
     found = next((parser for mark, parser in _BY_TEMPLATE.items() if mark in template), None)
     return found or _BY_MODEL.get(model_type or "", "hermes")
 

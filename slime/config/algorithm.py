@@ -74,6 +74,7 @@ class AlgorithmConfig:
 
 def derive_algorithm(args: Args) -> None:
     args.fill(eps_clip_high=args.eps_clip)
+    # The standard deviation of one reward is 0.
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     # If the class cannot be loaded, check_estimator reports it later, together with all other problems.
@@ -165,6 +166,7 @@ def check_estimator(args: Args) -> list[str]:
     if problem := loading_problem(name) or trial_problem(args):
         return [problem]
     algorithm, flags = algorithm_class(name), flags_of(type(args))
+    # A class of the user may name a switch that does not exist.
     unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
     if unknown:
         return [f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not a flag"]
@@ -270,10 +272,12 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
     """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
     user chose another way."""
+    # Each of these is a decision of the user about samples of older weights.
     rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
     chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
     bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
     why = ""
+    # The first reason that applies is told; one notice is enough.
     if args.rollout_quantization:
         quantization = f"--rollout-quantization {args.rollout_quantization}"
         why = f"the engines generate with weights that {quantization} has rounded"

@@ -45,6 +45,7 @@ class UnknownName(AttributeError):
         return AttributeError, (str(self),)
 
     def __str__(self) -> str:
+        # A name that exists with another backend needs another answer than a typing error.
         known = by_name("megatron").get(self._name)
         if known is not None:
             option = known.flag.option
@@ -145,6 +146,7 @@ class Args(
         if name.startswith("_"):
             raise AttributeError(name)
         values = self.__dict__
+        # Hooks read these with every backend, and most launch scripts give no MODEL_ARGS.
         if name in SHAPE and name not in values.get("megatron", {}):
             found, value = True, model_dimension(values.get("hf_checkpoint"), name)
         else:
@@ -224,6 +226,7 @@ def spellings() -> dict[str, Spelling]:
 @functools.cache
 def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
     found = {}
+    # Later entries replace earlier ones: a flag of slime comes before an option that is passed on.
     for option, entry in options().items():
         found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
     for family in FAMILIES:

@@ -54,6 +54,7 @@ def derive_batch(args: Args) -> list[str]:
     num_steps_per_rollout, and report sizes that do not satisfy this."""
     if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
         args.n_samples_per_prompt = 1  # SFT samples nothing, so a group would hold copies of one conversation
+    # The identity has four numbers; any three of them give the fourth.
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     given = (
         f"--rollout-batch-size {args.rollout_batch_size} x "
@@ -62,6 +63,7 @@ def derive_batch(args: Args) -> list[str]:
     _micro_batches(args)
     if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:  # the range checks report it
         return []
+    # Neither or only the number of steps is given: a step has an equal share of the rollout.
     if args.global_batch_size is None:
         steps = args.num_steps_per_rollout or 1
         if samples % max(steps, 1):
@@ -72,6 +74,7 @@ def derive_batch(args: Args) -> list[str]:
     if args.global_batch_size < 1:
         return []
     steps = args.num_steps_per_rollout
+    # Only the size of a step is given: the number of steps follows.
     if steps is None and samples % args.global_batch_size == 0:
         args.num_steps_per_rollout = samples // args.global_batch_size
         return []
@@ -80,6 +83,7 @@ def derive_batch(args: Args) -> list[str]:
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
         return [f"{given}, which is not a multiple of --global-batch-size {args.global_batch_size}; {near} would fit"]
+    # Both are given, so they can contradict the rollout.
     if samples != args.global_batch_size * steps:
         wanted = args.global_batch_size * steps
         return [

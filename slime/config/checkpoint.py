@@ -97,6 +97,7 @@ class InitialWeights:
         Args:
             megatron: Whether the backend is Megatron, which also reads slime's own Megatron checkpoints.
         """
+        # FSDP cannot read the tensors of the Megatron backend.
         names = ("config.json", "trainer.json") if megatron else ("config.json",)
         if self.load and (megatron_lm_folder(self.load) or any((Path(self.load) / name).is_file() for name in names)):
             return self.load

@@ -19,15 +19,11 @@ from slime.config.engine import (
 )
 from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
-from slime.config.trainer import check_torchao
 from slime.config.weight_sync import checks_first_update
 from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-MEGATRON = ("megatron.core", "'slime-rl[megatron]'")
-"""The module of ``--train-backend megatron``, and what ``pip install`` gets it."""
 
 
 @dataclass
@@ -82,6 +78,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
             groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
             args.rollout_num_gpus = total_gpus(groups)
+    # Only where trainer and engines take turns on a GPU, each has to make room for the other.
     shared = args.colocate and not args.debug_rollout_only
     args.fill(
         max_restarts=3 if args.use_fault_tolerance else 0,
@@ -98,6 +95,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
 def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
     """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the machine's GPUs, or split
     the GPUs in train_async.py, where they run at the same time."""
+    # What the user has placed stays as it is.
     if args.actor_num_gpus_per_node is not None:
         return
     gpus = machine.gpus
@@ -108,9 +106,11 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
         pass
     elif args.rollout_num_gpus is not None:
         gpus = max(gpus - args.rollout_num_gpus, 1)
+    # Generation and training alternate in train.py, so each may have all GPUs in its turn.
     elif not asynchronous:
         args.colocate = True
         args.notices.append(f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate")
+    # They run at the same time in train_async.py, so each gets a half; engines get the larger one.
     elif gpus > 1:
         args.rollout_num_gpus = gpus - gpus // 2
         gpus //= 2
@@ -149,10 +149,11 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
     to it."""
-    problems = _absent_packages(args) + check_torchao(args)
+    problems = _absent_engine(args)
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
+    # More requests than sockets would fail one by one in the middle of a rollout.
     asked, most = args.sglang_server_concurrency * engines, connection_limit(args.sglang_router_ip)
     if asked > most and not machine.in_cluster:
         args.notices.append(
@@ -167,18 +168,13 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
 
 
-def _absent_packages(args: Args) -> list[str]:
-    problems = []
-    # External engines do not need SGLang on this machine.
-    engine = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
-    megatron = MEGATRON if args.train_backend == "megatron" else None
-    backends = {"--train-backend": (args.train_backend, megatron), "--rollout-backend": (args.rollout_backend, engine)}
-    for option, (value, package) in backends.items():
-        if package is not None and not installed(package[0]):
-            problems.append(f"{option} {value}: {value} is not installed; run pip install {package[1]}")
-    if args.use_wandb and not installed("wandb"):
-        problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
-    return problems
+def _absent_engine(args: Args) -> list[str]:
+    # External engines do not need their package on this machine.
+    package = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
+    if package is None or installed(package[0]):
+        return []
+    backend = args.rollout_backend
+    return [f"--rollout-backend {backend}: {backend} is not installed; run pip install {package[1]}"]
 
 
 def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
@@ -230,5 +226,6 @@ def inline_engine(args: Args) -> Literal["no port", "port"] | None:
     one; everything of slime reaches it without. None: the engine is a process of its own."""
     if not args.inline or args.rollout_backend != "embedded" or args.rollout_external_engine_addrs:
         return None
+    # A function of slime reaches the engine by calls of this process.
     paths = [getattr(args, name) for name in _USERS_HOOKS]
     return "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"

@@ -70,10 +70,12 @@ class DataConfig:
 
 
 def derive_data(args: Args) -> None:
+    # Many public data sets call the prompt "input". Only a column that is named by the user is never replaced.
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is not None and "input_key" not in args.explicit and args.input_key not in row and "input" in row:
         args.input_key = "input"
         args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
+    # A prompt that fills the whole context leaves no token for the response.
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if not args.debug_train_only and (notice := context_notice(args)) is not None:
@@ -89,6 +91,7 @@ def check_data_files(args: Args) -> list[str]:
         if needs_data and not custom_source:
             return ["--prompt-data is missing: pass a JSONL or Parquet file, or your own --data-source-path"]
         return []
+    # A source of the user may give the path any meaning.
     if file_of(args.prompt_data).is_file() or custom_source or data_name(args.prompt_data) is not None:
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
@@ -151,23 +154,20 @@ def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def derive_evaluation(args: Args) -> None:
+    # The fully asynchronous function generates without end, so it cannot evaluate.
     if args.eval_function_path is None and is_fully_async(args):
-        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the fully asynchronous function cannot evaluate
+        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION
+    # The limit of training prompts is derived from the context of training, which does not apply here.
     if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
         args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
+    # What is not set for evaluations is as in training.
     for name in ("input_key", "label_key", "tool_key", "reward_key"):
         args.fill(**{f"eval_{name}": getattr(args, name)})
-    for name in (
-        "function_path",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_response_len",
-        "max_prompt_len",
-        "max_context_len",
-    ):
+    sampling = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len", "max_context_len")
+    for name in ("function_path", *sampling):
         args.fill(**{f"eval_{name}": getattr(args, f"rollout_{name}")})
     own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
+    # A run of hours must not end at its first evaluation, so an evaluation without data is only told.
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
@@ -240,6 +240,7 @@ class RewardConfig:
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
     args.fill(math_answer="boxed" if args.rm_type else "any")
+    # Without a readable row, check_scored tells that a reward is missing.
     if row is None or not needs_reward(args) or args.label_key is None or lookup(row, args.label_key) is None:
         return
     args.rm_type = "math"
@@ -273,6 +274,7 @@ def check_scored(args: Args) -> list[str]:
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is None or not needs_reward(args) or args.custom_generate_function_path:
         return []
+    # A row can name its own reward. The first row is enough here: slime.data checks all of them.
     if "rm_type" in str(lookup(row, args.metadata_key)):
         return []
     return [

@@ -138,6 +138,7 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
         document = load_yaml(Path(file).expanduser())
     except ValueError as error:
         raise ServerGroupError(str(error)) from error
+    # The schema says what is wrong in types and names, so the code below can rely on them.
     _check_form(document)
     models = [_model(entry, hf_checkpoint, num_gpus_per_engine) for entry in document["sglang"]]
     names = [model.name for model in models]
@@ -182,6 +183,7 @@ def _model(entry: dict[str, Any], hf_checkpoint: str, per_engine: int) -> Served
     per_engine = entry.get("num_gpus_per_engine", per_engine)
     entries = entry.get("server_groups") or entry["engine_groups"]
     groups = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(entries, 1))
+    # A router speaks either with regular servers or with pairs of prefill and decode servers.
     kinds = {group.worker_type for group in groups} - {"placeholder"}
     if kinds not in ({"regular"}, {"prefill", "decode"}):
         has = ", ".join(sorted(kinds)) or "only placeholders"
@@ -195,6 +197,7 @@ def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
     if gpus % per_engine and kind != "placeholder":
         raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
     overrides = {str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()}
+    # What is refused as a flag is refused here as well.
     for name in overrides:
         if name in KEYS:
             flag_name = f"--sglang-{name.replace('_', '-')}"
@@ -257,6 +260,7 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
     if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
         return []
     shared, end = [], 0
+    # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs matter.
     models = _served_models(args)
     updated = next((model for model in models if model.update_weights), None)
     for model in models:

@@ -58,7 +58,7 @@ class Flag:
     group: str  # title of the dataclass it belongs to
     section: type | None = None  # this dataclass
     text: str = ""  # the help, if it is not the string below the field
-    fixed_choices: Sequence[Any] = ()
+    fixed_choices: tuple[Any, ...] = ()
     kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
     reason: str = ""
@@ -95,6 +95,7 @@ class Flag:
 @functools.cache
 def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
     """Return the string below each field of a module's classes, on one line, by the names of class and field."""
+    # Python keeps no such strings at run time.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     strings = {}
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -178,7 +179,7 @@ def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
         group=vars(section).get("_title", section.__name__),
         section=section,
         text=meta.pop("help", ""),
-        fixed_choices=meta.pop("choices", ()),
+        fixed_choices=tuple(meta.pop("choices", ())),
         optional=optional,
         **meta,
     )
@@ -222,6 +223,7 @@ def convert(flag: Flag, value: object) -> Any:
         if flag.optional or flag.default is None:
             return None
         raise ValueError("needs a value, not null")
+    # In a file, a list of one value may be written without brackets.
     if flag.takes_list:
         items = value if isinstance(value, (list, tuple)) else [value]
         return [_convert_one(flag, item) for item in items]
@@ -349,6 +351,7 @@ def _to_int(value: object) -> int:
 
 
 def _to_loose(value: object) -> object:
+    # 8192 is a number, and 8k or [0]*3+[1]*58 stay texts for the owner of the option.
     for number in (int, float):
         try:
             return number(value) if isinstance(value, str) else value

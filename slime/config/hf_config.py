@@ -72,6 +72,7 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
         return None
     if not isinstance(config, dict):
         return None
+    # The flags describe the text model, whose keys may stand in an object of their own.
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -113,6 +114,7 @@ def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
     for key in SHAPE[name]:
         if config.get(key) is not None:
             return key, config[key]
+    # Older models leave out what follows from other keys.
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if name == "kv_channels" and isinstance(hidden, int) and isinstance(heads, int) and hidden and heads:
         return "hidden_size / num_attention_heads", hidden // heads
@@ -169,6 +171,7 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
     if not isinstance(parameters, Mapping):
         return None
     limits = []
+    # Models with several kinds of layers have parameters for each kind.
     for rope in (parameters, *parameters.values()):  # or by the type of layer
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
         if kind == "longrope":

@@ -92,6 +92,7 @@ def module_of_file(name: str, file: Path) -> ModuleType:
     """Execute a Python file as a new module with this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
+    # The file may be anywhere, so the import path does not lead to it.
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up the module of the file's classes here
     spec.loader.exec_module(module)

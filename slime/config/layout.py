@@ -36,6 +36,7 @@ class ParallelLayout:
         """Read the layout of ``args.world_size`` ranks from the flags."""
         given = args.megatron
         cp = int(given.get("context_parallel_size") or 1)
+        # FSDP shards over all data-parallel ranks and has no other axis than context parallelism.
         if args.train_backend != "megatron":
             return cls(world_size=args.world_size, cp=cp)
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))

@@ -76,6 +76,7 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
 
 def derive_lora(args: Args) -> None:
     found = adapter_file(args.load) or {}
+    # A resumed run without these flags goes on with the adapter that it has.
     targets = found.get("target_modules") or ["all-linear"]
     args.fill(
         lora_rank=int(found.get("r", 0)),
@@ -83,30 +84,10 @@ def derive_lora(args: Args) -> None:
         use_rslora=bool(found.get("use_rslora", False)),
         lora_target_modules=[targets] if isinstance(targets, str) else [str(name) for name in targets],
     )
-    by_adapter = args.lora_rank and args.rollout_backend == "embedded" and not _no_adapters(args)
-    args.fill(lora_sync="adapter" if by_adapter else "merged")
-
-
-def _no_adapters(args: Args) -> str | None:
-    """Return the reason why engines cannot be updated with an adapter; None if they can."""
-    if EXPERTS in args.lora_target_modules:
-        return "engines need merged weights of routed experts (--lora-target-modules experts)"
-    if args.rollout_backend != "sglang":
-        if args.rollout_external_engine_addrs:
-            return "embedded engines of --rollout-external-engine-addrs need merged weights"
-        if args.update_weight_transport == "disk":
-            return "--update-weight-transport disk writes whole models for embedded engines"
-        return None
-    if args.update_weight_mode == "delta":
-        return "--update-weight-mode delta sends changes of weights"
-    if int(str(args.sglang.get("dp_size") or 1)) > 1:
-        return "SGLang loads no adapters with --sglang-dp-size above 1"
-    if args.update_weight_pause_mode in ("retract", "in_place"):
-        return (
-            f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
-            f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
-        )
-    return sglang_problem(model_config(args.hf_checkpoint), args.lora_target_modules)
+    # SGLang merges by default: an update by adapter needs its LoRA kernels and restricts the layers.
+    embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
+    by_adapter = embedded and args.update_weight_transport != "disk" and EXPERTS not in args.lora_target_modules
+    args.fill(lora_sync="adapter" if args.lora_rank and by_adapter else "merged")
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
@@ -128,25 +109,6 @@ def sglang_targets(targets: Sequence[str]) -> list[str]:
     return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
 
 
-def sglang_problem(config: Mapping[str, Any], targets: Sequence[str]) -> str | None:
-    """Return the reason why SGLang cannot load adapters of a model by name; None if it can.
-
-    Args:
-        config: The content of the model's config.json; empty if it is not on this machine.
-        targets: ``--lora-target-modules``.
-    """
-    names = [name.rpartition(".")[2] for name in targets if name != ALL_LINEAR]
-    if other := sorted(set(names) - set(_PROJECTIONS)):
-        return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
-    if has_experts(config):
-        return "SGLang would need adapters on routed experts, which are not trained"
-    if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
-        return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
-    if config.get("model_type") == "phi3":
-        return "the fused projections of phi3 have other adapters in SGLang"
-    return None
-
-
 def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
     """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
 
@@ -160,6 +122,7 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
         ValueError: In some decoder layer, not all projections that SGLang computes at once have an adapter.
     """
     layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
+    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters or none.
     places: dict[str, set[str]] = {}
     for name in layers:
         module, _, last = name.rpartition(".")
@@ -172,6 +135,7 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
                     f"SGLang needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
                     "--lora-exclude-modules, or use --lora-sync merged"
                 )
+    # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
     rank, alpha = int(str(config["r"])), float(str(config["lora_alpha"]))
     return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
 
@@ -188,6 +152,7 @@ def check_lora(args: Args) -> list[str]:
     problems = _contradictions(args)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = InitialWeights.from_args(args).path(args.train_backend == "megatron") if args.hf_checkpoint else None
+    # The codes of a quantized base replace weights in place, so every model of the run must have this base.
     others = {}
     if args.lora_base_quantization:
         others["--opd-teacher-load"] = weights_path(args.opd_teacher_load)
@@ -203,8 +168,15 @@ def check_lora(args: Args) -> list[str]:
         problems += megatron_problems(
             model_config(args.hf_checkpoint), int(args.megatron.get("tensor_model_parallel_size") or 1)
         )
-    if args.lora_sync == "adapter" and (reason := _no_adapters(args)):
-        problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
+    if args.lora_sync == "adapter" and args.rollout_backend == "sglang":
+        # Targets may be regular expressions. Only names of projections can be told to SGLang before it starts.
+        names = {name.rpartition(".")[2] for name in args.lora_target_modules} - {ALL_LINEAR, EXPERTS, *_PROJECTIONS}
+        problems += [
+            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {name}; "
+            "use --lora-sync merged"
+            for name in sorted(names)
+        ]
+    # A refreshed reference is the base with a copy of the adapter.
     if args.ref_update_interval and reference not in (None, base):
         problems.append(
             "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "

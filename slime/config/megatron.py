@@ -54,6 +54,7 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
         for name, why in REFUSED.items()
         if given.get(name) not in (None, False, 0, 0.0, "none")
     ]
+    # The layers follow from config.json. A spec of the user would be ignored in silence.
     other = [name for name in given.get("spec") or [] if name not in _TABLE["specs"]]
     if other:
         problems.append(f"--spec {' '.join(other)}: slime supports only its built-in layers; leave it out")
@@ -84,6 +85,7 @@ def check_fsdp(args: Args) -> list[str]:
     """Check the number of shards, and name Megatron's flags that have no effect in one notice."""
     if args.train_backend != "fsdp":
         return []
+    # FSDP reads the shape from config.json, which the checks compare with these flags.
     known = {*SHAPE, *ARCHITECTURE, *_TABLE["understood_by_fsdp"]}
     idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
     if idle:
@@ -140,6 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> str | None:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return f"Megatron-LM on PYTHONPATH did not list its flags within {ASK_SECONDS:.0f} s"
+    # Imports of Megatron-LM print to the same stream, so the answer has a mark.
     said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
     if said is None:
         last = answer.stderr.strip().splitlines()[-1:] or [f"exit {answer.returncode}"]

@@ -141,6 +141,7 @@ def derive_debug_modes(args: Args) -> None:
         for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
             if getattr(args, name) is None:
                 setattr(args, name, str(Path(args.dump_details) / folder / "{rollout_id}.pt"))
+    # Nothing has to make room.
     if args.debug_rollout_only:  # there is no trainer to share the GPUs with
         args.colocate = args.offload = False
         args.offload_train = args.offload_rollout = False

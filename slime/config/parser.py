@@ -199,6 +199,7 @@ def read_command_line(
         args.notices.append(
             f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may use them"
         )
+    # argparse only splits the words. Types, ranges and choices are checked as for values of files.
     stored = (_store(args, dest, value) for dest, value in vars(namespace).items())
     return args, problems + [problem for problem in stored if problem]
 
@@ -324,10 +325,12 @@ def check_args(
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
+    # What a refused flag says is told before what follows from other flags.
     refused, idle = check_states(args, FLAGS)
     args.notices += [*unread_variables(os.environ), *registry.failures()]
     problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
+    # One notice lists all flags without effect, whatever the reason.
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
     idle += idle_flags(Run(args, asynchronous, this_machine()))
@@ -346,6 +349,7 @@ def read_settings(
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
+    # Recipes are scaled to a machine by this file, so it comes after everything that the recipe says.
     if args.override:
         problems += _apply_override(args, args.override)
         drop_other_model(args, args.override)

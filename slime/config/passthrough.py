@@ -117,6 +117,7 @@ def _server_options(family: Family, package: str, versions: tuple[str, ...]) -> 
 def _megatron_options() -> dict[str, PassOption]:
     found: dict[str, PassOption] = {}
     own = load_table("megatron_lm", MEGATRON_VERSION)
+    # An option of Megatron-LM replaces the field of megatron-core that it sets, under its own name.
     covered = {entry["dest"] for entry in own.values()} | {entry.get("field") for entry in own.values()}
     for name, entry in load_table("megatron_core", MEGATRON_VERSION).items():
         if name in covered:
@@ -145,6 +146,7 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
     """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of Megatron's options are
     found only with ``--train-backend megatron``."""
+    # The prefix of Megatron is empty, so the family comes last.
     for family in FAMILIES:
         short = name.removeprefix(prefix_of(family))
         if not name.startswith(prefix_of(family)):
@@ -180,6 +182,7 @@ def check(args: Args) -> list[str]:
         if name in reasons
     ]
     problems += _check_keys(args)
+    # Keys are for all engines; all other options are those of SGLang itself.
     if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
         given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))
         args.notices.append(f"{given}: no effect with --rollout-backend embedded")
@@ -230,6 +233,7 @@ def command_line(family: Family, given: Mapping[str, object], version: str | Non
     """
     version = version or (sglang_table_version() if family == "sglang" else ROUTER_VERSION)
     table = load_table("sglang" if family == "sglang" else "sglang_router", version)
+    # Of several spellings, the one that is the name of the attribute comes first.
     spelling: dict[str, str] = {}
     for option, entry in sorted(table.items(), key=lambda item: item[0] != "--" + item[1]["dest"].replace("_", "-")):
         spelling.setdefault(entry["dest"], option)

@@ -41,22 +41,29 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     """
     machine = machine or this_machine()
     problems: list[str] = []
+    # The checks compare these paths with those of slime's own functions, so each has one spelling.
     for name, flag in FLAGS.items():
         if flag.kind == "hook":
             setattr(args, name, hooks.dotted(getattr(args, name)))
+    # First the backends: the defaults of the model, of precision and of weight syncs depend on them.
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
+    # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an environment or an
+    # agent program selects functions of its own.
     observability.derive_debug_modes(args)
     agent.derive_environment(args)
     agent.derive_agent(args)
+    # A data set by name becomes a file here, because the next derivation reads the first row of the file.
     problems += named_data.derive_named_data(args)
     data.derive_data(args)
+    # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += batch.derive_batch(args)
     algorithm.derive_algorithm(args)
     algorithm.derive_corrections(args, asynchronous)
     cluster.derive_resources(args, machine, asynchronous)
     data.derive_evaluation(args)
+    # The folders come last: their names contain the model and the estimator.
     run.derive_checkpoints(args)
     run.derive_run_folder(args)
     return problems
@@ -96,6 +103,7 @@ def validate(
     """
     machine = machine or this_machine()
     problems = [problem for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS)) for problem in check(args)]
+    # Rules are checked even if other checks fail, so that one call tells everything.
     problems += check_rules(Run(args, asynchronous, machine))
     if asynchronous:
         problems += [*rollout.check_staleness(args), *rollout.check_old_actor(args)]

@@ -119,8 +119,10 @@ def old_actor_lag(args: Args) -> int | None:
         0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across an update.
     """
     buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
+    # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
+    # Several rollouts are in progress then, and which of them an update interrupts depends on their speed.
     if is_fully_async(args) or (buffered > 1 and (bound is None or bound > interval)):
         return None
     return 1
@@ -194,6 +196,7 @@ def served_context(args: Args) -> int | None:
     the requests of a rollout; the overrides of a group take precedence over the flags.
     """
     path: str | None = args.hf_checkpoint
+    # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep their limit.
     if args.rollout_backend == "embedded":
         of_rotary = rotary_limit(model_config(path))
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
@@ -228,6 +231,7 @@ def context_limit(args: Args, given: int | None) -> int | None:
     ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept. None if there is no
     limit."""
     served = served_context(args)
+    # SGLang refuses requests that would use its last tokens.
     limits = [given, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
@@ -250,6 +254,7 @@ def check_rotary(args: Args) -> list[str]:
     if limit is None or args.loss_type == "sft_loss" or args.debug_rollout_only:
         return []
     served = context_limit(args, args.rollout_max_context_len)
+    # Without a limit of prompts, only the context of the engines bounds a sample.
     is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
     if is_known and longest_sample(args) <= limit:
         return []

@@ -19,7 +19,7 @@ from slime.config.args import Spelling, spellings, underscored
 from slime.config.files import read_table
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.lora import has_experts
-from slime.config.machine import Machine
+from slime.config.machine import Machine, installed
 from slime.config.rollout import OWN_FUNCTIONS, is_fully_async, may_use_workers, old_actor_lag, trains_late
 from slime.config.settings import redacted
 
@@ -93,12 +93,15 @@ def holding(conditions: str, run: Run, typed: bool = False) -> list[list[str]]:
 
 def _words(part: str, run: Run, typed: bool) -> str | None:
     """Return a part of a condition with the value of its flag; None if it does not hold."""
+    # A fact is told by its name.
     if part in FACTS:
         return part if FACTS[part](run) else None
     option, _, wanted = part.partition(" ")
     value, (flag, family, sets) = look_up(option, run.args)
+    # Options that are passed on exist only if they were typed.
     if typed and not family and flag.name not in run.args.explicit:
         return None
+    # Both --x and --no-x are conditions, and each holds for its own value.
     if flag.is_bool:
         return option if value is sets else None
     shown = redacted(flag.name, value)
@@ -239,11 +242,17 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "several replicas": lambda run: run.args.fsdp_shard_size not in (None, run.ranks),
     "packs of a multiple of 16 tokens": lambda run: run.args.data_pad_size_multiplier % 16 == 0,
     "a weight decay that changes": _decay_changes,
+    "the package megatron-core": lambda run: installed("megatron.core"),
+    "the package torchao": lambda run: installed("torchao"),
+    "the package wandb": lambda run: installed("wandb"),
     "a GPU": lambda run: run.machine.cuda or run.machine.in_cluster,
     "a GPU of this machine": lambda run: run.machine.cuda,
     "SGLang on a CPU": _serves_on_cpu,
     "a snapshot in --load": lambda run: run.args.load and not is_hf_folder(run.args.load),
     "a model with routed experts": lambda run: has_experts(run.config),
+    "a model with latent attention": lambda run: run.config.get("kv_lora_rank"),
+    "a model with gated delta nets": lambda run: "linear_attention" in (run.config.get("layer_types") or ()),
+    "a model with fused projections": lambda run: run.config.get("model_type") == "phi3",
     "a model that soft-caps its logits": lambda run: run.config.get("final_logit_softcapping"),
     "a rate that the user chose": lambda run: "lr" in run.args.explicit,
 }

@@ -77,6 +77,7 @@ def _resumed_run(args: Args) -> str | None:
     """Return the name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it continues in its folder."""
     if args.load is None or args.finetune:
         return None
+    # Curves of a resumed run continue in the same folder, which the user need not name again.
     load, outputs = Path(args.load).resolve(), Path(args.output_dir).resolve()
     inside = load.name == "checkpoints" and load.parent.parent == outputs and load.is_dir()
     return load.parent.name if inside else None

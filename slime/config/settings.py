@@ -72,6 +72,7 @@ def redacted(name: str, value: object) -> object:
 def redacted_text(text: str) -> str:
     """Hide the user part of URLs, the values of options, headers and variables that are secrets, and keys of a known
     form, in a text."""
+    # From what is certain to what is likely: a key of a known form is hidden wherever it stands.
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
     text = _KNOWN_FORM.sub(HIDDEN, _TOLD.sub(rf"\g<1>{HIDDEN}", text))
 
@@ -137,6 +138,7 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are left out, and the
     pass-through flags get their full names."""
     left_out = {*RESERVED, "override"}
+    # A hidden value would replace the real one by three stars.
     settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
     if isinstance(variables := settings.get(_ENVIRONMENT), dict):
         settings[_ENVIRONMENT] = {name: value for name, value in variables.items() if value != HIDDEN}
@@ -221,6 +223,7 @@ def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
     values: Any = read_yaml(args.megatron_config_path, _ROLES_OPTION)[0].get(role) or {}
     if not isinstance(values, dict):
         return args, [f"needs a mapping of flag names to values, not a {type(values).__name__}"]
+    # The roles must not share dicts such as args.megatron.
     changed = copy.deepcopy(args)
     told = (set_value(changed, str(name), value) for name, value in values.items() if name not in _IGNORED)
     return changed, [problem for problem in told if problem]

@@ -79,6 +79,7 @@ class ModelConfig:
 
 
 def derive_model(args: Args, machine: Machine) -> None:
+    # Launch scripts often name the model only once.
     for name in ("ref_load", "load"):
         folder = getattr(args, name)
         if args.hf_checkpoint is None and is_hf_folder(folder):
@@ -97,6 +98,7 @@ def derive_model(args: Args, machine: Machine) -> None:
         lr_warmup_fraction=args.warmup_ratio,
         critic_lr=args.lr,
     )
+    # Engines that compute in another type than the trainer would add to the mismatch of log-probs.
     args.fill(rollout_dtype=args.train_dtype)
     recomputes = args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity")
     if recomputes or args.offload_activations:
@@ -144,6 +146,7 @@ def check_reference(args: Args) -> list[str]:
     problems = _hf_problem("--ref-load", args.ref_load)
     if not problems:
         return []
+    # A launch script may name a conversion that only its own framework can read. It matters only if it is used.
     if args.kl_coef == 0 and (args.kl_loss_coef == 0 or not args.use_kl_loss):
         args.notices.append(
             f"{problems[0]}. No KL term is trained with it, so it is ignored: initial weights and reference model are "
@@ -204,6 +207,7 @@ def _differences(args: Args) -> list[str]:
     config = model_config(args.hf_checkpoint)
     if not config or not given:
         return []
+    # Latent attention has head sizes of its own, so the flag has no meaning.
     if config.get("kv_lora_rank"):
         given.pop("kv_channels", None)  # latent attention has head sizes of its own, so the flag has no meaning
     differences = [
@@ -338,14 +342,3 @@ class TrainingPrecisionConfig:
     --gradient-checkpointing"""
     fsdp_cpu_offload: bool = False
     """FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there"""
-
-
-_TORCHAO = ("float8_training", "optimizer_8bit", "bf16_master_weights")
-
-
-def check_torchao(args: Args) -> list[str]:
-    given = [name for name in (*_TORCHAO, "lora_base_quantization") if getattr(args, name)]
-    if not given or installed("torchao"):
-        return []
-    options = ", ".join("--" + name.replace("_", "-") for name in given)
-    return [f"{options}: torchao is not installed; run pip install 'slime-rl[torchao]'"]

@@ -9,7 +9,7 @@ import pytest
 from config_parts import Workplace
 from make_args import make_args, rule_problems
 
-from slime.config import trainer
+from slime.config import rules, trainer
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.engines.plan import EngineSpec
@@ -21,6 +21,12 @@ from slime.weights.settings import WeightSyncSettings
 GPU = Machine(gpus=1, cores=8, in_cluster=False)
 CPU = Machine(gpus=0, cores=2, in_cluster=False)
 FP8 = "--rollout-quantization fp8 "
+
+
+@pytest.fixture(autouse=True)
+def every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao is an extra, which the tests of flags do not need."""
+    monkeypatch.setattr(rules, "installed", lambda name: True)
 
 
 def test_defaults(workplace: Workplace) -> None:
@@ -110,11 +116,11 @@ def test_shards_over_all_ranks_are_no_replicas() -> None:
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(machine=GPU, train_backend="fsdp", optimizer_8bit=True)
-    monkeypatch.setattr(trainer, "installed", lambda name: name != "torchao")
-    (problem,) = trainer.check_torchao(args)
-    assert "--optimizer-8bit: torchao" in problem
-    monkeypatch.setattr(trainer, "installed", lambda name: True)
-    assert not trainer.check_torchao(args), "it runs on a CPU, only not compiled"
+    monkeypatch.setattr(rules, "installed", lambda name: name != "torchao")
+    (problem,) = rule_problems(args)
+    assert "--optimizer-8bit needs the package torchao" in problem
+    monkeypatch.setattr(rules, "installed", lambda name: True)
+    assert not rule_problems(args), "it runs on a CPU, only not compiled"
 
 
 def test_sglang_is_told_of_the_quantization() -> None:
