@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,20 +124,15 @@ def choose_parser(name: str, template: str, model_type: str | None) -> str:
 
 def tool_parser_problem(name: str) -> str | None:
     """Explain why a value of ``--agent-tool-parser`` cannot be used; None if it can."""
-    if name == "auto" or name in TOOL_PARSERS:
-        return None
-    if not is_path(name):
-        if name in sglang_parsers(*SGLANG_TOOL_PARSERS):
-            return None
-        return _unknown("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
-    return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
+    if is_path(name):
+        return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
+    return _parser_problem("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
 
 
 def reasoning_parser_problem(name: str) -> str | None:
     """Explain why a value of ``--agent-reasoning-parser`` cannot be used; None if it can."""
-    if name in ("auto", "none", *REASONING_PARSERS) or name in sglang_parsers(*SGLANG_REASONING_PARSERS):
-        return None
-    return _unknown("--agent-reasoning-parser", name, ("auto", "none", *REASONING_PARSERS), SGLANG_REASONING_PARSERS)
+    known = ("auto", "none", *REASONING_PARSERS)
+    return _parser_problem("--agent-reasoning-parser", name, known, SGLANG_REASONING_PARSERS)
 
 
 def is_path(name: str) -> bool:
@@ -145,8 +140,10 @@ def is_path(name: str) -> bool:
     return any(mark in name for mark in "./:")
 
 
-def _unknown(option: str, name: str, known: Iterable[str], registry: tuple[str, str]) -> str:
-    more = sorted(set(sglang_parsers(*registry)) - set(known))
+def _parser_problem(option: str, name: str, known: Sequence[str], registry: tuple[str, str]) -> str | None:
+    if name in known or name in (others := sglang_parsers(*registry)):
+        return None
+    more = sorted(set(others) - set(known))
     of_sglang = f"SGLang adds {', '.join(more)}" if more else "SGLang, which has others, cannot be imported"
     return f"{option} {name}: there is no such parser; use one of {', '.join(known)} ({of_sglang})"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
-from slime.algorithms.dr_grpo import pg_loss_reducer
 from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.hooks import HookError, load_function
 from slime.config.rollout import staleness_bound, trains_late
@@ -17,8 +16,6 @@ from slime.registry import find, load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 @dataclass

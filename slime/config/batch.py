@@ -54,43 +54,32 @@ def derive_batch(args: Args) -> list[str]:
     num_steps_per_rollout, and report sizes that do not satisfy this."""
     if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
         args.n_samples_per_prompt = 1  # SFT samples nothing, so a group would hold copies of one conversation
-    # The identity has four numbers; any three of them give the fourth.
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     given = (
         f"--rollout-batch-size {args.rollout_batch_size} x "
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
     _micro_batches(args)
-    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:  # the range checks report it
+    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    if min(samples, 1 if size is None else size, 1 if steps is None else steps) < 1:  # the range checks report it
         return []
-    # Neither or only the number of steps is given: a step has an equal share of the rollout.
-    if args.global_batch_size is None:
-        steps = args.num_steps_per_rollout or 1
-        if samples % max(steps, 1):
-            return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
-        args.num_steps_per_rollout = steps
-        args.global_batch_size = samples // max(steps, 1)
+    # Of the identity's four numbers, the missing one follows from the others.
+    implied_steps = steps or (samples // size if size else 1)
+    implied_size = size or samples // implied_steps
+    if implied_size * implied_steps == samples:
+        args.fill(global_batch_size=implied_size, num_steps_per_rollout=implied_steps)
         return []
-    if args.global_batch_size < 1:
-        return []
-    steps = args.num_steps_per_rollout
-    # Only the size of a step is given: the number of steps follows.
-    if steps is None and samples % args.global_batch_size == 0:
-        args.num_steps_per_rollout = samples // args.global_batch_size
-        return []
+    if size is None:
+        return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
     if steps is None:
         # Suggest the nearest divisor, and of two that are equally near the larger one.
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
-        near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
-        return [f"{given}, which is not a multiple of --global-batch-size {args.global_batch_size}; {near} would fit"]
-    # Both are given, so they can contradict the rollout.
-    if samples != args.global_batch_size * steps:
-        wanted = args.global_batch_size * steps
-        return [
-            f"{given}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} = {wanted}: "
-            "leave out one of the last two flags; its value follows from the others"
-        ]
-    return []
+        near = min(fits, key=lambda n: (abs(n - size), -n))
+        return [f"{given}, which is not a multiple of --global-batch-size {size}; {near} would fit"]
+    return [
+        f"{given}, but --global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}: leave out one of "
+        "the last two flags; its value follows from the others"
+    ]
 
 
 def _micro_batches(args: Args) -> None:

@@ -35,22 +35,25 @@ class ParallelLayout:
     def from_args(cls, args: Args) -> ParallelLayout:
         """Read the layout of ``args.world_size`` ranks from the flags."""
         given = args.megatron
-        cp = int(given.get("context_parallel_size") or 1)
+
+        def size(name: str, default: int = 1) -> int:
+            return int(given.get(name) or default)
+
         # FSDP shards over all data-parallel ranks and has no other axis than context parallelism.
+        cp = size("context_parallel_size")
         if args.train_backend != "megatron":
             return cls(world_size=args.world_size, cp=cp)
-        tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
-        etp = given.get("expert_tensor_parallel_size")
+        tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
         vpp = _model_chunks(given, pp, args.hf_checkpoint)
         return cls(
             world_size=args.world_size,
             tp=tp,
             pp=pp,
             cp=cp,
-            ep=int(given.get("expert_model_parallel_size") or 1),
-            etp=int(etp) if etp else tp,  # Megatron's default
+            ep=size("expert_model_parallel_size"),
+            etp=size("expert_tensor_parallel_size", default=tp),
             vpp=vpp,
-            vpp_group=int(given.get("microbatch_group_size_per_vp_stage") or pp) if vpp > 1 else 1,
+            vpp_group=size("microbatch_group_size_per_vp_stage", default=pp) if vpp > 1 else 1,
         )
 
     @property

@@ -78,16 +78,15 @@ def check_megatron(args: Args) -> list[str]:
     return refused_flags(args.megatron)
 
 
-DROPOUTS = ("attention_dropout", "hidden_dropout")
-
-
 def check_fsdp(args: Args) -> list[str]:
     """Check the number of shards, and name Megatron's flags that have no effect in one notice."""
     if args.train_backend != "fsdp":
         return []
     # FSDP reads the shape from config.json, which the checks compare with these flags.
     known = {*SHAPE, *ARCHITECTURE, *_TABLE["understood_by_fsdp"]}
-    idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
+    defaults = {name: entry.flag.default for name, entry in by_name("megatron").items()}
+    as_usual = {**defaults, "attention_dropout": 0, "hidden_dropout": 0}  # what FSDP does anyway needs no notice
+    idle = [name for name, value in args.megatron.items() if name not in known and value != as_usual[name]]
     if idle:
         shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
         args.notices.append(f"these Megatron flags have no effect with --train-backend fsdp: {shown}")
@@ -100,13 +99,6 @@ def _shard_size(args: Args) -> list[str]:
         return []
     sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
     return [f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of {sizes}, or leave it out"]
-
-
-def _is_idle(name: str, value: object) -> bool:
-    """Whether a flag has the value that FSDP uses anyway, so that it needs no notice."""
-    if name in DROPOUTS:
-        return bool(value == 0)
-    return bool(value == by_name("megatron")[name].flag.default)
 
 
 ASK_SECONDS = 120.0

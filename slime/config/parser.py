@@ -260,15 +260,12 @@ def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
                 problems.append(f"{word!r} does not belong to any flag")
         elif option not in known:
             reason = why_missing(option)
-            problems.append(f"{option} {reason}" if reason else f"{option}: no such flag{_suggestion(option, known)}")
+            problems.append(
+                f"{option} {reason}"
+                if reason
+                else f"{option}: no such flag{did_you_mean(option.replace('_', '-'), known)}"
+            )
     return problems
-
-
-def _suggestion(option: str, known: list[str]) -> str:
-    normal = option.replace("_", "-")
-    if normal in known:
-        return f"; did you mean {normal}?"
-    return did_you_mean(normal, known)
 
 
 def parse_args(

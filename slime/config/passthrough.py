@@ -187,7 +187,13 @@ def check(args: Args) -> list[str]:
         given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))
         args.notices.append(f"{given}: no effect with --rollout-backend embedded")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
-        problems += _absent_in(args.sglang, sglang_table_version())
+        version = sglang_table_version()
+        known = {entry["dest"] for entry in load_table("sglang", version).values()}
+        problems += [
+            f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have this option"
+            for name in args.sglang
+            if name not in known
+        ]
     return problems
 
 
@@ -214,15 +220,6 @@ def _check_keys(args: Args) -> list[str]:
         else:
             args.notices.append(f"{options}: the engines have no key, so everyone who reaches their ports can use them")
     return problems
-
-
-def _absent_in(given: Mapping[str, object], version: str) -> list[str]:
-    known = {entry["dest"] for entry in load_table("sglang", version).values()}
-    return [
-        f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have this option"
-        for name in given
-        if name not in known
-    ]
 
 
 def command_line(family: Family, given: Mapping[str, object], version: str | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,8 @@ def drop_other_model(args: Args, override: str) -> None:
     Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape of the larger one.
     Its config.json is used instead.
     """
-    differences = _differences(args) if _names_checkpoint(override) else []
+    names = {str(key).replace("-", "_") for key in read_yaml(override, "--override")[0]}
+    differences = _differences(args) if "hf_checkpoint" in names else []
     if not differences:
         return
     args.notices.append(
@@ -219,13 +221,9 @@ def _differences(args: Args) -> list[str]:
     return differences + _tied(args, config)
 
 
-def _names_checkpoint(override: str) -> bool:
-    return any(key.replace("-", "_") == "hf_checkpoint" for key in map(str, read_yaml(override, "--override")[0]))
-
-
 def _same(flag: object, config: object) -> bool:
-    if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
-        return abs(float(flag) - float(config)) <= 1e-9 * max(abs(float(config)), 1e-30) or float(flag) == float(config)
+    if isinstance(flag, int | float) and isinstance(config, int | float):
+        return math.isclose(flag, config, rel_tol=1e-9)
     return bool(flag == config)
 
 
