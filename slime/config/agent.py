@@ -82,23 +82,25 @@ def check_parsers(args: Args) -> list[str]:
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
-        _template_problem(args) if args.custom_generate_function_path == AGENT_GENERATE else None,
+        _template_problem(args.hf_checkpoint, args.agent_tool_parser)
+        if args.custom_generate_function_path == AGENT_GENERATE
+        else None,
     ]
     return [problem for problem in problems if problem is not None]
 
 
-def _template_problem(args: Args) -> str | None:
+def _template_problem(checkpoint: str | None, tool_parser: str) -> str | None:
     """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or if the template
     cannot be read on this machine."""
     # A model of the hub that is not on this machine is checked when it has been loaded.
-    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
+    template = read_chat_template(checkpoint) if checkpoint else None
     if template is None:
         return None
     if not template:
-        return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which agents need"
-    model_type = model_config(args.hf_checkpoint).get("model_type")
-    name = choose_parser(args.agent_tool_parser, template, model_type)
-    if args.agent_tool_parser != "auto" or tool_parser_problem(name) is None:
+        return f"--hf-checkpoint {checkpoint}: its tokenizer has no chat template, which agents need"
+    model_type = model_config(checkpoint).get("model_type")
+    name = choose_parser(tool_parser, template, model_type)
+    if tool_parser != "auto" or tool_parser_problem(name) is None:
         return None
     return (
         f"--agent-tool-parser auto: models of the type {model_type} need the parser {name}, which only SGLang has, "

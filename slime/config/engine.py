@@ -210,23 +210,23 @@ def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
 def check_server_groups(args: Args) -> list[str]:
     """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
     if args.sglang_config:
-        return _config_file(args, args.sglang_config)
+        return _config_file(
+            args.sglang_config, args.hf_checkpoint, args.rollout_num_gpus_per_engine, args.rollout_num_gpus
+        )
     servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
         return []
     return [f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"]
 
 
-def _config_file(args: Args, file: str) -> list[str]:
+def _config_file(file: str, hf_checkpoint: str, per_engine: int, gpus: int) -> list[str]:
     where = f"--sglang-config {file}"
     try:
-        models = read_server_groups(file, args.hf_checkpoint, args.rollout_num_gpus_per_engine)
+        models = read_server_groups(file, hf_checkpoint, per_engine)
     except (ServerGroupError, OSError) as error:
         return [f"{where}: {error}"]
     total = total_gpus(models)
-    if total != args.rollout_num_gpus:
-        return [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {args.rollout_num_gpus}"]
-    return []
+    return [] if total == gpus else [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
 
 
 def check_colocated_pipelines(args: Args) -> list[str]:

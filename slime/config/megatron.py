@@ -90,11 +90,10 @@ def check_fsdp(args: Args) -> list[str]:
     if idle:
         shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
         args.notices.append(f"these Megatron flags have no effect with --train-backend fsdp: {shown}")
-    return _shard_size(args)
+    return _shard_size(args.fsdp_shard_size, args.world_size)
 
 
-def _shard_size(args: Args) -> list[str]:
-    size, ranks = args.fsdp_shard_size, args.world_size
+def _shard_size(size: int | None, ranks: int) -> list[str]:
     if size is None or size < 1 or ranks % size == 0:  # the range check reports a size below 1
         return []
     sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)

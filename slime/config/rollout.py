@@ -202,7 +202,7 @@ def served_context(args: Args) -> int | None:
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = args.sglang
-        path, overrides = _first_model(args, path)
+        path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
         limits = []
         for options in ({**given, **group} for group in overrides):
             limits += [options.get("context_length") or _of_model(path), options.get("max_total_tokens")]
@@ -213,14 +213,13 @@ def _of_model(path: str | None, scaled: bool = True) -> int | None:
     return context_length(model_config(path), scaled)
 
 
-def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
+def _first_model(file: str | None, path: str | None, per_engine: int) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of its groups. Without
     a file, or with an invalid one, which the checks report, there is one group without overrides."""
-    file = args.sglang_config
     if not file:
         return path, [{}]
     try:
-        model = read_server_groups(file, str(path), args.rollout_num_gpus_per_engine)[0]
+        model = read_server_groups(file, str(path), per_engine)[0]
     except (ServerGroupError, OSError):
         return path, [{}]
     return model.model_path, [group.overrides for group in model.groups if group.worker_type != "placeholder"]

@@ -64,7 +64,7 @@ def derive_backends(args: Args, machine: Machine) -> None:
 
 def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")) -> None:
     if args.run_name is None:
-        resumed = _resumed_run(args)
+        resumed = None if args.load is None or args.finetune else _resumed_run(args.load, args.output_dir)
         model = re.sub(r"[^\w.-]+", "-", Path(args.hf_checkpoint).name) if args.hf_checkpoint else "run"
         kind = estimator_label(args.advantage_estimator) if args.loss_type == "policy_loss" else args.loss_type
         args.run_name = resumed or f"{model}-{kind}-{now()}"
@@ -73,14 +73,12 @@ def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime
         args.notices.append(f"--save is not given: snapshots are written to {args.save}")
 
 
-def _resumed_run(args: Args) -> str | None:
+def _resumed_run(load: str, output_dir: str) -> str | None:
     """Return the name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it continues in its folder."""
-    if args.load is None or args.finetune:
-        return None
     # Curves of a resumed run continue in the same folder, which the user need not name again.
-    load, outputs = Path(args.load).resolve(), Path(args.output_dir).resolve()
-    inside = load.name == "checkpoints" and load.parent.parent == outputs and load.is_dir()
-    return load.parent.name if inside else None
+    folder = Path(load).resolve()
+    inside = folder.name == "checkpoints" and folder.parent.parent == Path(output_dir).resolve() and folder.is_dir()
+    return folder.parent.name if inside else None
 
 
 @dataclass

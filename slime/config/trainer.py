@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +170,7 @@ def check_shape(args: Args) -> list[str]:
     """Report every difference between the shape flags (MODEL_ARGS) and config.json."""
     return [
         f"{difference}: use the model script of this checkpoint, or leave the flag out"
-        for difference in _differences(args)
+        for difference in _differences(args.megatron, args.hf_checkpoint)
     ]
 
 
@@ -193,7 +194,7 @@ def drop_other_model(args: Args, override: str) -> None:
     Its config.json is used instead.
     """
     names = {str(key).replace("-", "_") for key in read_yaml(override, "--override")[0]}
-    differences = _differences(args) if "hf_checkpoint" in names else []
+    differences = _differences(args.megatron, args.hf_checkpoint) if "hf_checkpoint" in names else []
     if not differences:
         return
     args.notices.append(
@@ -204,21 +205,21 @@ def drop_other_model(args: Args, override: str) -> None:
         args.megatron.pop(name, None)
 
 
-def _differences(args: Args) -> list[str]:
-    given = {name: args.megatron[name] for name in SHAPE if name in args.megatron}
-    config = model_config(args.hf_checkpoint)
-    if not config or not given:
+def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
+    shape = {name: given[name] for name in SHAPE if name in given}
+    config = model_config(checkpoint)
+    if not config or not shape:
         return []
     # Latent attention has head sizes of its own, so the flag has no meaning.
     if config.get("kv_lora_rank"):
-        given.pop("kv_channels", None)  # latent attention has head sizes of its own, so the flag has no meaning
+        shape.pop("kv_channels", None)
     differences = [
-        f"--{name.replace('_', '-')} {value}, but config.json of {args.hf_checkpoint} has {key} {config_value}"
-        for name, value in given.items()
+        f"--{name.replace('_', '-')} {value}, but config.json of {checkpoint} has {key} {config_value}"
+        for name, value in shape.items()
         for key, config_value in [lookup_dimension(config, name)]
         if config_value is not None and not _same(value, config_value)
     ]
-    return differences + _tied(args, config)
+    return differences + _tied(given, checkpoint, config)
 
 
 def _same(flag: object, config: object) -> bool:
@@ -227,15 +228,15 @@ def _same(flag: object, config: object) -> bool:
     return bool(flag == config)
 
 
-def _tied(args: Args, config: dict[str, Any]) -> list[str]:
+def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str, Any]) -> list[str]:
     tied = config.get("tie_word_embeddings")
-    if tied is None or "num_layers" not in args.megatron:
+    if tied is None or "num_layers" not in given:
         return []
-    untied = bool(args.megatron.get("untie_embeddings_and_output_weights", False))
+    untied = bool(given.get("untie_embeddings_and_output_weights", False))
     if untied != bool(tied):  # the flag says untied and the config says tied, so equal values are a contradiction
         return []
     has = "contain --untie-embeddings-and-output-weights" if untied else "lack --untie-embeddings-and-output-weights"
-    return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]
+    return [f"MODEL_ARGS {has}, but config.json of {checkpoint} has tie_word_embeddings {tied}"]
 
 
 @dataclass
