@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from slime import registry
 from slime.config import megatron, passthrough
-from slime.config.args import FLAGS, Args, Spelling, spellings
+from slime.config.args import FLAGS, Args, Spelling
 from slime.config.flag import Flag, Kind, did_you_mean
 from slime.config.flag_support import (
     check_states,
@@ -147,7 +147,7 @@ def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.P
         properties |= {"action": "store_const", "const": entry.sets}
     elif entry.flag.kind == "list":
         properties["nargs"] = "*"
-    parser.add_argument(option, dest=f"{_PASS}{passthrough.prefix_of(entry.family)}{entry.flag.name}", **properties)
+    parser.add_argument(option, dest=f"{_PASS}{entry.family}:{entry.flag.name}", **properties)
 
 
 def help_text(flag: Flag) -> str:
@@ -241,7 +241,9 @@ def _store(args: Args, dest: str, value: object) -> str | None:
         if known.flag.kind == "pairs" and isinstance(value, list):
             value = list(itertools.chain.from_iterable(value))
     elif dest.startswith(_PASS):
-        known = spellings()[dest.removeprefix(_PASS)]
+        family, name = dest.removeprefix(_PASS).split(":")
+        entry = passthrough.by_name(family)[name]
+        known = Spelling(entry.flag, entry.family, sets=True)
     else:
         setattr(args, dest, value)
         return None
