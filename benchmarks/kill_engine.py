@@ -80,7 +80,7 @@ async def reward(args, sample, **kwargs):
 def watch():
     """Note what the transport does."""
     from slime.engines.handle import EngineHandle
-    from slime.weights.transports.group import BroadcastGroup
+    from slime.weights.transports.distributed import BroadcastGroup
 
     def noted(cls, name, event):
         inner = getattr(cls, name)

@@ -27,7 +27,7 @@ def main() -> None:
     from slime.models.loading import ModelError, check_checkpoint, load_hf_config
     from slime.weights import torch_dist
     from slime.weights.hf_folder import HfFolder
-    from slime.weights.maps.registry import family_of
+    from slime.weights.maps.family import family_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")

@@ -39,10 +39,10 @@ def _find(options: argparse.Namespace) -> Found:
     """
     from slime.config.checkpoint import megatron_lm_folder
     from slime.models.loading import load_hf_config
+    from slime.plugins.compat.megatron_lm import MegatronLmWeights
     from slime.weights import torch_dist
     from slime.weights.hf_folder import resolve_folder
-    from slime.weights.maps.registry import family_of, get_family
-    from slime.weights.megatron_lm import MegatronLmWeights
+    from slime.weights.maps.family import family_of, get_family
 
     if foreign := megatron_lm_folder(options.input_dir):
         if options.origin_hf_dir is None:
@@ -67,7 +67,8 @@ def _find(options: argparse.Namespace) -> Found:
 
 
 def main() -> None:
-    from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+    from slime.models.stored import write_tensors
+    from slime.weights.hf_folder import MtpLayers, write_side_files
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", required=True)

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.models.loading import ModelError
-    from slime.weights.hf_folder import HfFolder, write_side_files, write_tensors
+    from slime.models.stored import write_tensors
+    from slime.weights.hf_folder import HfFolder, write_side_files
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")

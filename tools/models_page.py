@@ -27,12 +27,12 @@ from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
 from test_engine_families import check_engine, saved  # noqa: E402
 
-from slime.models.layer_kinds.registry import layers_of  # noqa: E402
+from slime.models.layer_kinds import layers_of  # noqa: E402
 from slime.models.loading import ModelError, empty_model, plain_attention  # noqa: E402
 from slime.models.packed_attention import NAME  # noqa: E402
 from slime.models.packed_layers import prepare_packing  # noqa: E402
 from slime.plugins.embedded.states import use_slots  # noqa: E402
-from slime.weights.maps.registry import get_family  # noqa: E402
+from slime.weights.maps.family import get_family  # noqa: E402
 
 HEADINGS = ("family", "`model_type`", "kinds of layers", "FSDP packed", "FSDP padded", "embedded engine", "Megatron")
 BIASES = (

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from slime.backends.loss import is_max_metric
-from slime.models.context_parallel import sum_over
+from slime.models.segments import sum_over
 
 
 def local(tensor: Tensor) -> Tensor:

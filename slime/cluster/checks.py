@@ -76,7 +76,7 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
 
 def _check_hub(named: dict[str, str]) -> list[str]:
     """Check that the hub gives each model that is not on this machine."""
-    from slime.models.folder import require_hub
+    from slime.models.shards import require_hub
 
     problems = []
     for option, path in named.items():
@@ -119,7 +119,7 @@ def check_family(args: Args) -> list[str]:
     if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
         return []
     from slime.config.layout import ParallelLayout
-    from slime.weights.maps.registry import get_family, not_divided
+    from slime.weights.maps.family import get_family, not_divided
 
     if "vision_config" in config:
         return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
@@ -190,7 +190,7 @@ def _check_megatron_lm(args: Args) -> list[str]:
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
-    from slime.weights.megatron_lm import differing_shapes, open_megatron_lm
+    from slime.weights.torch_dist import differing_shapes, open_megatron_lm
 
     problems = []
     for option, path in found.items():
@@ -205,7 +205,7 @@ def _check_megatron_lm(args: Args) -> list[str]:
 
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
-    from slime.models.folder import quantization_of
+    from slime.models.shards import quantization_of
 
     config = read_config(checkpoint) if checkpoint else None
     quantization = quantization_of(config) if config else None

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from slime.config.hf_config import read_config
-from slime.models.folder import local_folder, quantization_of
-from slime.models.shards import ModelError, TensorHeader, read_headers
+from slime.models.shards import ModelError, TensorHeader, local_folder, quantization_of, read_headers
 
 STORED_BITS = {"I32": 32, "U32": 32, "I8": 8, "U8": 8}
 """The bits of an integer, which can hold several weights, by its dtype in a header."""

@@ -7,7 +7,7 @@ Such a folder has a tracker file and a folder per iteration::
     X/iter_0000100/.metadata, *.distcp, common.pt, metadata.json
     X/release/...
 
-:mod:`slime.weights.megatron_lm` reads its weights.
+:func:`slime.weights.torch_dist.open_megatron_lm` reads its weights.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from slime.models.folder import local_folder
-from slime.models.shards import UNTIES, ModelError, TensorHeader, own_head, read_headers
+from slime.models.shards import UNTIES, ModelError, TensorHeader, local_folder, own_head, read_headers
 
 
 def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:

@@ -102,11 +102,13 @@ def _compare(
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    # Some models have tensors that their own code ignores in a checkpoint, or makes itself if they are missing.
     beyond = [
         name
         for name in shapes
         if name not in expected and name not in tied and not any(re.search(pattern, name) for pattern in known)
     ]
+    # More layers than config.json counts are an error and no leftover: the model would be cut off without a word.
     surplus = _surplus_layers(model, expected, beyond)
     return Differences(
         missing=[n for n in absent if n not in buffers and not any(re.search(p, n) for p in optional)],

@@ -17,22 +17,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from slime.models.folder import resolve_folder
+from slime.models.formats import scaled
 from slime.models.fp8_format import BLOCK, Fp8Format, Fp8Layout, Granularity, fp8_layout
-from slime.models.quantized import scaled, without_quantization
-from slime.models.shards import INDEX, read_headers
-from slime.models.stored import StoredWeights
+from slime.models.quantized import without_quantization
+from slime.models.shards import copy_side_files, read_headers, resolve_folder, side_files
+from slime.models.stored import StoredWeights, write_tensors
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 _SMALLEST_SCALE = 1e-12
 """A block of zeros gets this scale; 0 would make its values NaN."""
-_FILE_BYTES = 4 * 1024**3
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 @torch.no_grad()
@@ -138,38 +135,18 @@ def write_fp8(source: Path, folder: Path, how: Fp8Format, dtype: str | None = No
     """
     stored = StoredWeights(source)
     layout = fp8_layout(stored.shapes(), how)
-    files: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    size = total = 0
 
-    def flush() -> None:
-        file = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        save_file(pending, str(folder / file), metadata={"format": "pt"})
-        files.update(dict.fromkeys(pending, file))
-        pending.clear()
+    def quantized() -> Iterator[tuple[str, Tensor]]:
+        for name in stored.shapes():
+            weight = stored.get(name)
+            if name in layout.names and dtype is not None:
+                weight = weight.to(getattr(torch, dtype))  # as a weight sync, which casts before it quantizes
+            yield from quantized_parts(name, weight, layout)
 
-    for name in stored.shapes():
-        weight = stored.get(name)
-        if name in layout.names and dtype is not None:
-            weight = weight.to(getattr(torch, dtype))  # as a weight sync, which casts before it quantizes
-        for key, tensor in quantized_parts(name, weight, layout):
-            if pending and size + tensor.nbytes > _FILE_BYTES:
-                flush()
-                size = 0
-            pending[key] = tensor.contiguous()
-            size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=1))
-    for path in _companions(source):
-        shutil.copy2(path, folder / path.name)
+    write_tensors(quantized(), folder, writer=True)
+    copy_side_files(source, folder)
     name_quantization(source / "config.json", folder / "config.json", layout, dtype)
     return layout
-
-
-def _companions(source: Path) -> list[Path]:
-    """The files that are copied: tokenizer, generation settings and so on."""
-    files = (path for path in source.iterdir() if path.is_file() and path.name != "config.json")
-    return sorted(path for path in files if not path.name.endswith(_WEIGHT_FILES))
 
 
 def name_quantization(source: Path, target: Path, layout: Fp8Layout, dtype: str | None = None) -> None:
@@ -201,7 +178,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _digest(source: Path, how: Fp8Format, dtype: str | None) -> str:
-    copied = {path.name for path in _companions(source)}
+    copied = {str(file) for file in side_files(source)}
     files = sorted({header.file for header in read_headers(source).values()} | {"config.json"} | copied)
     stats = [(file, (source / file).stat()) for file in files]
     told = [str(source.resolve()), repr(how), dtype, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]]

@@ -137,7 +137,7 @@ def layout_of(checkpoint: str, how: Fp8Format) -> Fp8Layout:
     Raises:
         ModelError: The checkpoint cannot be read.
     """
-    from slime.models.folder import resolve_folder
+    from slime.models.shards import resolve_folder
     from slime.models.stored import StoredWeights
 
     return fp8_layout(StoredWeights(resolve_folder(checkpoint)).shapes(), how)

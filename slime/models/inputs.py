@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
 from slime.data.packing import build_pack, distinct_scores
-from slime.models.image_blocks import image_blocks_of, images_see_ahead
 from slime.models.loading import ModelError
+from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
@@ -157,6 +157,8 @@ class InputBuilder:
             "position_ids": self._move(layout.positions)[None],
             "slime_pack": PackSegments.from_layout(layout, self.device, with_sequences=self.stateful),
         }
+        # Rotary positions of media have three axes and begin anew in each sample, so they are computed for each sample
+        # alone and put into its rows of the pack.
         if any(multimodal):
             types = kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
             if images_see_ahead(self.backbone):
@@ -202,6 +204,7 @@ class InputBuilder:
         ids = torch.zeros(len(tokens), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
         index, targets = [], []
+        # Samples are padded at the right, so positions need no shift, and the row before a token scores it.
         for row, (sample, response) in enumerate(zip(tokens, response_lengths, strict=True)):
             total = len(sample)
             ids[row, :total] = sample

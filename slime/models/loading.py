@@ -1,23 +1,94 @@
-"""Load Hugging Face models, for the trainer and the embedded engine."""
+"""Load Hugging Face models, for the trainer and the embedded engine, and find their parts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from slime.models.cpu_linear import use_onednn_linears
+from slime.models.cpu_kernels import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
-from slime.models.folder import local_folder, require_hub, resolve_folder
-from slime.models.shards import UNTIES, ModelError, own_head, read_headers, shorten
+from slime.models.shards import (
+    UNTIES,
+    ModelError,
+    local_folder,
+    own_head,
+    read_headers,
+    require_hub,
+    resolve_folder,
+    shorten,
+)
 from slime.models.stored import NamedWeights, StoredWeights, is_finite
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig
+
+
+VISION_TOWERS = ("visual", "vision_tower", "vision_model", "vision_embed_tokens")
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its head. ``base_model`` of Llama 4 is the model with its head."""
+    backbone: nn.Module = model.base_model
+    if backbone is model:
+        backbone = model.get_submodule("model")
+    return backbone
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of the language model: the longest list of layers outside a vision tower."""
+    names = set(model._no_split_modules or [])
+    vision = {
+        id(m) for name, tower in model.named_modules() if name.split(".")[-1] in VISION_TOWERS for m in tower.modules()
+    }
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
+    named = [m for m in lists if type(m[0]).__name__ in names]
+    return max((list(m) for m in named or lists), key=len)
+
+
+@contextmanager
+def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model have only its first decoder layers within the context: as few as contain each kind of layer.
+
+    What is checked on them holds for all layers, and neither the memory nor the time of a large model is needed.
+    """
+    layers = decoder_layers(model)
+    first: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        first.setdefault(_kind(layer), number)
+    where = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and list(child) == layers
+    ]
+    for module, name, _ in where:
+        module._modules[name] = nn.ModuleList(layers[: max(first.values()) + 1])
+    try:
+        yield
+    finally:
+        for module, name, child in where:
+            module._modules[name] = child
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return a value that is equal for layers with the same modules and settings, whatever their weights."""
+    found: list[object] = []
+    for module in layer.modules():
+        found += [type(module).__name__, sorted(item for item in vars(module).items() if _is_setting(*item))]
+    return repr(found)
+
+
+def _is_setting(name: str, value: object) -> bool:
+    is_place = "idx" in name or "index" in name or name in ("layer_id", "layer_number")
+    return isinstance(value, bool | int | float | str | None) and not name.startswith("_") and not is_place
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -158,7 +229,7 @@ def load_hf_model(
     Args:
         path: A Hugging Face folder, or a hub id.
         dtype: The dtype of all parameters, whatever that of the checkpoint is. In float32 on the CPU, linear layers
-            use oneDNN if that is faster (``cpu_linear.py``).
+            use oneDNN if that is faster (``cpu_kernels.py``).
         device: The device of the parameters. With ``meta``, only the config is read.
         attn_implementation: A name that transformers' AttentionInterface knows, or one for each sub-config.
         weights: The weights to load; None for those of ``path``, which otherwise only describes the model.
@@ -196,9 +267,8 @@ def _with_weights(
 
     folder = resolve_folder(path)
     common = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **common}
-    if weights is None and not read_headers(
-        folder
-    ):  # PyTorch's older format: transformers reads it, without running code
+    if weights is None and not read_headers(folder):
+        # PyTorch's older format: transformers reads it, without running code.
         auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
         if source == str(folder) and not any(folder.glob("*.bin*")):
@@ -207,6 +277,8 @@ def _with_weights(
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
+    # The names are compared before any value is read. What transformers reports after it has loaded the values is
+    # checked as well, because it initializes at random what it does not find.
     stored = weights or StoredWeights(folder)
     require_fit(str(stored.folder), empty, compare(empty, stored))
     generation = _generation_config(folder) or GenerationConfig.from_model_config(config)

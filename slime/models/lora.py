@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slime.models.cpu_linear import CpuLinear, linear
+from slime.models.cpu_kernels import CpuLinear, linear
 from slime.models.shards import ModelError
 
 ALL_LINEAR = "all-linear"

@@ -1,15 +1,24 @@
-"""Attention with a mask, attention sinks and soft-capped scores, from plain matrix products.
+"""Attention with a mask, and the masks of images.
 
-SDPA has neither sinks nor soft caps. The trainer and the embedded engine use this function for both.
+SDPA has neither attention sinks nor soft-capped scores, so with them attention is computed from plain matrix products.
+The trainer and the embedded engine use this function for both.
+
+The tokens of some images attend to their whole image, also to the tokens after them (Gemma 3). transformers adds these
+pairs to its masks, from the ``token_type_ids`` of the processor. Packs and the embedded engine use no masks of
+transformers, so they add the pairs themselves: two tokens of the same block attend to each other.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from slime.models.loading import ModelError
 
 
 @dataclass(frozen=True)
@@ -60,3 +69,52 @@ def masked_attention(
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights.to(v.dtype) @ v
+
+
+KNOWN = ("gemma3",)
+
+
+def images_see_ahead(backbone: nn.Module) -> bool:
+    """Whether the tokens of an image attend to later tokens of it.
+
+    Args:
+        backbone: The image-text model without its head.
+
+    Raises:
+        ModelError: The family has such masks, or others that depend on the types of tokens, and slime does not know
+            them.
+    """
+    config: Any = backbone.config
+    if config.model_type in KNOWN:
+        return True
+    text = config.get_text_config()
+    forward: Any = type(backbone).forward
+    if getattr(text, "use_bidirectional_attention", None) or "token_type_ids" in inspect.signature(forward).parameters:
+        raise ModelError(
+            f"{type(backbone).__name__} has masks that depend on the types of tokens, which slime does not know: "
+            "it can be trained on text only"
+        )
+    return False
+
+
+def image_blocks_of(is_image: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Number the images of a row: runs of image tokens, as transformers finds them.
+
+    Args:
+        is_image: bool ``[T]``, whether each token is one of an image.
+        starts: int64, the rows where a sample begins, which ends a run; None if there is one sample.
+
+    Returns:
+        int64 ``[T]``: the number of the image of each row, -1 for text.
+    """
+    begins = is_image.clone()
+    begins[1:] &= ~is_image[:-1]
+    if starts is not None:
+        inside = starts[starts < len(is_image)]
+        begins[inside] = is_image[inside]
+    return torch.where(is_image, begins.cumsum(0) - 1, -1)
+
+
+def same_image(query: Tensor, key: Tensor) -> Tensor:
+    """Which pairs of tokens belong to the same image: ``[..., Q]`` and ``[..., K]`` -> bool ``[..., Q, K]``."""
+    return (query.unsqueeze(-1) == key.unsqueeze(-2)) & (query >= 0).unsqueeze(-1)

@@ -4,11 +4,10 @@ A model loaded with ``attn_implementation="slime_packed"`` gets its batch as one
 of its forward include ``position_ids`` and ``slime_pack=PackSegments``, which transformers passes on to the attention
 of each layer. transformers makes no attention mask, because this name is not one of its mask functions.
 
-On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_attention.py``. Both have attention sinks.
+On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_kernels.py``. Both have attention sinks.
 What neither supports (sliding windows on the CPU, float32 on CUDA, value heads of another size on the CPU, soft caps)
 is computed with one mask for all segments of equal size. Kinds of attention that would be silently wrong here are
-refused.
-"""
+refused."""
 
 from __future__ import annotations
 
@@ -22,14 +21,12 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from slime.models.context_parallel import gather_rows
-from slime.models.cpu_attention import packed_attention_cpu
-from slime.models.image_blocks import same_image
-from slime.models.layer_kinds.kinds import window_of
+from slime.models.autograd import Context, Gradients
+from slime.models.cpu_kernels import packed_attention_cpu
+from slime.models.layer_kinds import window_of
 from slime.models.loading import ModelError
-from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention
-from slime.models.segments import PackSegments
-from slime.models.varlen_sinks import varlen_with_sinks
+from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention, same_image
+from slime.models.segments import PackSegments, gather_rows
 
 NAME = "slime_packed"
 _NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such parameter
@@ -239,3 +236,45 @@ def _window_mask(q_len: int, k_len: int, window: int, device: torch.device) -> T
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+class _VarlenSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pack: PackSegments, scale: float, window: int
+    ) -> Tensor:
+        sizes = pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_q, pack.max_k
+        bounds = {"scale": scale, "window_size_left": window, "window_size_right": 0}
+        out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *sizes, 0.0, window < 0, False, **bounds
+        )
+        joint = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [H, T]
+        out = out * (lse - joint).exp_().t().unsqueeze(-1).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, joint, seed, unused)
+        ctx.settings = sizes, bounds, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
+        q, k, v, sinks, out, joint, seed, unused = ctx.saved_tensors
+        (sizes, bounds, window), grad = ctx.settings, grads[0].contiguous()
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, joint, *sizes, 0.0, window < 0, seed, unused, **bounds
+        )
+        share = (sinks.to(joint.dtype)[:, None] - joint).exp_()
+        dsinks = -(share * (grad.float() * out.float()).sum(-1).t()).sum(1)
+        return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None
+
+
+def varlen_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pack: PackSegments, scale: float, window: int
+) -> Tensor:
+    """Attend over a pack in bfloat16 or float16: q ``[T, H, d]``, k and v ``[K, H_kv, d]``, sinks ``[H]``.
+
+    Args:
+        window: Maximum number of keys before a query that it attends to; -1: all.
+
+    Returns:
+        ``[T, H, d]``.
+    """
+    return _VarlenSinks.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, pack, scale, window)

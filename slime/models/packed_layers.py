@@ -1,11 +1,15 @@
-"""Prepare a model for packs: refuse layers that would be wrong, and give layers with a state one sequence at a time.
+"""Prepare a model for packs: refuse layers that would be wrong, and give some modules whole sequences.
 
 A layer with a state (a gated delta net, a short convolution, Mamba-2) passes it from token to token of its row, and a
 pack is one row with many samples. So such a module is run on a batch of whole sequences instead, which are gathered
 from the pack and padded at their ends. It starts without a state at each of them, and no token sees the padding after
 it. This is exact for every causal module, with the kernels that it has. Sequences of similar length form a batch, so at
-most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding. Attention that needs whole sequences is run in
-the same way (:mod:`slime.models.whole_attention`).
+most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
+
+The attention of DeepSeek V3.2 and GLM-5 selects tokens with a mask over the row, and that of Llama 4 counts chunks and
+scales queries by the index of a row. In a pack this would mix samples. So such a module is run on batches of whole
+sequences in the same way, with the SDPA of transformers, the rotary embeddings and a mask of these sequences. Memory
+and time grow with the square of a sequence's length.
 
 With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are dealt to it, and
 gives the outputs back to the ranks of the rows.
@@ -13,19 +17,114 @@ gives the outputs back to the ranks of the rows.
 
 from __future__ import annotations
 
+import copy
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.models.layer_kinds.kind import Sees
-from slime.models.layer_kinds.registry import layers_of
+from slime.models.layer_kinds import Sees, layers_of
 from slime.models.loading import ModelError
-from slime.models.segments import PackSegments
-from slime.models.whole_attention import Attention, Outputs, run_attention, use_sdpa
+from slime.models.segments import PackSegments, SequenceBlock
+
+_KNOWN = ("position_embeddings", "position_ids", "attention_mask", "past_key_values", "use_cache", "slime_pack")
+
+
+Rotary = Tensor | tuple[Tensor, ...]
+Outputs = tuple[Any, ...]
+Attention = Callable[..., Outputs]
+
+
+class PerBlock(list[Tensor]):
+    """Further outputs of a module, one per block of sequences: the tokens that an indexer has selected (GLM-5). The
+    model passes them to the next layer without looking into them."""
+
+
+def run_attention(
+    plain: Attention,
+    module: nn.Module,
+    sees: Sequence[Sees],
+    rows: Tensor,
+    pack: PackSegments,
+    kwargs: Mapping[str, object],
+) -> Outputs:
+    """Run an attention module on the sequences of a pack, which must be listed there.
+
+    Args:
+        plain: The forward of the module.
+        sees: What bounds the keys of a query besides causality.
+        rows: ``[T, H]``, the hidden states of the pack; with context parallelism, those of this rank.
+        kwargs: The arguments that the decoder layer passes.
+
+    Returns:
+        The outputs of the module: ``[1, T, H]``, None for its weights, and further ones as :class:`PerBlock`.
+
+    Raises:
+        ModelError: The layer passes a tensor whose meaning for a sequence is not known.
+    """
+    per_block = {name: value for name, value in kwargs.items() if isinstance(value, PerBlock)}
+    for name, value in kwargs.items():
+        if (name not in _KNOWN and isinstance(value, Tensor)) or (name == "attention_mask" and value is not None):
+            raise ModelError(
+                f"{type(module).__name__} gets {name!r}, which slime cannot divide among the sequences of a pack: "
+                "use --attn-implementation sdpa"
+            )
+    rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
+    rows = pack.rows_of_all(rows)
+    out, further = torch.zeros_like(rows), list[PerBlock]()
+    for i, block in enumerate(pack.sequences):
+        result = plain(
+            hidden_states=block.gather(rows),
+            position_embeddings=_of_block(rotary, block),
+            position_ids=torch.arange(block.length, device=rows.device).expand(block.n, -1),
+            attention_mask=_mask(module, sees, block, rows.device),
+            **{name: value[i] for name, value in per_block.items()},
+        )
+        out = out.index_copy(0, block.own, result[0].flatten(0, 1).index_select(0, block.picks))
+        further = further or [PerBlock() for _ in result[2:]]
+        for values, value in zip(further, result[2:], strict=True):
+            values.append(value)
+    return (pack.own_rows(out).unsqueeze(0), None, *further)
+
+
+def use_sdpa(module: nn.Module) -> None:
+    """Let a module compute its attention with SDPA, whatever the rest of the model does."""
+    config: Any = copy.deepcopy(module.config)
+    config._attn_implementation = "sdpa"
+    module.config = config
+
+
+def _rotary_of_all(rotary: Rotary, pack: PackSegments) -> Rotary:
+    """Return the rotary embeddings ``[1, T, d]`` of the rows of all context-parallel ranks."""
+    if isinstance(rotary, tuple):
+        return tuple(cast(Tensor, _rotary_of_all(part, pack)) for part in rotary)
+    if rotary.is_complex():  # which NCCL does not send
+        return torch.view_as_complex(pack.rows_of_all(torch.view_as_real(rotary)[0])).unsqueeze(0)
+    return pack.rows_of_all(rotary[0]).unsqueeze(0)
+
+
+def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
+    """Return the rotary embeddings ``[1, T, d]`` of a pack for the positions of a block, ``[n, length, d]``.
+
+    All sequences begin at position 0, so those of the longest one, which is the first, are right for all.
+    """
+    if isinstance(rotary, tuple):
+        return tuple(_of_block(part, block) for part in rotary)
+    return rotary[0].index_select(0, block.rows[: block.length]).expand(block.n, -1, -1)
+
+
+def _mask(module: nn.Module, sees: Sequence[Sees], block: SequenceBlock, device: torch.device) -> Tensor:
+    """Return a bool mask ``[n, 1, length, length]``, True where a query (third axis) attends to a key."""
+    positions = torch.arange(block.length, device=device)
+    query, key = positions[:, None], positions[None, :]
+    mask = key <= query
+    for bound in sees:
+        mask = mask & bound(module.config, query, key)  # type: ignore[arg-type]
+    return mask.expand(block.n, 1, -1, -1)
+
 
 PADDED = "use --attn-implementation sdpa"
 _PACK = "slime_pack"

@@ -27,15 +27,15 @@ Scales of activations and of the KV cache are ignored, because the dequantized w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slime.models.requantize import to_mxfp4, to_packed, to_scaled
+from slime.models.formats import from_mxfp4, scaled, to_mxfp4, to_packed, to_scaled, unpacked
 from slime.models.shards import ModelError, TensorHeader, shorten
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
 _SCALED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
@@ -125,8 +125,9 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
         if f"{name}_zero_point" in headers:
             raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime cannot read: {_EXPLAINS}")
         sizes = _block_sizes(name, header.shape, headers[scale].shape, block)
-        store = _storing_scaled(name, scale, _DTYPES[header.dtype], sizes)
-        weights[name] = Weight((name, scale), header.shape, _scaling(name, scale, sizes), store)
+        compute = partial(_read_scaled, name, scale, sizes)
+        store = partial(_store_scaled, name, scale, _DTYPES[header.dtype], sizes)
+        weights[name] = Weight((name, scale), header.shape, compute, store)
     return weights
 
 
@@ -153,40 +154,15 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
     return tuple(sizes)
 
 
-def _scaling(name: str, scale: str, sizes: tuple[int, ...] | None) -> Callable[[Read], Tensor]:
-    def compute(read: Read) -> Tensor:
-        return scaled(read(name), read(scale), sizes)
-
-    return compute
+def _read_scaled(name: str, scale: str, sizes: tuple[int, ...] | None, read: Read) -> Tensor:
+    return scaled(read(name), read(scale), sizes)
 
 
-def _storing_scaled(
-    name: str, scale: str, dtype: torch.dtype, sizes: tuple[int, ...] | None
-) -> Callable[[Tensor, Read], Stored]:
-    def store(weight: Tensor, read: Read) -> Stored:
-        values, scales = to_scaled(weight, read(scale), dtype, sizes)
-        return {name: values, scale: scales}
-
-    return store
-
-
-def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
-    """Return ``values * scales`` in float32, with each scale repeated over its block.
-
-    Args:
-        values: 8-bit floats or integers ``[..., R, C]``.
-        scales: Floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
-        sizes: Block length along each axis; None for a single scale.
-    """
-    factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
-    if sizes is None:
-        return values.float() * factors.reshape(())
-    factors = factors.reshape([*factors.shape, *[1] * (values.dim() - factors.dim())])
-    for axis, size in enumerate(sizes):
-        if size == values.shape[axis]:
-            continue  # broadcast
-        factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
-    return values.float() * factors
+def _store_scaled(
+    name: str, scale: str, dtype: torch.dtype, sizes: tuple[int, ...] | None, weight: Tensor, read: Read
+) -> Stored:
+    values, scales = to_scaled(weight, read(scale), dtype, sizes)
+    return {name: values, scale: scales}
 
 
 # --- compressed-tensors ----------------------------------------------------------------------------
@@ -225,6 +201,7 @@ def _packed_weight(
         raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
     if packed.dtype != "I32" or len(packed.shape) != 2 or len(headers[scale].shape) != 2:
         raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}, but must be an int32 matrix")
+    # A tensor does not say how many bits its values have. The number of words in a row does.
     rows, columns = (int(n) for n in read(shape))
     fitting = [b for b in sorted(bits) if 32 % b == 0 and -(-columns * b // 32) == packed.shape[1]]
     groups = headers[scale].shape[1]
@@ -243,13 +220,6 @@ def _packed_weight(
         return {f"{name}_packed": values, scale: scales, shape: read(shape)}
 
     return Weight((f"{name}_packed", scale, shape), (rows, columns), compute, store)
-
-
-def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Unpack signed integers of ``bits`` bits: int32 ``[R, ceil(columns * bits / 32)]`` -> int8 ``[R, columns]``."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return (values.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
 
 
 # --- MXFP4 -----------------------------------------------------------------------------------------
@@ -271,28 +241,15 @@ def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeade
             )
         experts, rows, groups, half = header.shape
         shape = experts, groups * half * 2, rows
-        weights[name] = Weight((blocks, scales), shape, _fp4_scaling(blocks, scales), _storing_fp4(blocks, scales))
+        parts = blocks, scales
+        weights[name] = Weight(parts, shape, partial(_read_fp4, *parts), partial(_store_fp4, *parts))
     return weights
 
 
-def _fp4_scaling(blocks: str, scales: str) -> Callable[[Read], Tensor]:
-    def compute(read: Read) -> Tensor:
-        packed, exponents = read(blocks), read(scales)
-        return torch.stack([_fp4_matrix(b, s) for b, s in zip(packed, exponents, strict=True)])
-
-    return compute
+def _read_fp4(blocks: str, scales: str, read: Read) -> Tensor:
+    return torch.stack([from_mxfp4(b, s) for b, s in zip(read(blocks), read(scales), strict=True)])
 
 
-def _storing_fp4(blocks: str, scales: str) -> Callable[[Tensor, Read], Stored]:
-    def store(weight: Tensor, read: Read) -> Stored:
-        pairs = [to_mxfp4(w, s) for w, s in zip(weight, read(scales), strict=True)]
-        return {blocks: torch.stack([b for b, _ in pairs]), scales: torch.stack([s for _, s in pairs])}
-
-    return store
-
-
-def _fp4_matrix(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize one expert exactly: uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]`` -> bfloat16 ``[G * 32, R]``."""
-    table = torch.tensor(E2M1, dtype=torch.bfloat16)
-    values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(2)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1).t().contiguous()
+def _store_fp4(blocks: str, scales: str, weight: Tensor, read: Read) -> Stored:
+    pairs = [to_mxfp4(w, s) for w, s in zip(weight, read(scales), strict=True)]
+    return {blocks: torch.stack([b for b, _ in pairs]), scales: torch.stack([s for _, s in pairs])}

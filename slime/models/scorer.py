@@ -1,22 +1,59 @@
 """Wrap a Hugging Face model for RL: from a micro-batch to log-probs (actor) or values (critic) of its tokens.
 
 The head runs inside ``forward``, and only on the rows that score a response token. The scorer is the root module, so
-FSDP gathers the parameters of the head for its ``forward`` as well.
-"""
+FSDP gathers the parameters of the head for its ``forward`` as well."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slime.models.capped_log_probs import capped_log_probs, capped_logits
-from slime.models.cpu_linear import linear
-from slime.models.decoder import backbone_of
+from slime.models.cpu_kernels import linear
 from slime.models.inputs import Distinct, InputBuilder, ModelInputs
-from slime.models.loading import ModelError, plain_attention
+from slime.models.loading import ModelError, backbone_of, plain_attention
 from slime.models.packed_attention import NAME as PACKED
-from slime.models.token_log_probs import TokenScores, token_log_probs
+from slime.models.token_log_probs import TokenScores, default_chunk_size, token_log_probs
+
+
+def capped_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, cap: float) -> Tensor:
+    """Return the logits ``[R, V]`` in float32 of hidden states ``[R, H]``."""
+    return torch.tanh(linear(hidden, weight, bias).float() / cap) * cap
+
+
+def capped_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    cap: float,
+    bias: Tensor | None = None,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+) -> TokenScores:
+    """Score ``targets`` under the capped logits; otherwise as :func:`slime.models.token_log_probs.token_log_probs`,
+    with tensors of the same shapes.
+
+    The logits of a chunk of rows are recomputed in backward, so that only those of one chunk are in memory.
+    """
+    size = chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0])
+
+    def scores(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = (capped_logits(rows, weight, bias, cap) / temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_p.new_zeros(len(rows))
+        return log_p.gather(-1, wanted[:, None]).squeeze(-1), entropy
+
+    parts = [
+        checkpoint(scores, rows, wanted, use_reentrant=False)
+        for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    log_probs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not with_entropy:
+        return TokenScores(log_probs, None)
+    return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
+
 
 CHECK_TOLERANCE = 2e-3
 
@@ -53,6 +90,7 @@ class PolicyScorer(nn.Module):
         effective = temperature / self.logit_scale
         if self.logit_cap is not None:
             return self._capped(hidden, inputs, temperature, with_entropy, entropy_grad, with_logits)
+        # A token that many samples have in common is scored once, and its score is copied to each of them.
         scores = token_log_probs(
             hidden,
             head.weight,
@@ -169,12 +207,14 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     Raises:
         ModelError: They differ by more than rounding errors.
     """
+    # Two samples of one group begin alike, so that the check covers a shared prompt as well.
     model = scorer.hf
     vocab = model.get_output_embeddings().weight.shape[0]
     ids = [torch.tensor([5, 3, 7, 11, 2, 9]), torch.tensor([5, 3, 7, 4]), torch.tensor([8, 1, 6])]
     ids = [sample % vocab for sample in ids]
     inputs = builder.build(ids, [3, 1, 2], [0, 0, 1], [None] * 3)
     scores = scorer(inputs)[0].log_probs.cpu()
+    # The reference is the model of transformers without packs: with its own attention, one sample at a time.
     configured = model.config.get_text_config()._attn_implementation
     plain = plain_attention(model.config)
     if configured == PACKED:

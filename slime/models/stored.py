@@ -1,21 +1,31 @@
-"""The weights of a checkpoint folder by name. They are read one by one, and dequantized if needed."""
+"""The weights of a checkpoint folder by name, which are read one by one and dequantized if needed, and a new folder."""
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from slime.models.folder import quantization_of
 from slime.models.quantized import Plan, plan
-from slime.models.shards import PLAIN_FLOATS, ModelError, TensorHeader, read_headers, require_plain, shorten
+from slime.models.shards import (
+    INDEX,
+    PLAIN_FLOATS,
+    ModelError,
+    TensorHeader,
+    quantization_of,
+    read_headers,
+    require_plain,
+    shorten,
+)
 
 
 class NamedWeights(ABC):
@@ -90,6 +100,7 @@ class NamedWeights(ABC):
         return {name: _Empty(shape) for name, shape in self.shapes().items()}
 
 
+SHARD_BYTES = 4 * 1024**3
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -223,6 +234,63 @@ class _Empty:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         return torch.empty(self.shape, device="meta")
+
+
+def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
+    """Write a stream of tensors as safetensors files with an index.
+
+    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation. For
+    the same reason, the writer raises an error such as a full disk only at the end of the stream. Until everything is
+    written, a folder with several files has no index, so it cannot be loaded.
+    """
+    shards: list[tuple[str, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+    size = 0
+    failure: Exception | None = None
+    if writer:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / INDEX).unlink(missing_ok=True)  # an older export would else be loaded with some of the new files
+        except OSError as error:
+            failure = error
+
+    def flush() -> None:
+        file = f"model-{len(shards) + 1:05d}.safetensors"
+        save_file(pending, str(path / file), metadata={"format": "pt"})
+        shards.append((file, list(pending)))
+        pending.clear()
+
+    for name, tensor in named:
+        if not writer or failure is not None:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if pending and size + nbytes > SHARD_BYTES:
+            try:
+                flush()
+            except (OSError, SafetensorError) as error:
+                failure = error
+                continue
+            size = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += nbytes
+        total += nbytes
+    if failure is not None:
+        raise failure
+    if not writer:
+        return
+    flush()
+    if len(shards) == 1:
+        (path / shards[0][0]).rename(path / "model.safetensors")
+    # The files of an older export that had another number of them: transformers would load the single one in spite of
+    # the index, and engines may read all files of a folder without an index.
+    files = {file for file, _ in shards} if len(shards) > 1 else {"model.safetensors"}
+    for old in path.iterdir():
+        if re.fullmatch(r"model(-\d{5})?\.safetensors", old.name) and old.name not in files:
+            old.unlink()
+    weight_map = {name: file for file, names in shards for name in names}
+    if len(shards) > 1:
+        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.models.autograd import Context, Gradients
-from slime.models.cpu_linear import matmul_nt
+from slime.models.cpu_kernels import matmul_nt
 
 CHUNK_BYTES = 256 * 1024 * 1024
 FUSED_CHUNK_BYTES = 1024 * 1024 * 1024

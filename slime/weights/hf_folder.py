@@ -1,24 +1,28 @@
-"""Read the tensors of a Hugging Face checkpoint, and write a new checkpoint."""
+"""Read the tensors of a Hugging Face checkpoint, and write a new one in the dtypes of ``--save-hf-dtype``."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
-from slime.models.folder import resolve_folder, side_files
 from slime.models.quantized import without_quantization
-from slime.models.shards import INDEX, own_head, read_headers
+from slime.models.shards import (
+    ModelError,
+    copy_side_files,
+    own_head,
+    quantization_of,
+    read_headers,
+    resolve_folder,
+    shorten,
+)
 from slime.models.stored import StoredWeights
-
-SHARD_BYTES = 4 * 1024**3
+from slime.weights.update import FULL_PRECISION
 
 
 class HfFolder(StoredWeights):
@@ -33,61 +37,6 @@ class HfFolder(StoredWeights):
             ModelError: See :class:`~slime.models.stored.StoredWeights`.
         """
         super().__init__(resolve_folder(path))
-
-
-def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
-    """Write a stream of tensors as safetensors files with an index.
-
-    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation. For
-    the same reason, the writer raises an error such as a full disk only at the end of the stream. Until everything is
-    written, a folder with several files has no index, so it cannot be loaded.
-    """
-    shards: list[tuple[str, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
-    failure: Exception | None = None
-    if writer:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / INDEX).unlink(missing_ok=True)  # an older export would else be loaded with some of the new files
-        except OSError as error:
-            failure = error
-
-    def flush() -> None:
-        file = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(pending, str(path / file), metadata={"format": "pt"})
-        shards.append((file, list(pending)))
-        pending.clear()
-
-    for name, tensor in named:
-        if not writer or failure is not None:
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        if pending and size + nbytes > SHARD_BYTES:
-            try:
-                flush()
-            except (OSError, SafetensorError) as error:
-                failure = error
-                continue
-            size = 0
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + nbytes, total + nbytes
-    if failure is not None:
-        raise failure
-    if not writer:
-        return
-    flush()
-    if len(shards) == 1:
-        (path / shards[0][0]).rename(path / "model.safetensors")
-    # The files of an older export that had another number of them: transformers would load the single one in spite of
-    # the index, and engines may read all files of a folder without an index.
-    files = {file for file, _ in shards} if len(shards) > 1 else {"model.safetensors"}
-    for old in path.iterdir():
-        if re.fullmatch(r"model(-\d{5})?\.safetensors", old.name) and old.name not in files:
-            old.unlink()
-    weight_map = {name: file for file, names in shards for name in names}
-    if len(shards) > 1:
-        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
 
 
 class MtpLayers:
@@ -181,9 +130,7 @@ def write_side_files(
         config: The content of config.json if there is no ``source``.
     """
     if source is not None:
-        for file in side_files(source):
-            (path / file).parent.mkdir(exist_ok=True)
-            shutil.copy2(source / file, path / file)
+        copy_side_files(source, path)
         config = json.loads((source / "config.json").read_text())
     plain = without_quantization(config or {})
     plain.update(mtp.config_changes(plain) if mtp is not None else {})
@@ -204,3 +151,80 @@ def _untied(config: Mapping[str, object]) -> dict[str, object]:
     text = config.get("text_config")
     parts = {"text_config": _untied(text)} if isinstance(text, dict) else {}
     return {**config, **parts, "tie_word_embeddings": False}
+
+
+SOURCE = "source"
+
+
+class ExportForm:
+    """The dtypes of one export. Every rank needs one, because tensors are cast before they are gathered.
+
+    Attributes:
+        dtype: The dtype in which the training backend should yield float parameters; None for the one in which it
+            trains them. For ``source`` it is float32, so that they are rounded once.
+    """
+
+    def __init__(self, choice: str | None, folder: Path | None, writer: bool) -> None:
+        """
+        Args:
+            choice: The value of ``--save-hf-dtype``; None for the dtype in which the model is trained.
+            folder: The checkpoint from which the model was made, on the rank that writes; None if it is not there.
+            writer: Whether this rank writes.
+        """
+        named = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, SOURCE: torch.float32}
+        self.dtype: torch.dtype | None = named[choice]
+        self._cast = None if choice == SOURCE else self.dtype
+        self._stored: StoredWeights | None = None
+        self._failure: ModelError | None = None  # raised at the end of the stream, which other ranks also read
+        self._as_source = choice == SOURCE and writer
+        if not self._as_source:
+            return
+        if folder is None:
+            self._failure = ModelError("--save-hf-dtype source needs the files of --hf-checkpoint on this machine")
+            return
+        try:
+            self._stored = StoredWeights(folder)
+            self._config = json.loads((folder / "config.json").read_text())
+        except ModelError as error:
+            self._failure = error
+
+    def tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors as they are to be written. ``named`` is always read to its end, because that may be a
+        collective operation.
+
+        Raises:
+            ModelError: At the end, if a tensor does not fit the source, or a quantized one of it did not come.
+        """
+        if not self._as_source:
+            for name, tensor in named:
+                casts = tensor.is_floating_point() and not name.endswith(FULL_PRECISION)
+                yield name, tensor.to(self._cast) if self._cast and casts else tensor
+            return
+        seen = set[str]()
+        for name, tensor in named:
+            seen.add(name)
+            yield from self._as_stored(name, tensor).items()
+        if self._failure is not None:
+            raise self._failure
+        assert self._stored is not None
+        if lost := sorted(set(self._stored.plan.weights) - seen):
+            raise ModelError(f"the model does not write {shorten(lost)}, which {self._stored.folder} has quantized")
+        for name in sorted(self._stored.plan.left_out):
+            yield name, self._stored.header_tensor(name)
+
+    def _as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if self._stored is None or self._failure is not None:
+            return {}
+        try:
+            return self._stored.store(name, tensor.detach().cpu())
+        except ModelError as error:
+            self._failure = error
+            return {}
+
+    def config_changes(self) -> dict[str, object]:
+        """Return the entries of config.json that say how the weights are stored."""
+        if self._stored is None:
+            return {} if self._cast is None else {"dtype": str(self._cast).removeprefix("torch.")}
+        changes: dict[str, object] = {"dtype": str(self._stored.dtype).removeprefix("torch.")}
+        quantization = quantization_of(self._config)
+        return changes if quantization is None else {**changes, "quantization_config": quantization}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from slime.config.cluster import inline_engine
 from slime.config.hf_config import model_config
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.flat import NamedTensor
     from slime.engines.handle import EngineHandle
-    from slime.weights.published import Encoding
 
 _RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
@@ -100,7 +99,7 @@ class WeightSyncSettings:
     pause_mode: str | None
     disk_dir: str | None
     keep_files: bool
-    delta_encoding: Encoding
+    delta_encoding: str
     delta_checksum: str
     train_dtype: str | None
     rollout_dtype: str | None
@@ -150,7 +149,7 @@ class WeightSyncSettings:
             pause_mode=args.update_weight_pause_mode,
             disk_dir=os.path.abspath(args.update_weight_disk_dir) if args.update_weight_disk_dir else None,
             keep_files=args.update_weight_disk_keep_files,
-            delta_encoding=cast("Encoding", args.update_weight_delta_encoding),
+            delta_encoding=args.update_weight_delta_encoding,
             delta_checksum=args.update_weight_delta_checksum,
             train_dtype=args.train_dtype,
             rollout_dtype=args.rollout_dtype,

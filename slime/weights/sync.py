@@ -41,12 +41,21 @@ from slime.models.cpu_memory import no_collections
 from slime.models.fp8_format import layout_of
 from slime.weights import audit
 from slime.weights.settings import AdapterSource, WeightSyncSettings
-from slime.weights.stream import Handoff, WeightSource, finished, sent_buckets, transforms_of
 from slime.weights.transports import Transport, transport_kind
 from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink
-from slime.weights.update import UpdateReport, WeightSyncError, WeightUpdate, parse_version
+from slime.weights.update import (
+    Handoff,
+    UpdateReport,
+    WeightSource,
+    WeightSyncError,
+    WeightUpdate,
+    finished,
+    parse_version,
+    sent_buckets,
+    transforms_of,
+)
 from slime.weights.window import TORN, UpdateWindow, describe, engine_dtype
 
 if TYPE_CHECKING:

@@ -4,12 +4,19 @@ A checkpoint folder has ``trainer.json`` (shape and family of the model) and ``t
 ``torch.distributed.checkpoint`` with Megatron's names. It has one tensor per parameter of the whole model, and layers
 are named by their index in the whole model. ``slime/backends/megatron/checkpoint.py`` writes and reads the same format,
 with an optimizer and for any parallel layout.
+
+The tensors of such a checkpoint are read without executing code. But its index is a pickle, and an entry may consist of
+bytes that are unpickled too. So :func:`require_tensors` checks the index before torch unpickles it: a checkpoint of
+unknown origin could execute code when it is loaded.
 """
 
 from __future__ import annotations
 
+import enum
+import io
 import json
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +26,88 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from slime import registry
+from slime.config.checkpoint import megatron_lm_folder
 from slime.config.hf_config import megatron_folder
 from slime.data.value_files import save_value
-from slime.weights.dcp_metadata import require_tensors
+from slime.models.loading import load_hf_config
+from slime.models.shards import ModelError, local_folder, read_headers, shorten
+from slime.models.stored import NamedWeights, StoredWeights
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.family import Entry, Family, Settings
+from slime.weights.maps.family import Entry, Family, HfConfig, Settings, family_of
 from slime.weights.maps.layouts import Stacked
+
+FILE = ".metadata"
+_MODULES = frozenset({
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+})  # fmt: skip
+_CLASSES = frozenset({
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    # megatron-core stores its plans in the index
+    "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+})  # fmt: skip
+_OTHERS = frozenset({
+    ("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+})  # fmt: skip
+
+
+class UnsafeMetadataError(ValueError):
+    """The index of a checkpoint contains something that it does not need. The message names it."""
+
+
+def _member(of: object, name: str) -> enum.Enum:
+    """Return a member of an enumeration, and refuse every other attribute."""
+    if not (isinstance(of, type) and issubclass(of, enum.Enum) and name in of.__members__):
+        raise UnsafeMetadataError(f"it takes the attribute {name} of {of!r}")
+    return of[name]
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2, for one, pickles members of enumerations so
+            return _member
+        known = (module in _MODULES and name in _CLASSES) or (module, name) in _OTHERS
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not known and not is_dtype:
+            raise UnsafeMetadataError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def require_tensors(folder: Path, only: bool = True) -> None:
+    """Refuse a checkpoint whose index contains anything other than tensors and their places. No code is executed.
+
+    Args:
+        only: Also refuse entries of bytes, which :func:`torch.distributed.checkpoint.load` would unpickle. Pass False
+            if the caller reads tensors by name and never such an entry (Megatron-LM stores extra states like this).
+
+    Raises:
+        UnsafeMetadataError: The index contains something else, or is damaged.
+        FileNotFoundError: There is no index.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is not a distributed checkpoint: {FILE} is missing")
+    try:
+        metadata = _Reader(io.BytesIO(file.read_bytes())).load()
+        entries = dict(metadata.state_dict_metadata)
+    except UnsafeMetadataError as error:
+        raise UnsafeMetadataError(f"{file} could execute code ({error}); it was not loaded. Use the original") from None
+    except Exception as error:  # a damaged pickle may raise any exception
+        raise UnsafeMetadataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if not only:
+        return
+    of_bytes = sorted(name for name, entry in entries.items() if type(entry).__name__ != "TensorStorageMetadata")
+    if of_bytes:
+        raise UnsafeMetadataError(
+            f"{file} was not loaded, because it has entries that are not tensors and would be unpickled: "
+            f"{', '.join(of_bytes[:3])}. slime writes no such entries"
+        )
+
 
 META = "trainer.json"
 TENSORS = "torch_dist"
@@ -149,6 +232,7 @@ def hf_tensors(
     require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    # One parameter at a time, so that the memory of a whole model is never needed.
     for entry in family.entries(settings):
         if entry.megatron not in stored:
             raise KeyError(f"{path} has no parameter {entry.megatron!r}: check that --origin-hf-dir belongs to it")
@@ -192,3 +276,56 @@ def join_launched_ranks() -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+# --- checkpoints of Megatron-LM ------------------------------------------------------------------------
+
+
+def open_megatron_lm(
+    path: str, hf_checkpoint: str, model_name: str | None = None, trust_remote_code: bool = False
+) -> NamedWeights | None:
+    """Return the weights of a checkpoint of Megatron-LM; None if ``path`` is something else.
+
+    Args:
+        path: The folder of one iteration, or the folder with the tracker file.
+        hf_checkpoint: The folder or hub id of the model, whose config.json gives the shape.
+        model_name: ``--model-name``.
+
+    Raises:
+        ModelError: Tensors are missing or do not fit the shape, or there is no weight map for this family of models.
+    """
+    folder = megatron_lm_folder(path)
+    if folder is None:
+        return None
+    config = load_hf_config(hf_checkpoint, trust_remote_code).get_text_config()
+    try:
+        return read_megatron_lm(folder, family_of(config, model_name), config.to_dict())
+    except ModelError:
+        raise
+    except ValueError as error:  # no map, or an index that could execute code
+        raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
+
+
+def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> NamedWeights:
+    """Return the weights in a folder of Megatron-LM under their Hugging Face names.
+
+    Args:
+        folder: As :func:`slime.config.checkpoint.megatron_lm_folder` finds it.
+        config: The content of the model's config.json.
+    """
+    weights: NamedWeights = registry.find("checkpoint", "megatron_lm")(folder, family, family.settings(config))
+    return weights
+
+
+def differing_shapes(weights: NamedWeights, hf_checkpoint: str) -> list[str]:
+    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``, if they are here."""
+    folder = local_folder(hf_checkpoint)
+    if folder is None or not read_headers(folder):
+        return []
+    expected = StoredWeights(folder).shapes()
+    wrong = [
+        f"{name} {shape} instead of {expected[name]}"
+        for name, shape in weights.shapes().items()
+        if expected.get(name, shape) != shape
+    ]
+    return [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"] if wrong else []

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.fsdp.model import compile_layers
 from slime.backends.train_loop import train_on_rollout
-from slime.models import cpu_linear, packed_attention, token_log_probs
+from slime.models import cpu_kernels, packed_attention, token_log_probs
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     attention = torch._dynamo.disable(packed_attention.packed_attention_cpu)
     monkeypatch.setattr(packed_attention, "packed_attention_cpu", attention)
     # Layers are compiled on CUDA only. inductor cannot lower the CPU's oneDNN product with a symbolic number of rows.
-    monkeypatch.setattr(cpu_linear, "onednn_available", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "onednn_available", lambda: False)
     token_log_probs.compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
@@ -51,7 +51,7 @@ def test_a_layer_with_the_varlen_kernel_is_one_graph(tmp_path: Path, monkeypatch
     """What runs on CUDA, traced here: the whole layer without a break, the kernel in it, lengths symbolic."""
     trainer = make_backend(make_args(save_tiny_qwen3(tmp_path)))
     monkeypatch.setattr(packed_attention, "has_varlen_kernel", lambda q: True)
-    monkeypatch.setattr(cpu_linear, "onednn_available", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "onednn_available", lambda: False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=_raise_graph, fullgraph=True))
     compile_layers(trainer.scorer.hf)
     batch = whole_batch(make_samples(), micro_batch_size=16)

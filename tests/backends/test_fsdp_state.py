@@ -34,7 +34,6 @@ from slime.checkpoint.snapshot import SnapshotError
 from slime.engines.process import free_port
 from slime.models.loading import load_hf_model
 from slime.models.stored import StoredWeights
-from slime.weights import hf_folder
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_
 def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_args(llama))
     train(backend, 0)
-    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr("slime.models.stored.SHARD_BYTES", 10_000)
     (llama / "tokenizer_config.json").write_text("{}")
     backend.save_hf(tmp_path / "hf")
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())

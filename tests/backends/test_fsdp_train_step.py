@@ -27,7 +27,7 @@ from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.shared import NonFiniteError
 from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import score_rollout, train_on_rollout
-from slime.models.decoder import decoder_layers
+from slime.models.loading import decoder_layers
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -15,7 +15,7 @@ from slime.backends.saving import small_files_writer
 from slime.backends.tensor_shards import TensorShard, write_shards
 from slime.checkpoint.full_disk import MIB, MOST_SECONDS, is_full, wait_for_room
 from slime.data.value_files import write_state
-from slime.weights.hf_folder import write_tensors
+from slime.models.stored import write_tensors
 
 LARGE = torch.arange(2**19, dtype=torch.float32)  # 2 MiB: more than any buffer between torch and the disk
 

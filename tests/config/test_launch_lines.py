@@ -16,7 +16,7 @@ from slime.config.hf_config import SHAPE
 from slime.config.machine import Machine
 from slime.config.parser import check_args
 from slime.registry import parts
-from slime.weights.maps.registry import get_family
+from slime.weights.maps.family import get_family
 
 HERE = Path(__file__).parent
 SHAPES: dict[str, dict[str, str | bool]] = json.loads((HERE / "model_args.json").read_text())

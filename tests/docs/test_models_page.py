@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import models_page
 from every_family import FAMILIES
 
-from slime.models.layer_kinds.registry import all_kinds
+from slime.models.layer_kinds import all_kinds
 
 TEXT = models_page.PAGE.read_text(encoding="utf-8")
 

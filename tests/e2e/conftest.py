@@ -71,7 +71,7 @@ def save_tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from slime.models.folder import side_files
+    from slime.models.shards import side_files
 
     def save(architecture: type[PreTrainedModel], config: PretrainedConfig, bfloat16: bool = False) -> Path:
         folder = tmp_path_factory.mktemp(str(config.model_type)) / "model"

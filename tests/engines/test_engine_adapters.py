@@ -11,7 +11,7 @@ from engine_drivers import finish, load, make, reference_logprobs, result
 from test_engine_families import saved
 from transformers import AutoModelForCausalLM
 
-from slime.models.cpu_linear import CpuLinear
+from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, lora_layers, merged
 from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
 from slime.plugins.embedded import routes_openai

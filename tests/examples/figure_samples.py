@@ -9,9 +9,8 @@ import torch
 from example_scripts import load_example
 
 from slime.data.sample import Sample
-from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_model
+from slime.models.loading import backbone_of, load_hf_model
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.scorer import PolicyScorer
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from family_checks import CPU, assert_same_gradients, gradients, loss_of, one_at_a_time, samples
 from torch.distributed import ProcessGroup
 
-from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_model
+from slime.models.loading import backbone_of, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer

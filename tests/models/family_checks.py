@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.data.packing import MIN_SHARED_TOKENS
-from slime.models.decoder import backbone_of, one_layer_of_each_kind
 from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_model
+from slime.models.loading import backbone_of, load_hf_model, one_layer_of_each_kind
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer, check_scorer

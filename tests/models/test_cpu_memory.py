@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.models.cpu_linear import onednn_available
+from slime.models.cpu_kernels import onednn_available
 from slime.models.cpu_memory import KERNEL_CACHES, bound_kernel_caches, keep_freed_memory, large_imports
 
 
@@ -43,7 +43,7 @@ def test_large_tensors_come_from_huge_pages() -> None:
 
 PRODUCTS = """
 import torch
-from slime.models.cpu_linear import linear
+from slime.models.cpu_kernels import linear
 from slime.models.cpu_memory import bound_kernel_caches
 bound_kernel_caches()
 weight = torch.ones(64, 64, requires_grad=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from slime.models.decoder import decoder_layers, one_layer_of_each_kind
+from slime.models.loading import decoder_layers, one_layer_of_each_kind
 
 SMALL: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=32

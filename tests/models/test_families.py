@@ -11,10 +11,9 @@ from family_checks import CPU, check_packed, samples
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, MambaConfig
 
-from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder
-from slime.models.layer_kinds.registry import layers_of
-from slime.models.loading import ModelError, load_hf_model
+from slime.models.layer_kinds import layers_of
+from slime.models.loading import ModelError, backbone_of, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer

@@ -13,9 +13,8 @@ from family_checks import samples
 from test_packed_attention import layout_of
 from torch import nn
 
-from slime.models.decoder import backbone_of
 from slime.models.inputs import InputBuilder
-from slime.models.loading import load_hf_model
+from slime.models.loading import backbone_of, load_hf_model
 from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import NAME, attend, padded_attention
 from slime.models.packed_layers import prepare_packing

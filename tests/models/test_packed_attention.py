@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slime.data.packing import PackLayout, build_pack
-from slime.models.cpu_attention import packed_attention_cpu
+from slime.models.cpu_kernels import packed_attention_cpu
 from slime.models.loading import ModelError
 from slime.models.masked_attention import ScoreChanges
 from slime.models.packed_attention import NAME, attend, packed_attention, padded_attention

@@ -29,8 +29,8 @@ from tiny_checkpoints import (
     to_scaled_fp8,
 )
 
+from slime.models.formats import E2M1, scaled, unpacked
 from slime.models.loading import load_hf_model
-from slime.models.quantized import E2M1, scaled, unpacked
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
 

@@ -11,10 +11,9 @@ from family_checks import CPU, gradients, loss_of
 from torch import Tensor
 from vision_families import END, FAMILIES, IMAGE, START, image, save_tiny_vision
 
-from slime.models.decoder import backbone_of
-from slime.models.image_blocks import image_blocks_of, images_see_ahead
 from slime.models.inputs import InputBuilder
-from slime.models.loading import ModelError, empty_model, load_hf_config, load_hf_model
+from slime.models.loading import ModelError, backbone_of, empty_model, load_hf_config, load_hf_model
+from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer

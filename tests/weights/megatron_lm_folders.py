@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.models.loading import load_hf_config
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.registry import family_of
+from slime.weights.maps.family import family_of
 
 Experts = Literal["grouped", "numbered", "single", "apart"]
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from slime.weights.dcp_metadata import FILE, UnsafeMetadataError, require_tensors
+from slime.weights.torch_dist import FILE, UnsafeMetadataError, require_tensors
 
 
 class RunsCode:

@@ -34,7 +34,7 @@ from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.models.loading import load_hf_model
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
-from slime.weights.export_form import ExportForm
+from slime.weights.hf_folder import ExportForm
 
 Quantize = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}

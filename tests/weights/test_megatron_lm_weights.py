@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder, weights_path
 from slime.models.shards import ModelError
-from slime.weights.dcp_metadata import UnsafeMetadataError
+from slime.plugins.compat.megatron_lm import MegatronLmWeights
 from slime.weights.hf_folder import HfFolder
-from slime.weights.megatron_lm import MegatronLmWeights, differing_shapes, open_megatron_lm
+from slime.weights.torch_dist import UnsafeMetadataError, differing_shapes, open_megatron_lm
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path += [str(CHECKOUT / "tests" / "models"), str(CHECKOUT / "tests" / "backends")]
@@ -48,7 +48,7 @@ def hf_tensors(folder: Path) -> dict[str, Tensor]:
 
 def opened(path: Path, model: Path) -> MegatronLmWeights:
     weights = open_megatron_lm(str(path), str(model))
-    assert weights is not None
+    assert isinstance(weights, MegatronLmWeights)
     return weights
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from slime.weights.maps.registry import get_family
+from slime.weights.maps.family import get_family
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 

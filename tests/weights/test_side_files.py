@@ -15,8 +15,9 @@ from tiny_checkpoints import llama_config, read_tensors, rewrite, save_model
 from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.models.loading import ModelError, check_checkpoint, load_hf_model
 from slime.models.peft_files import Factors, LoraSettings, peft_config, write_adapter
+from slime.models.stored import write_tensors
 from slime.plugins.tools.commands.merge_lora import merge_lora
-from slime.weights.hf_folder import HfFolder, write_side_files, write_tensors
+from slime.weights.hf_folder import HfFolder, write_side_files
 
 HEAD, EMBEDDING, Q = "lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj"
 REFUSED = '{"do_sample": false, "temperature": 0.6}\n'

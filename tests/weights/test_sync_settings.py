@@ -12,9 +12,8 @@ import torch
 from make_args import make_args
 
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.stream import transforms_of
 from slime.weights.sync import Sender
-from slime.weights.update import transformed
+from slime.weights.update import transformed, transforms_of
 
 
 def test_a_frozen_engine_is_given_up_before_the_other_ranks_give_up_the_sender() -> None:

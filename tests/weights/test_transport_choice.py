@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from real_engines import sync_settings
 
-from slime.weights import published, transports
-from slime.weights.transports import create_transport, direct, ranks_of_engines
+from slime.weights import transports
+from slime.weights.transports import create_transport, disk, ranks_of_engines
 from slime.weights.transports.distributed import DistributedTransport
 
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "on_cuda", lambda: True)
-    monkeypatch.setattr(direct, "on_cuda", lambda: True)
-    monkeypatch.setattr(direct, "gpus_of_this_host", lambda: 8)
+    monkeypatch.setattr(transports, "gpus_of_this_host", lambda: 8)
 
 
 def choice(colocated_host: bool, **flags: Any) -> str:
@@ -36,7 +35,7 @@ def test_on_the_cpu_the_host_decides() -> None:
 def test_on_gpus_it_is_the_gpu_that_counts(on_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(True, colocate=True) == choice(False, colocate=True) == "ipc"  # each rank has its own host's engines
     assert choice(True) == choice(False) == "distributed"
-    monkeypatch.setattr(direct, "gpus_of_this_host", lambda: 1)
+    monkeypatch.setattr(transports, "gpus_of_this_host", lambda: 1)
     assert choice(True) == "ipc"  # NCCL refuses two ranks on one GPU
     assert choice(False) == "distributed"
 
@@ -63,8 +62,8 @@ def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatc
     for name in (".weight_v0.3.tmp-99-0123abcd", ".delta_v0.3.tmp-99-0123abcd", "weight_v0.2", ".mine.tmp-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    monkeypatch.setattr(published, "LEAVE_SECONDS", 0.0)
-    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / published.LOCK)], stdout=subprocess.PIPE)
+    monkeypatch.setattr(disk, "LEAVE_SECONDS", 0.0)
+    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / disk.LOCK)], stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path}"):
@@ -73,9 +72,9 @@ def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatc
     finally:
         other.kill()
         other.communicate()
-    monkeypatch.setattr(published, "LEAVE_SECONDS", 30.0)
+    monkeypatch.setattr(disk, "LEAVE_SECONDS", 30.0)
     assert choice(True, **files) == choice(True, **files) == "disk"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", published.LOCK, "weight_v0.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", disk.LOCK, "weight_v0.2"]
 
 
 def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from slime.config.args import Args
 from slime.config.checkpoint import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.models.decoder import decoder_layers
 from slime.models.inputs import ModelInputs
+from slime.models.loading import decoder_layers
 from slime.models.peft_files import factor_names, named_factors
 from slime.models.scorer import PolicyScorer, ValueScorer
 from slime.weights.settings import AdapterSync

@@ -20,11 +20,11 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.quantized_base import rounded_weights
-from slime.models.folder import cached_folder
 from slime.models.loading import ModelError
 from slime.models.lora import lora_layers
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.models.shards import cached_folder
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from slime.backends.collectives import local
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.quantized_base import quantized_layers
 from slime.config.args import Args
-from slime.models.cpu_linear import CpuLinear
+from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import EXPERTS, LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
 from slime.models.lora_experts import ExpertFactors, add_expert_lora, expert_factors, expert_names, fused, per_expert
 from slime.models.peft_files import Factors

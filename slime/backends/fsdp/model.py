@@ -27,16 +27,20 @@ from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
-from slime.models.decoder import backbone_of, decoder_layers, one_layer_of_each_kind
-from slime.models.fused import fuse
-from slime.models.gated_norm import use_compiled_norms
+from slime.models.fused import fuse, use_compiled_convolutions, use_compiled_norms
 from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
-from slime.models.layer_kinds.registry import freeze_untrained
-from slime.models.loading import ModelError, is_multimodal, plain_attention
+from slime.models.layer_kinds import freeze_untrained
+from slime.models.loading import (
+    ModelError,
+    backbone_of,
+    decoder_layers,
+    is_multimodal,
+    one_layer_of_each_kind,
+    plain_attention,
+)
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer, ValueScorer, check_backward, check_scorer
-from slime.models.short_convolution import use_compiled_convolutions
 
 Scorer = PolicyScorer | ValueScorer
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.models.autograd import Context, Gradients
-from slime.models.cpu_linear import CpuLinear, linear
+from slime.models.cpu_kernels import CpuLinear, linear
 from slime.models.loading import ModelError
 from slime.models.lora import LoraLinear
 

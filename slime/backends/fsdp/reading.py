@@ -11,7 +11,7 @@ from slime.config.args import Args
 from slime.config.checkpoint import InitialWeights, megatron_lm_folder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
 from slime.models.packed_attention import NAME as PACKED
-from slime.weights.megatron_lm import open_megatron_lm
+from slime.weights.torch_dist import open_megatron_lm
 
 VARLEN = "varlen"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -35,11 +35,11 @@ from slime.config.checkpoint import InitialWeights
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.models.folder import resolve_folder
 from slime.models.fused import fuse
 from slime.models.peft_files import factor_names, named_factors
-from slime.weights.export_form import ExportForm
-from slime.weights.hf_folder import MtpLayers, write_side_files, write_tensors
+from slime.models.shards import resolve_folder
+from slime.models.stored import write_tensors
+from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
 from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)

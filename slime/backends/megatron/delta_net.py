@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from slime.backends.megatron.modules import Offsets, Pack, device_of, gather_or_copy, scatter_or_reduce
-from slime.models.layer_kinds.kinds import GATED_DELTA_NET
+from slime.models.layer_kinds import GATED_DELTA_NET
 from slime.models.packed_layers import run_sequences
 from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import ByHead, Layout

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from slime.backends.megatron.modules import Offsets, device_of, without_keeping
 from slime.models.fused import fused_on_cuda
-from slime.models.grouped_product import grouped_linear, spread_bias
-from slime.models.permutation import Routed, combine, order_by_expert, order_of_chunks, spread
+from slime.models.grouped_experts import (
+    Routed,
+    combine,
+    grouped_linear,
+    order_by_expert,
+    order_of_chunks,
+    spread,
+    spread_bias,
+)
 
 
 @fused_on_cuda

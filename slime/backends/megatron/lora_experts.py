@@ -25,7 +25,7 @@ from slime.backends.adapter import seed_of
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.experts import GroupedExperts
 from slime.backends.megatron.lora_layers import FACTOR_A, FACTOR_B, WEIGHT, FactorPair
-from slime.models.grouped_product import grouped_linear
+from slime.models.grouped_experts import grouped_linear
 from slime.models.lora import EXPERTS, LoraSettings, initial_factor
 from slime.models.lora_experts import PARTS, fused, refuse_excluded, require_experts
 from slime.models.peft_files import Factors

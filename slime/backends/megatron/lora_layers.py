@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_reduce
 from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow
-from slime.models.cpu_linear import linear
+from slime.models.cpu_kernels import linear
 from slime.weights.maps.family import Entry
 
 WEIGHT, FACTOR_A, FACTOR_B = ".weight", ".lora_A", ".lora_B"

@@ -27,10 +27,8 @@ from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
-from slime.weights.maps.family import moe_layers
-from slime.weights.maps.registry import family_of, not_divided
-from slime.weights.megatron_lm import MegatronLmWeights
-from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
+from slime.weights.maps.family import family_of, moe_layers, not_divided
+from slime.weights.torch_dist import RANK_FILES, TENSORS, adapter_only, read_megatron_lm, read_meta
 
 
 class TrainedModel:
@@ -115,8 +113,7 @@ class TrainedModel:
         """Read a Hugging Face folder, or a Megatron checkpoint of any layout, into the parameters."""
         folder = megatron_folder(path)
         if foreign := megatron_lm_folder(path):
-            hf_settings = self.family.settings(self.hf_config.to_dict())
-            self.weights.load(MegatronLmWeights(foreign, self.family, hf_settings))
+            self.weights.load(read_megatron_lm(foreign, self.family, self.hf_config.to_dict()))
         elif folder is None:
             if self.rank == 0:  # the driver could check the folder only if it had the files
                 check_checkpoint(path, self.args.trust_remote_code)

@@ -1,8 +1,9 @@
-"""Coming over from other frameworks: ``slime translate``."""
+"""Coming over from other frameworks: ``slime translate``, and the weights of checkpoints of Megatron-LM."""
 
 from slime.registry import register
 
 
 def parts() -> None:
-    """Register the subcommand."""
+    """Register the subcommand and the reader."""
     register("command", "translate", "slime.plugins.compat.command:add_translate")
+    register("checkpoint", "megatron_lm", "slime.plugins.compat.megatron_lm:MegatronLmWeights")

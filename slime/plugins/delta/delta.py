@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.engines.flat import Bucket, Entry, NamedTensor, flatten, layout
-from slime.weights.published import Encoding
+from slime.plugins.delta.published import Encoding
 
 if TYPE_CHECKING:
     import torch

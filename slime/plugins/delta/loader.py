@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from slime.engines.flat import NamedTensor
 from slime.plugins.delta.delta import Changes, HostBucket, HostCopy, digests, unpack
 from slime.plugins.delta.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
-from slime.weights.pinning import pin
-from slime.weights.published import Manifest, PublishedBucket, Request, Status, read_request
+from slime.plugins.delta.published import Manifest, PublishedBucket, Request, Status, read_request
+from slime.weights.transports.shared_memory import pin
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,8 @@ def load(model: ReceivingModel, named_tensors: Sequence[tuple[str, torch.Tensor]
     """Load a published version into ``model``, write a report, and return it. SGLang ignores the return value.
 
     Args:
-        named_tensors: One pair of a request (see :mod:`slime.weights.published`) and an empty tensor on the device of
-            the model.
+        named_tensors: One pair of a request (see :mod:`slime.plugins.delta.published`) and an empty tensor on the
+            device of the model.
     """
     ((text, place),) = named_tensors
     start = time.perf_counter()
@@ -97,12 +97,14 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
         changed = _fill(copy, manifest, request.folder)
         return Announcement("ready", touched=touched_names(changed), buffers=handles)
 
+    # The first rank of the node reads the files; the others wait for what it announces.
     said, first = take_turns(Node(request.prefix, request.seconds), take_in)
     if said.outcome == "alone":
         logger.warning("each rank keeps its own copy of the weights, because they cannot share one: %s", said.message)
         return None
     if said.outcome != "ready":
         raise DamagedFiles(said.message)
+    # After a full version there are new buffers, which each rank maps and registers with its own CUDA context.
     copy.version = None
     if not first and said.buffers is not None:
         copy.buckets = open_buckets(manifest.buckets, said.buffers)
@@ -111,6 +113,7 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
             pin(bucket, device)
     for held, sent in zip(copy.buckets, manifest.buckets, strict=True):
         held.digests = {entry.name: sent.digests[entry.name] for entry in sent.entries}
+    # Each rank writes what has changed into its own part of the model.
     tensors = _write(model, copy, {index: set(names) for index, names in said.touched.items()}, device)
     copy.version = manifest.version
     _held[model] = copy

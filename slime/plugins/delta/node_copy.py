@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime.plugins.delta.delta import HostBucket
-from slime.weights.published import PublishedBucket
+from slime.plugins.delta.published import PublishedBucket
 from slime.weights.transports.shared_memory import SHARED_MEMORY, FileList, allocate, is_buffer_of_ours
 
 POLL_SECONDS = 0.005

@@ -14,16 +14,17 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
-from slime.weights.published import Manifest, PublishedBucket, Status, publishing, reports_folder, request
+from slime.plugins.delta.published import Manifest, PublishedBucket, Status, reports_folder, request
 from slime.weights.settings import WeightSyncSettings, Written
 from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
-from slime.weights.transports.disk import claimed_folder, copy_model_files, write_index, write_shard
+from slime.weights.transports.disk import claimed_folder, copy_model_files, publishing, write_index, write_shard
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _PACKERS = min(8, os.cpu_count() or 1)
@@ -117,6 +118,8 @@ class DeltaTransport:
         path = self.folder / f"delta_v{update.version}"
         comparable = base is not None
         self.copy.version = None  # until all buckets are stored, because the copy is a mix if gathering fails
+        # Buckets are compared one after the other, because each replaces its part of the copy. They are compressed in
+        # threads meanwhile.
         with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []
@@ -131,6 +134,7 @@ class DeltaTransport:
                 packed = [await asyncio.wrap_future(future) for future in packing]
                 manifest.buckets = [bucket for bucket, _ in packed]
                 manifest.write(aside)
+        # The copy is whole again, whether or not a delta could be made.
         self.copy.version = update.version
         for held, described in zip(self.copy.buckets, manifest.buckets, strict=True):
             held.digests = described.digests
@@ -227,9 +231,14 @@ def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
 
 def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
     folder, model = claimed_folder(settings)
-    encoding, checksum = settings.delta_encoding, settings.delta_checksum
     return DeltaTransport(
-        folder, model, settings.step_seconds, encoding, checksum, settings.keep_files, settings.on_written
+        folder,
+        model,
+        settings.step_seconds,
+        cast("Encoding", settings.delta_encoding),
+        settings.delta_checksum,
+        settings.keep_files,
+        settings.on_written,
     )
 
 

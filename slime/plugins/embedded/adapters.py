@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from slime.models.cpu_linear import CpuLinear
+from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, attach, lora_layers
 from slime.models.peft_files import Factors, other_forms
 from slime.plugins.embedded.deterministic import make_reproducible

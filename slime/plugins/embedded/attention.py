@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slime.models.image_blocks import same_image
-from slime.models.layer_kinds.kinds import window_of
-from slime.models.masked_attention import ScoreChanges, masked_attention
+from slime.models.layer_kinds import window_of
+from slime.models.masked_attention import ScoreChanges, masked_attention, same_image
 from slime.plugins.embedded.kv_cache import KVCache
 
 if TYPE_CHECKING:

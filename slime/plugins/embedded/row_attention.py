@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.models.layer_kinds.kind import Sees, all_before
-from slime.models.layer_kinds.registry import ModelLayers
+from slime.models.layer_kinds import ModelLayers, Sees, all_before
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.attention import Bounds, RowGroup, Segment, Selected, StepContext, rows_of_group
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.models.image_blocks import image_blocks_of, images_see_ahead
+from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.kv_cache import KVCache
 from slime.plugins.embedded.linear import PackedLinears

@@ -18,8 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from slime.models.layer_kinds.kinds import GATED_DELTA_NET
-from slime.models.layer_kinds.registry import layers_of
+from slime.models.layer_kinds import GATED_DELTA_NET, layers_of
 from slime.models.loading import ModelError
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.attention import StateRun, StepContext

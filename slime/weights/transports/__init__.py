@@ -1,4 +1,9 @@
-"""Transports that send weights to engines: shared memory or CUDA IPC, a process group, or a folder."""
+"""Transports that send weights to engines: shared memory or CUDA IPC, a process group, or a folder.
+
+``nccl`` stands for two of them, which send from memory to memory. With GPUs, IPC is used for engines on the *same* GPU
+as the trainer (``--colocate``, on any host), because NCCL refuses two ranks on one GPU. Between GPUs, NCCL is faster
+and needs no peer access by handle.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ from pathlib import Path
 from slime.registry import find
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import SendResult, Transport, TransportKind
-from slime.weights.transports.direct import by_handle, on_cuda
 
 __all__ = ["SendResult", "Transport", "TransportKind", "create_transport", "ranks_of_engines", "transport_kind"]
 
@@ -108,3 +112,37 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         keep_files=settings.keep_files,
         written=settings.on_written,
     )
+
+
+def by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
+    """Return whether engines open the trainer's memory. Otherwise they take part in broadcasts."""
+    if settings.same_process:
+        return True
+    if on_cuda():
+        return bool(settings.colocate or (same_host and gpus_of_this_host() == 1))
+    return same_host
+
+
+def _create(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
+    if by_handle(settings, colocated_host):
+        from slime.weights.transports.ipc import IpcTransport
+
+        return IpcTransport(settings.step_seconds, settings.same_process)
+    from slime.weights.transports.distributed import DistributedTransport
+
+    return DistributedTransport("nccl" if on_cuda() else "gloo", settings.step_seconds)
+
+
+def gpus_of_this_host() -> int:
+    """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this process."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def on_cuda() -> bool:
+    """Return whether this process has a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+DIRECT = TransportKind(_create, many_senders=True)

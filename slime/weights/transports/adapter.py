@@ -8,20 +8,70 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload
+from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload, shared_memory
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
-from slime.weights.published import publishing
 from slime.weights.settings import Written
-from slime.weights.transports.adapter_memory import AdapterMemory
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
+from slime.weights.transports.disk import publishing
+from slime.weights.transports.shared_memory import pin
 from slime.weights.update import WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class _Buffer:
+    flat: torch.Tensor  # uint8, on the host
+    readers: set[str] = field(default_factory=set)  # the URLs of engines that may read it
+
+
+class AdapterMemory:
+    """Two buffers, in which the versions of an adapter alternate.
+
+    SGLang reads a version in the memory of the trainer until it has loaded the next one. New memory for each version
+    would be simpler, but its pages take longer to allocate than the factors take to copy, and CUDA copies faster to
+    page-locked memory, which takes even longer to allocate.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[_Buffer] = []
+        self._current: _Buffer | None = None
+
+    def take(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return ``size`` bytes of shared memory that no engine reads.
+
+        Args:
+            device: The device from which the factors are copied. The memory is page-locked for a CUDA device.
+        """
+        free = [buffer for buffer in self._buffers if not buffer.readers and buffer.flat.numel() == size]
+        if not free:  # a buffer that engines read is left to them, and is freed when they close it
+            free = [_Buffer(shared_memory(size)) for _ in range(1 if self._buffers else 2)]
+            for buffer in free:
+                pin(buffer, device)
+            newest = [] if self._current is None else [self._current]
+            self._buffers = [*newest, *free]
+        self._current = free[0]
+        return self._current.flat
+
+    def sent(self, engines: Iterable[str]) -> None:
+        """Record which engines get the memory that was taken last. They may read it from now on."""
+        assert self._current is not None, "take the memory first"
+        self._current.readers |= set(engines)
+
+    def loaded(self, engines: Iterable[str]) -> None:
+        """Record which engines have loaded the version in the memory that was taken last, and read no other one."""
+        for buffer in self._buffers:
+            if buffer is not self._current:
+                buffer.readers -= set(engines)
 
 
 class AdapterTransport:
@@ -66,19 +116,24 @@ class AdapterTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         buckets = _Split(iter(update.buckets))
-        result, ready = SendResult(), list(engines)
+        result = SendResult()
+        ready = list(engines)
         opened = open_window is None
 
         async def open_once(adapter_only: bool = False) -> Sequence[EngineHandle]:
             nonlocal ready, opened
             if not opened and open_window is not None:
-                ready, opened = list(await open_window(adapter_only)), True
+                ready = list(await open_window(adapter_only))
+                opened = True
             return ready
 
+        # The base goes first, by its own transport: after a start or a lost engine, not in most updates.
         if await asyncio.to_thread(buckets.has_base):
             result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
         if buckets.factors is None:
             return result
+        # All of this happens while the engines generate: the copy to the host, the digests and the requests. What
+        # remains for the pause is that each engine reads its request.
         place = await self._host_copy(buckets.factors, update.version, engines)
 
         async def prepare(engine: EngineHandle) -> AdapterRequest:
@@ -94,6 +149,8 @@ class AdapterTransport:
             if not self.bracketed:  # otherwise the version is set when the update ends
                 await engine.name_version(update.version)
 
+        # From here on an engine may read the shared memory, also one that fails: it must not be written again before
+        # that engine has loaded another version.
         if isinstance(place, AdapterPayload) and place.shared:
             self._memory.sent(engine.url for engine in alive)
         loaded, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import secrets
 import shutil
-from collections.abc import Sequence, Set
+import time
+from collections.abc import AsyncIterator, Sequence, Set
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TextIO
 
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.models.fp8 import name_quantization
 from slime.models.fp8_format import Fp8Layout, layout_of
-from slime.models.shards import ModelError, read_headers, shorten
-from slime.weights.published import claim, publishing
+from slime.models.shards import ModelError, copy_side_files, read_headers, shorten
 from slime.weights.settings import WeightSyncSettings, Written
 from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+LOCK = ".slime.lock"
+LEAVE_SECONDS = 30.0
+"""How long a trainer waits for the lock, which the one before it loses when its process has ended."""
+_claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
 
 
 class DiskTransport:
@@ -114,9 +122,8 @@ def require_whole(folder: Path, names: Set[str]) -> None:
 
 def copy_model_files(model: Path, folder: Path) -> None:
     """Copy all files except weights: configuration, tokenizer, chat template, remote code."""
-    for path in model.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copy2(path, folder / path.name)
+    copy_side_files(model, folder)
+    shutil.copy2(model / "config.json", folder / "config.json")
 
 
 def write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
@@ -156,6 +163,78 @@ def claimed_folder(settings: WeightSyncSettings) -> tuple[Path, Path]:
     folder = Path(settings.disk_dir)
     claim(folder)
     return folder, model
+
+
+def claim(folder: Path) -> None:
+    """Reserve a folder for the versions of this process, until it ends, and remove what a killed trainer has left.
+
+    The versions of two runs have the same names, so each would replace files that engines of the other are to load.
+
+    Raises:
+        ValueError: Another process has reserved the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder.resolve()
+    if place in _claimed:
+        return
+    # The lock ends with this process, however it ends. A trainer that is started again may come before the end of the
+    # one that it replaces, so it waits for a while.
+    file = open(folder / LOCK, "a")  # noqa: SIM115
+    last = time.monotonic() + LEAVE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > last:
+                file.close()
+                raise ValueError(
+                    f"--update-weight-disk-dir {folder} is used by another run, which would replace these weights by "
+                    "its own: give each run a folder of its own"
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # this file system has no locks
+            file.close()
+            return
+    _claimed[place] = file
+    # Nobody else writes here now, so temporary folders of versions belong to a trainer that was killed.
+    for kind in ("weight_v", "delta_v", "adapter_v"):
+        for unfinished in folder.glob(f".{kind}*.tmp-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@asynccontextmanager
+async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
+    """Yield a temporary folder, which is renamed to ``folder/name`` at the end, so that readers see all of it or
+    nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    aside.mkdir()
+    try:
+        yield aside
+        await asyncio.to_thread(_publish, aside, folder / name)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _publish(aside: Path, final: Path) -> None:
+    # The files and their folder are synced to disk before the folder is renamed. So after a crash of the machine, a
+    # reader finds either the complete version or none.
+    for path in [*aside.iterdir(), aside]:
+        _fsync(path)
+    if final.exists():  # the same version is sent again after a sync that failed
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    _fsync(final.parent)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:

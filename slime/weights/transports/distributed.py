@@ -2,6 +2,10 @@
 
 Engines that cannot receive a bucket as one buffer get one broadcast per tensor.
 
+The engines join the group with SGLang's ``/init_weights_update_group``, which makes torch's TCP rendezvous with
+``group_name`` as a prefix and calls ``_new_process_group_helper``. Here the same keys are used with a separate backend
+object, so that torch's default group, its registry and its communicators are not affected.
+
 With NCCL, an engine that dies or hangs in the middle of a broadcast would block all members forever. So the broadcast
 runs in its own thread. At the deadline, or when an engine reports an error, only this communicator is aborted, the
 group is dropped, and the sync fails. The next sync makes a new group with the engines that are left.
@@ -10,23 +14,163 @@ group is dropped, and the sync fails. The next sync makes a new group with the e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
+import socket
+import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket, NamedTensor, by_element_size
+from slime.engines.flat import Bucket, NamedTensor, by_element_size, flatten, layout
 from slime.engines.handle import EngineHandle
 from slime.engines.process import address_towards
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.weights.transports.base import OpenWindow, SendResult, stream
-from slime.weights.transports.group import BroadcastGroup, Rendezvous, in_thread
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, Store
+
+
+T = TypeVar("T")
+_NEVER = timedelta(days=1)  # NCCL's watchdog would end this process; slime aborts the communicator itself instead
+
+
+class Rendezvous:
+    """The key-value store with which the members find each other. It listens on one address only."""
+
+    def __init__(self, address: str, world_size: int, deadline: float) -> None:
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.address, self.port = address, listener.getsockname()[1]
+        self.world_size = world_size
+        self.store: Store | None = TCPStore(
+            address, self.port, world_size, True, timedelta(seconds=deadline),
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Stop listening, so that members that are still joining get an error."""
+        self.store = None
+
+
+class BroadcastGroup:
+    """Sends tensors to all members. Every method blocks, so it must be called with :func:`in_thread`.
+
+    Args:
+        stall: With gloo, the time limit in seconds for sending one tensor.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str, backend: str, stall: float) -> None:
+        from torch.distributed import PrefixStore
+
+        self.name, self.backend = name, backend
+        device = "cuda" if backend == "nccl" else "cpu"
+        store = rendezvous.store
+        assert store is not None, "the rendezvous was released"
+        for prefix in (name, f"{name}/", f"{device}/"):
+            store = PrefixStore(prefix, store)
+        make = _nccl if backend == "nccl" else _gloo
+        self._group: Any = make(store, rendezvous, stall)  # torch's stubs of the backends lack their collectives
+        self._stream: torch.cuda.Stream | None = None
+
+    def broadcast(self, tensors: Sequence[NamedTensor], flat: bool = False) -> None:
+        """Send tensors in order, and return when all of them were sent. Errors of the backend propagate.
+
+        Args:
+            flat: Whether to send the bytes of all tensors in one broadcast, without gaps. Otherwise there is one
+                broadcast per tensor.
+        """
+        import torch
+
+        if self.backend != "nccl":
+            self._launch(tensors, flat)
+            return
+        device = tensors[0][1].device
+        with torch.cuda.device(device):
+            self._stream = self._stream or torch.cuda.Stream(device)
+            with torch.cuda.stream(self._stream):
+                self._launch(tensors, flat)
+            self._stream.synchronize()
+
+    def _launch(self, tensors: Sequence[NamedTensor], flat: bool) -> None:
+        import torch
+        from torch.distributed import BroadcastOptions
+
+        if flat:
+            entries, size = layout(tensors, alignment=1)
+            parts = [flatten(tensors, entries, size, torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device))]
+        else:
+            parts = [tensor.detach().contiguous() for _, tensor in tensors]
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        works = [self._group.broadcast([part], options) for part in parts]
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """Abort the operations of this communicator only. Only NCCL has this; with gloo, ``stall`` limits the time."""
+        self._group.abort()
+
+    def release(self) -> None:
+        """Close the connections, so that members that still wait for a tensor get an error."""
+        self._group = None
+
+
+def _gloo(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupGloo:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=stall)
+    # lazy_init must be as on the engines, whatever the trainer's own groups use: a group crashes if its members differ.
+    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address, lazy_init=False)]
+    return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
+
+
+def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCCL:
+    from torch.distributed import ProcessGroupNCCL
+
+    # This must be as in SGLang. If two processes differ, one gets "invalid argument" at the first broadcast.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    return ProcessGroupNCCL(store, 0, rendezvous.world_size, options)
+
+
+def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a blocking call in its own daemon thread, which does not delay the exit of the process if it hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.done():
+            outcome()
+
+    def work() -> None:
+        try:
+            result = call()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # the frames would keep connections and buckets alive
+            outcome = partial(future.set_exception, error)
+        else:
+            outcome = partial(future.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name=what, daemon=True).start()
+    return future
+
 
 NCCL_BUCKET_BYTES = 2 * DEFAULT_BUCKET_BYTES
 """On H200, sending 7.5 GiB to one engine takes 0.107 s with buckets of 512 MiB, 0.082 s with 1 GiB and 0.062 s with
 2 GiB. The default is not the fastest size, because sender and engines hold two or three buckets in memory."""
-T = TypeVar("T")
 GLOO_STALL_SECONDS = 30.0
 GRACE_SECONDS = 10.0  # the time for engines to notice that the communicator is gone
 PROBE_SECONDS = 5.0
@@ -112,14 +256,18 @@ class DistributedTransport:
         infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
         if failed:
             return failed
+        # The name is new for each group, because engines keep a group that they could not leave.
         self.groups_made += 1
         name = f"slime-weights-{self.groups_made}-{secrets.token_hex(4)}"
-        offsets, world_size = {}, 1
+        # Rank 0 is this process. An engine has as many ranks as tensor-parallel processes.
+        offsets: dict[str, int] = {}
+        world_size = 1
         for engine in engines:
             offsets[engine.url] = world_size
             world_size += infos[engine.url].tensor_parallel_size
         address = address_towards([engine.url for engine in engines])
         rendezvous = Rendezvous(address, world_size, self.deadline)
+        # Joining blocks until all members are there, so both sides must start before either is awaited.
         ours = in_thread("weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall))
         calls = {
             e.url: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend)
@@ -136,7 +284,8 @@ class DistributedTransport:
         if failed:
             await self._leave([engine for engine in engines if engine.url not in failed], name)
             return failed
-        self._group, self._members = ours.result(), {engine.url: engine for engine in engines}
+        self._group = ours.result()
+        self._members = {engine.url: engine for engine in engines}
         return {}
 
     async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:

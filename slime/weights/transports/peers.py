@@ -176,6 +176,7 @@ def contribute(
             staged.append(stage(bucket))
             for url in engines:
                 link.offer(url, staged[-1].bucket, entry(staged[-1].bucket))
+            # The sender tells when its engines have loaded the older of the two buckets.
             if len(staged) == 2:
                 order = link.next_order()
                 if "end" in order:

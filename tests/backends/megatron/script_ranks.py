@@ -122,7 +122,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.config.resolve import resolve_defaults
-    from slime.weights.maps.registry import get_family
+    from slime.weights.maps.family import get_family
 
     family = get_family(family_name(script))
     flags = flags_of(script)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import save_family
 
 from slime.weights.hf_folder import HfFolder
-from slime.weights.megatron_lm import open_megatron_lm
+from slime.weights.torch_dist import open_megatron_lm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "weights"))
 from megatron_lm_folders import stacked, their_names, write

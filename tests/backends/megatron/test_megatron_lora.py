@@ -31,7 +31,7 @@ from slime.models.lora import LoraSettings
 from slime.models.peft_files import Factors, factor_names, write_adapter
 from slime.models.shards import ModelError
 from slime.plugins.tools.commands.merge_lora import merge_lora
-from slime.weights.maps.registry import family_of
+from slime.weights.maps.family import family_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

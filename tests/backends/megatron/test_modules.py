@@ -11,7 +11,7 @@ from torch import Tensor
 from slime.backends.megatron.config import NEUTRAL, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError, prepare
 from slime.config.layout import ParallelLayout
-from slime.weights.maps.registry import get_family, not_divided
+from slime.weights.maps.family import get_family, not_divided
 
 pytestmark = pytest.mark.megatron
 

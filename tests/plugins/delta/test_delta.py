@@ -17,8 +17,8 @@ from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.plugins.delta import delta
 from slime.plugins.delta import loader as delta_loader
 from slime.plugins.delta.delta import HostCopy
+from slime.plugins.delta.published import MANIFEST, Manifest, Status, request
 from slime.plugins.delta.transport import DeltaTransport
-from slime.weights.published import MANIFEST, Manifest, Status, request
 from slime.weights.update import WeightUpdate, iter_buckets
 
 ENCODINGS = ["xor", "overwrite"]

@@ -18,7 +18,7 @@ from slime.engines.sglang_api import EngineInfo
 from slime.plugins.delta import loader as delta_loader
 from slime.plugins.delta import node_copy
 from slime.plugins.delta.node_copy import Announcement, Node
-from slime.weights.published import PublishedBucket
+from slime.plugins.delta.published import PublishedBucket
 from slime.weights.transports.shared_memory import SHARED_MEMORY
 
 __all__ = ["hf_folder"]

@@ -17,8 +17,8 @@ from slime.engines.flat import layout
 from slime.plugins.delta import loader as delta_loader
 from slime.plugins.delta.delta import HostBucket
 from slime.plugins.delta.node_copy import shared_buckets
-from slime.weights import pinning
-from slime.weights.published import PublishedBucket
+from slime.plugins.delta.published import PublishedBucket
+from slime.weights.transports import shared_memory as pinning
 
 __all__ = ["hf_folder"]
 CUDA = torch.device("cuda")

@@ -94,8 +94,7 @@ def _read(folder: Path) -> Found:
 
 def _layouts(meta: JsonObject) -> dict[str, Layout]:
     """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
-    from slime.weights.maps.family import projection_layouts
-    from slime.weights.maps.registry import get_family
+    from slime.weights.maps.family import get_family, projection_layouts
 
     settings = meta["settings"]
     entries = get_family(str(meta["model_type"])).entries(settings if isinstance(settings, dict) else {})

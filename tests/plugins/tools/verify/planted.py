@@ -37,7 +37,7 @@ def without_all_reduce(place: Place, job: VerifyJob) -> list[Scores]:
 
 def without_sum_over_context(place: Place, job: VerifyJob) -> list[Scores]:
     """Context-parallel ranks that keep the gradients of the keys and values that other ranks read."""
-    from slime.models.context_parallel import GatherRows
+    from slime.models.segments import GatherRows
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (group,) = ctx.settings

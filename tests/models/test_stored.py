@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from slime.models import stored
 from slime.models.shards import INDEX, read_headers
-from slime.weights import hf_folder
-from slime.weights.hf_folder import write_tensors
+from slime.models.stored import write_tensors
 
 
 def test_an_export_that_fails_is_not_loaded_with_files_of_the_one_before(
     tmp_path: Path, small_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(stored, "SHARD_BYTES", 4000)
     produced: list[int] = []
 
     def tensors(rows: int) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +48,7 @@ def test_an_export_in_more_files_than_the_one_before_is_what_is_loaded(
     weights = model.state_dict()
     config.save_pretrained(tmp_path)
     for value, size in ((1.0, 1 << 30), (2.0, 2000), (3.0, 4000), (4.0, 1 << 30)):
-        monkeypatch.setattr(hf_folder, "SHARD_BYTES", size)
+        monkeypatch.setattr(stored, "SHARD_BYTES", size)
         write_tensors(((name, torch.full_like(weight, value)) for name, weight in weights.items()), tmp_path, True)
         loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
         assert {float(weight.max()) for weight in loaded.values()} == {value}

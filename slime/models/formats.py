@@ -1,10 +1,11 @@
-"""Quantize weights as a checkpoint stores them: the inverse of :mod:`slime.models.quantized`.
+"""The formats of quantized weights: how values are computed from what is stored, and stored again.
 
-Each scale is the one of two with the smaller squared error over its block: the scale that the checkpoint stores there,
-or a new one for the largest value of the block. So a weight that has not changed gets the bytes of the checkpoint back,
-and one that has changed little stays on its grid. The stored scale may clip a value that a new scale would hold, if the
-other values of the block lose less with it. Trainers may have rounded the weight to bfloat16: an error that this
-explains does not count against the stored scale.
+A function that reads a format stands before its inverse. In the inverse, each scale is the one of two with the smaller
+squared error over its block: the scale that the checkpoint stores there, or a new one for the largest value of the
+block. So a weight that has not changed gets the bytes of the checkpoint back, and one that has changed little stays on
+its grid. The stored scale may clip a value that a new scale would hold, if the other values of the block lose less with
+it. Trainers may have rounded the weight to bfloat16: an error that this explains does not count against the stored
+scale.
 """
 
 from __future__ import annotations
@@ -17,16 +18,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of 4-bit floats by their codes."""
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 _BFLOAT16 = 2.0**-16
 """The largest squared relative error of a value in bfloat16, which has 8 significant bits."""
 
 
+def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
+    """Return ``values * scales`` in float32, with each scale repeated over its block.
+
+    Args:
+        values: 8-bit floats or integers ``[..., R, C]``.
+        scales: Floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
+        sizes: Block length along each axis; None for a single scale.
+    """
+    factors = _factors(scales)
+    if sizes is None:
+        return values.float() * factors.reshape(())
+    factors = factors.reshape([*factors.shape, *[1] * (values.dim() - factors.dim())])
+    for axis, size in enumerate(sizes):
+        if size == values.shape[axis]:
+            continue  # broadcast
+        factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
+    return values.float() * factors
+
+
 def to_scaled(
     weight: Tensor, stored: Tensor, dtype: torch.dtype, sizes: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return 8-bit values and scales, the inverse of :func:`slime.models.quantized.scaled`.
+    """Return 8-bit values and scales, the inverse of :func:`scaled`.
 
     Args:
         weight: ``[..., R, C]``.
@@ -45,6 +66,13 @@ def to_scaled(
     values = torch.where(keep.unsqueeze(-1), choices[0][0].float(), choices[1][0].float()).to(dtype)
     scales = torch.where(keep.reshape(stored.shape), _bits(stored), _bits(new.reshape(stored.shape)))
     return _unblocked(values, weight.shape, sizes), scales.view(stored.dtype)
+
+
+def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Unpack signed integers of ``bits`` bits: int32 ``[R, ceil(columns * bits / 32)]`` -> int8 ``[R, columns]``."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return (values.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
 
 
 def to_packed(weight: Tensor, stored: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +96,13 @@ def to_packed(weight: Tensor, stored: Tensor, bits: int) -> tuple[Tensor, Tensor
     return packed, torch.where(keep, stored, new)
 
 
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize one expert exactly: uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]`` -> bfloat16 ``[G * 32, R]``."""
+    table = torch.tensor(E2M1, dtype=torch.bfloat16)
+    values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1).t().contiguous()
+
+
 def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return two 4-bit floats a byte, uint8 ``[R, G, 16]``, and exponents, uint8 ``[R, G]``, of one expert.
 
@@ -86,7 +121,7 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     for scales in (stored, new):
         factors = torch.exp2(scales.float() - 127.0).unsqueeze(-1)
         codes = nearest_e2m1(groups / factors)
-        table = torch.tensor([*E2M1_VALUES, *(-x for x in E2M1_VALUES)])
+        table = torch.tensor(E2M1)
         results.append((codes, (table[codes.long()] * factors - groups).square().sum(-1)))
     keep = results[0][1] <= results[1][1]
     codes = torch.where(keep.unsqueeze(-1), results[0][0], results[1][0])
@@ -95,7 +130,7 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 def nearest_e2m1(values: Tensor) -> Tensor:
     """Return the codes of the nearest 4-bit floats, of two equally near ones the even one; too large ones saturate."""
-    bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1_VALUES)])
+    bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1[:8])])
     size = values.abs().contiguous()
     codes = torch.bucketize(size, bounds)  # a value on a bound belongs to the smaller one ...
     on_bound = (codes < len(bounds)) & (codes % 2 == 1) & (size == bounds[codes.clamp(max=len(bounds) - 1)])

@@ -19,8 +19,8 @@ from tiny_checkpoints import (
     to_mxfp4,
 )
 
-from slime.models import requantize
-from slime.models.quantized import E2M1, scaled, unpacked
+from slime.models import formats
+from slime.models.formats import E2M1, scaled, unpacked
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
 
@@ -74,7 +74,7 @@ def test_changed_values_are_near(rows: int, cols: int, bm: int, bn: int, dtype: 
     counts = -(-rows // bm), -(-cols // bn)
     stored = torch.randint(1, 200, counts, generator=generator, dtype=torch.uint8)
     old = stored if dtype == torch.uint8 else torch.exp2(stored.float() - 127).to(dtype)
-    values, scales = requantize.to_scaled(weight, old, FP8, (bm, bn))
+    values, scales = formats.to_scaled(weight, old, FP8, (bm, bn))
     assert (values.dtype, scales.dtype, scales.shape) == (FP8, dtype, counts)
     again = scaled(values, scales, (bm, bn))
     blocks = [[b for b in r.split(bn, 1)] for r in weight.split(bm, 0)]
@@ -91,7 +91,7 @@ def test_packed_integers_are_near(bits: int, columns: int) -> None:
     weight = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
     weight[0, :4] = 0.0
     for old in (0.0, 1e-4, 1.0, 1e4):
-        packed, scales = requantize.to_packed(weight, torch.full((5, columns // 4), old), bits)
+        packed, scales = formats.to_packed(weight, torch.full((5, columns // 4), old), bits)
         again = scaled(unpacked(packed, bits, columns), scales, (1, 4))
         largest = weight.abs().unflatten(1, (-1, 4)).amax(-1).repeat_interleave(4, 1)
         # The largest value of a group may be half a step outside the range of the integers.
@@ -102,18 +102,18 @@ def test_packed_integers_are_near(bits: int, columns: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_new_scale_of_integers_spreads_a_group_over_their_whole_range(bits: int) -> None:
     """It is that of compressed-tensors: the largest value over half of the range, which is 7.5 with four bits."""
-    _, scales = requantize.to_packed(torch.tensor([[0.1, -0.2, 0.5, -1.0]]), torch.zeros(1, 1), bits)
+    _, scales = formats.to_packed(torch.tensor([[0.1, -0.2, 0.5, -1.0]]), torch.zeros(1, 1), bits)
     torch.testing.assert_close(scales, torch.tensor([[2.0 / (2**bits - 1)]]))
 
 
 def test_fp4_is_rounded_to_the_nearest() -> None:
     grid = torch.tensor(sorted({abs(x) for x in E2M1}))
     values = torch.linspace(-7, 7, 281)
-    codes = requantize.nearest_e2m1(values)
+    codes = formats.nearest_e2m1(values)
     got = torch.tensor(E2M1)[codes.long()]
     nearest = (values.abs()[:, None] - grid).abs().amin(1).clamp(max=1.0)
     torch.testing.assert_close((got - values).abs(), torch.where(values.abs() > 6, values.abs() - 6, nearest))
-    halfway = requantize.nearest_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]))
+    halfway = formats.nearest_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]))
     assert halfway.tolist() == [0, 2, 2, 4, 4, 6, 6, 14]  # as IEEE 754 rounds: to the code that is even
 
 
@@ -121,7 +121,7 @@ def test_mxfp4_takes_the_better_exponent() -> None:
     weight = torch.randn(64, 3, generator=torch.Generator().manual_seed(2))
     weight[:32, 0] = 0.0
     for old in (0, 120, 127, 140, 254):
-        blocks, exponents = requantize.to_mxfp4(weight, torch.full((3, 2), old, dtype=torch.uint8))
+        blocks, exponents = formats.to_mxfp4(weight, torch.full((3, 2), old, dtype=torch.uint8))
         table = torch.tensor(E2M1)
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)
         again = (table[codes.long()] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(1).t()
@@ -143,10 +143,10 @@ def test_a_stored_scale_that_fits_no_more_is_replaced() -> None:
     """Only an error that the rounding to bfloat16 explains counts as none."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 128, generator=generator) * 0.02
-    _, scale = requantize.to_scaled(weight, torch.ones(1, 1), FP8, (128, 128))
-    values, scales = requantize.to_scaled(weight, scale * 40, FP8, (128, 128))
+    _, scale = formats.to_scaled(weight, torch.ones(1, 1), FP8, (128, 128))
+    values, scales = formats.to_scaled(weight, scale * 40, FP8, (128, 128))
     assert torch.equal(scales, scale) and relative_error(values, scales, weight) < 0.03
-    values, scales = requantize.to_scaled(weight, torch.full((1, 1), 0.004), torch.int8, (128, 128))
+    values, scales = formats.to_scaled(weight, torch.full((1, 1), 0.004), torch.int8, (128, 128))
     assert relative_error(values, scales, weight) < 0.012
     assert torch.equal(values.abs().max(), torch.tensor(127, dtype=torch.int8))
 
@@ -155,5 +155,5 @@ def test_a_new_exponent_is_that_of_ocp() -> None:
     """floor(log2(the largest value)) - 2, since the largest 4-bit float is 1.5 * 2**2."""
     weight = torch.zeros(32, 4)
     weight[3] = torch.tensor([6.0, 4.0, 3.9, 0.02])
-    _, exponents = requantize.to_mxfp4(weight, torch.full((4, 1), 90, dtype=torch.uint8))
+    _, exponents = formats.to_mxfp4(weight, torch.full((4, 1), 90, dtype=torch.uint8))
     assert exponents.flatten().tolist() == [127, 127, 126, 127 - 6 - 2]

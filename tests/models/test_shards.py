@@ -12,8 +12,8 @@ from tiny_checkpoints import llama_config, read_tensors, save_model
 
 from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.cluster.checks import all_checks
-from slime.models.folder import require_hub, resolve_folder
 from slime.models.loading import ModelError, load_hf_config, load_hf_model
+from slime.models.shards import require_hub, resolve_folder
 
 NAME = "owner/model"
 

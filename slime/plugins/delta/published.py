@@ -1,4 +1,4 @@
-"""Published versions of the weights: the folder of a version, its manifest, and the reports of engines.
+"""Published versions of the weights: the manifest of a version, requests to load it, and the reports of engines.
 
 A full version is a Hugging Face folder with one safetensors file per bucket. A delta has one compressed file per
 bucket. Both have a manifest with the place of each tensor in its bucket and with its digest.
@@ -6,30 +6,20 @@ bucket. Both have a manifest with the place of each tensor in its bucket and wit
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
 import json
 import os
 import re
 import secrets
-import shutil
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 from slime.engines.flat import ALIGNMENT, Entry
 
 MANIFEST = "slime_weights.json"
 Encoding = Literal["xor", "overwrite"]
 """Whether a delta has a changed byte as (old xor new), or as its new value."""
-LOCK = ".slime.lock"
-LEAVE_SECONDS = 30.0
-"""How long a trainer waits for the lock, which the one before it loses when its process has ended."""
 _STATUS = re.compile(r"\.reports-[0-9a-f]{8}/[0-9]+", re.ASCII)
-_claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
 
 
 @dataclass
@@ -110,74 +100,6 @@ class Status:
         """Return the reports of all ranks under ``prefix``."""
         place = Path(prefix)
         return [cls(**json.loads(path.read_text())) for path in sorted(place.parent.glob(f"{place.name}.*.json"))]
-
-
-def claim(folder: Path) -> None:
-    """Reserve a folder for the versions of this process, until it ends, and remove what a killed trainer has left.
-
-    The versions of two runs have the same names, so each would replace files that engines of the other are to load.
-
-    Raises:
-        ValueError: Another process has reserved the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if (place := folder.resolve()) in _claimed:
-        return
-    file = open(folder / LOCK, "a")  # noqa: SIM115
-    last = time.monotonic() + LEAVE_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > last:
-                file.close()
-                raise ValueError(
-                    f"--update-weight-disk-dir {folder} is used by another run, which would replace these weights by "
-                    "its own: give each run a folder of its own"
-                ) from None
-            time.sleep(0.1)
-        except OSError:  # this file system has no locks
-            file.close()
-            return
-    _claimed[place] = file
-    for kind in ("weight_v", "delta_v", "adapter_v"):
-        for left in folder.glob(f".{kind}*.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-@asynccontextmanager
-async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
-    """Yield a temporary folder, which is renamed to ``folder/name`` at the end, so that readers see all of it or
-    nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    aside.mkdir()
-    try:
-        yield aside
-        await asyncio.to_thread(_publish, aside, folder / name)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _publish(aside: Path, final: Path) -> None:
-    # The files and their folder are synced to disk before the folder is renamed. So after a crash of the machine, a
-    # reader finds either the complete version or none.
-    for path in [*aside.iterdir(), aside]:
-        _fsync(path)
-    if final.exists():  # the same version is sent again after a sync that failed
-        shutil.rmtree(final)
-    os.replace(aside, final)
-    _fsync(final.parent)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def reports_folder() -> str:

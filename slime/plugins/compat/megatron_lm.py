@@ -28,15 +28,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from slime.config.checkpoint import megatron_lm_folder
-from slime.models.folder import local_folder
-from slime.models.loading import load_hf_config
-from slime.models.shards import ModelError, read_headers, shorten
-from slime.models.stored import NamedWeights, StoredWeights
-from slime.weights.dcp_metadata import require_tensors
+from slime.models.shards import ModelError, shorten
+from slime.models.stored import NamedWeights
 from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import Layout, Vocabulary
-from slime.weights.maps.registry import family_of
+from slime.weights.torch_dist import require_tensors
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER_NAMES = {
@@ -75,7 +71,8 @@ class MegatronLmWeights(NamedWeights):
         """Read only the index.
 
         Args:
-            folder: A folder with ``.metadata`` and ``*.distcp`` (:func:`megatron_lm_folder`).
+            folder: A folder with ``.metadata`` and ``*.distcp``
+                (:func:`slime.config.checkpoint.megatron_lm_folder`).
             family: The weight map of the model.
             settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings without padding.
 
@@ -111,12 +108,14 @@ class MegatronLmWeights(NamedWeights):
             raise ModelError(f"{self.folder} has {numbers} layers, but the model of --hf-checkpoint has {layers}")
 
     def _add(self, family: Family, settings: Settings) -> None:
-        missing, wrong = [], []
+        missing: list[str] = []
+        wrong: list[str] = []
         if any(entry.is_stacked for entry in family.entries(settings)):
             raise ModelError(
                 f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime does not know: load "
                 "the Hugging Face checkpoint, or convert that with tools/convert_hf_to_torch_dist.py"
             )
+        # All problems are collected, so that one message names them.
         for entry in family.entries(settings):
             for expert in range(entry.experts) if entry.experts else (None,):
                 names = [name if expert is None else name.format(expert=expert) for name in entry.hf]
@@ -267,40 +266,3 @@ def _spellings_of_expert(rest: str, expert: int) -> Iterator[tuple[Place, ...]]:
         yield (Place(f"{one}.{linear}.weight_w"), Place(f"{one}.{linear}.weight_v"))
     yield (Place(f"mlp.experts.{linear}.weight{expert}"),)
     yield (Place(rest, (expert,)),)  # of slime's own checkpoints
-
-
-def differing_shapes(weights: MegatronLmWeights, hf_checkpoint: str) -> list[str]:
-    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``, if they are here."""
-    folder = local_folder(hf_checkpoint)
-    if folder is None or not read_headers(folder):
-        return []
-    there = StoredWeights(folder).shapes()
-    shapes = weights.shapes().items()
-    wrong = [f"{name} {shape} instead of {there[name]}" for name, shape in shapes if there.get(name, shape) != shape]
-    return [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"] if wrong else []
-
-
-def open_megatron_lm(
-    path: str, hf_checkpoint: str, model_name: str | None = None, trust_remote_code: bool = False
-) -> MegatronLmWeights | None:
-    """Return the weights of a checkpoint of Megatron-LM; None if ``path`` is something else.
-
-    Args:
-        path: The folder of one iteration, or the folder with the tracker file.
-        hf_checkpoint: The folder or hub id of the model, whose config.json gives the shape.
-        model_name: ``--model-name``.
-
-    Raises:
-        ModelError: As :class:`MegatronLmWeights`, or there is no weight map for this family of models.
-    """
-    folder = megatron_lm_folder(path)
-    if folder is None:
-        return None
-    config = load_hf_config(hf_checkpoint, trust_remote_code).get_text_config()
-    try:
-        family = family_of(config, model_name)
-        return MegatronLmWeights(folder, family, family.settings(config.to_dict()))
-    except ModelError:
-        raise
-    except ValueError as error:  # no map, or an index that could execute code
-        raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
