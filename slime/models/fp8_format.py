@@ -23,7 +23,8 @@ BLOCK = 128
 _PROJECTION = re.compile(
     r"^(?P<layer>(?:.+\.)?layers\.\d+\.)(?:.+\.)?(?P<name>[qkvo]_proj|gate_proj|up_proj|down_proj)\.weight$"
 )
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that SGLang keeps in one tensor."""
 _BY_COLUMNS = ("o_proj", "down_proj")
 """Projections whose columns, and not rows, are divided among tensor-parallel ranks."""
 
@@ -111,7 +112,7 @@ def _group(name: str) -> str:
     parent, _, own = module.rpartition(".")
     if ".experts." in name:
         return name.partition(".experts.")[0]
-    return next((f"{parent}.{'+'.join(parts)}" for parts in _FUSED if own in parts), module)
+    return next((f"{parent}.{'+'.join(parts)}" for parts in FUSED if own in parts), module)
 
 
 def _fits(name: str, shape: Sequence[int], how: Fp8Format, fused: bool) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from slime.engines.flat import Bucket, NamedTensor
-from slime.models.fp8_format import layout_of
+from slime.models.fp8_format import FUSED, layout_of
 from slime.weights.settings import AdapterSource, WeightSyncSettings
 
 if TYPE_CHECKING:
@@ -209,6 +209,20 @@ def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | No
     return is_frozen
 
 
+def whole_frozen(frozen: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return whether a tensor is frozen together with all those that SGLang keeps in one tensor with it.
+
+    SGLang may rearrange such a tensor when it has loaded one, so an update has either all parts of it or none.
+    """
+
+    def test(name: str) -> bool:
+        module = name.split(".")[-2] if "." in name else ""
+        parts = next((parts for parts in FUSED if module in parts), (module,))
+        return all(frozen(name.replace(f".{module}.", f".{part}.")) for part in parts)
+
+    return test
+
+
 class WeightSource:
     """The stream of tensors of all ranks, each of which starts it once and iterates it to its end."""
 
@@ -242,7 +256,7 @@ def transforms_of(settings: WeightSyncSettings, dtype: torch.dtype | None, leave
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)
     if frozen is not None and leave_out_frozen:
-        transforms.append(leave_out(frozen))
+        transforms.append(leave_out(whole_frozen(frozen)))
     if dtype is not None:
         transforms.append(cast_floating(dtype))
     if settings.untied_engines:

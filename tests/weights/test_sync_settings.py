@@ -76,3 +76,12 @@ def test_engines_that_may_lack_the_frozen_tensors_get_them(left_out: bool, sent:
     settings = WeightSyncSettings.from_args(make_args(freeze_params_name_list=["^a"]))
     tensors = [("a.weight", torch.ones(2)), ("b.weight", torch.ones(2))]
     assert [name for name, _ in transformed(tensors, transforms_of(settings, None, left_out))] == sent
+
+
+def test_frozen_parts_are_sent_beside_a_trained_part_of_the_same_tensor_of_sglang() -> None:
+    """As with a merged adapter on q_proj and v_proj."""
+    settings = WeightSyncSettings.from_args(make_args(only_train_params_name_list=[r"(q|v)_proj\."]))
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
+    tensors = [(f"model.layers.3.{part}.weight", torch.ones(2, 2)) for part in parts]
+    sent = [name for name, _ in transformed(tensors, transforms_of(settings, None, leave_out_frozen=True))]
+    assert sent == [name for name, _ in tensors[:3]]

@@ -20,7 +20,7 @@ from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compa
 from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.rollout.metrics import rollout_metrics
-from slime.weights.update import frozen_by_flags
+from slime.weights.update import frozen_by_flags, whole_frozen
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -230,6 +230,7 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     frozen, changing = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list), first.changing
     if changing is not None:
         frozen = lambda name: name not in changing  # noqa: E731
+    frozen = whole_frozen(frozen) if frozen is not None else None
     earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
     state = run.state_before(trained.start)

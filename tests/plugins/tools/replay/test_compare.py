@@ -6,6 +6,7 @@ import math
 
 from slime.observability.run_record import SentWeights, digest_of_digests
 from slime.plugins.tools.replay.compare import compare_metrics, first_unequal, matches
+from slime.weights.update import whole_frozen
 
 ROW = {
     "rollout/step": 3.0,
@@ -62,6 +63,11 @@ def test_weights_are_compared_with_what_an_update_contained() -> None:
     part = SentWeights("0.1", digest_of_digests({"a": "1"}), None, 1)
     assert matches(part, whole, lambda name: name == "b") is True, "the update left out a frozen tensor"
     assert matches(part, whole, None) is None
+    held = {"l.q_proj.w": "1", "l.k_proj.w": "2", "l.v_proj.w": "3", "n.w": "4"}
+    fused = {name: digest for name, digest in held.items() if name != "n.w"}
+    part = SentWeights("0.2", digest_of_digests(fused), "float32", 3)
+    frozen = lambda name: "q_proj" not in name  # noqa: E731
+    assert matches(part, held, whole_frozen(frozen)) is True, "k and v were sent with q"
 
 
 def test_the_first_tensor_that_differs_is_in_the_order_of_the_checkpoint() -> None:
