@@ -21,7 +21,7 @@ import statistics
 from dataclasses import asdict, replace
 from typing import Any
 
-from slime.cluster.garbage import GarbageCollection
+from slime.cluster.generation import GarbageCollection
 from slime.plugins.tools.plan.simulation import MODES, Mode, Setting, gains, simulate
 
 TAILS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # sigmas

@@ -213,7 +213,7 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    from slime.cluster.garbage import GarbageCollection
+    from slime.cluster.generation import GarbageCollection
     from slime.config.parser import load_args
     from slime.data.source import RolloutDataSourceWithBuffer
     from slime.engines.http import init_http_client

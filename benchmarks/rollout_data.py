@@ -30,7 +30,7 @@ import numpy as np
 import orjson
 import psutil
 
-from slime.cluster.garbage import GarbageCollection
+from slime.cluster.generation import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults

@@ -80,7 +80,7 @@ class Ours:
     """The rollout loop with a data source of its own."""
 
     def __init__(self, args: Any) -> None:
-        from slime.cluster.garbage import GarbageCollection
+        from slime.cluster.generation import GarbageCollection
         from slime.config.hooks import load_function
         from slime.engines.http import init_http_client
         from slime.rollout.state import GenerateState

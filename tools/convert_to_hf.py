@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     from slime.backends.create import create_backend
     from slime.checkpoint.snapshot import SnapshotError
-    from slime.cluster.load_folder import snapshot_of
+    from slime.cluster.folders import snapshot_of
     from slime.config.parser import read_settings
     from slime.config.resolve import resolve_defaults
     from slime.engines.process import free_port

@@ -58,7 +58,7 @@ def dry_run(
     Raises:
         ConfigError: With all problems at once.
     """
-    from slime.cluster.dry_run import dry_run as report
+    from slime.cluster.checks import dry_run as report
 
     with InputFolder() as folder:
         report(parse({"model": model, "data": data, "reward": reward, **flags}, Path(folder)))

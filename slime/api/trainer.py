@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,10 +159,8 @@ class Trainer:
         run = self._open()
         if run.trainer.trained is None:
             raise ValueError("there is nothing to save: no step was trained yet")
-        settings = run.snapshots.settings
-        if settings.folder is None:
-            run.snapshots.settings = dataclasses.replace(settings, folder=self._folder.checkpoints)
-        shares_memory = run.trainer.settings.colocated
+        run.snapshots.folder = run.snapshots.folder or self._folder.checkpoints
+        shares_memory = run.trainer.colocated
         with self._working(run), run.stop.deferred():
             if shares_memory:
                 run.offload_engines()
@@ -266,7 +263,7 @@ class Trainer:
     @property
     def checkpoints(self) -> list[Path]:
         """The complete snapshots of the run, the newest last."""
-        from slime.cluster.load_folder import snapshots_of
+        from slime.cluster.folders import snapshots_of
 
         files, before = self._files, self._folder.path
         folder = Path(self.args.save) if self.args.save else files.checkpoints

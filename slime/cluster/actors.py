@@ -8,35 +8,226 @@ tell them apart: all other files use :func:`door`.
 
 from __future__ import annotations
 
-from slime.cluster.actor_types import (
-    ActorError,
-    ActorHandle,
-    ActorLost,
-    ActorProcess,
-    Actors,
-    Bundles,
-    ClusterError,
-    NoAnswer,
-    NotEnded,
-    Place,
-    Ref,
-)
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-__all__ = [
-    "ActorError",
-    "ActorHandle",
-    "ActorLost",
-    "ActorProcess",
-    "Actors",
-    "Bundles",
-    "ClusterError",
-    "NoAnswer",
-    "NotEnded",
-    "Place",
-    "Ref",
-    "door",
-    "use",
-]
+from slime import registry
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+RAY = "slime.cluster.ray_actors:RayActors"
+"""The place of the default implementation, which derives from the interface below and so cannot be imported here."""
+OWN_THREADS = ("status", "try_folder")
+"""Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do not share a thread:
+if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look frozen."""
+
+
+class Ref(Protocol[T_co]):
+    """The result of a call, which may not be there yet; or an object that was stored with :meth:`Actors.put`."""
+
+    def future(self) -> Future[Any]:
+        """The result for an event loop. Errors come from it as the implementation raises them."""
+
+
+class RemoteMethod(Protocol):
+    """A method of an actor."""
+
+    def remote(self, *arguments: object, **keywords: object) -> Ref[Any]:
+        """Start the call and return a reference to its result at once."""
+
+
+class ActorHandle(Protocol):
+    """An actor of any class. Ray types the methods of its own handles as ``Never``, which would end mypy's checks."""
+
+    def __getattr__(self, name: str) -> RemoteMethod: ...
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot provide what the flags ask for; the message says what to change."""
+
+
+class ActorError(RuntimeError):
+    """A call has no result, for a reason outside of the method that was called."""
+
+
+class ActorLost(ActorError):
+    """The actor has ended, or the object was lost with the node that held it."""
+
+    @property
+    def at_creation(self) -> bool:
+        """Whether the constructor of the actor failed, which would fail again after a restart."""
+        return "creation task" in str(self)
+
+
+class NoAnswer(ActorError, TimeoutError):
+    """There was no result in time."""
+
+
+class NotEnded(RuntimeError):
+    """Processes are still there after they were killed."""
+
+
+@dataclass(frozen=True)
+class ActorProcess:
+    """The process of an actor; ``started`` is its creation time, since process ids are used again."""
+
+    node: str
+    pid: int
+    started: float
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One bundle of a reservation with the GPU that it has; sorted by node, then GPU.
+
+    Attributes:
+        node: The numbers of the node's address.
+    """
+
+    node: tuple[int, ...]
+    gpu: int
+    bundle: int
+    address: str
+
+
+class Bundles(Protocol):
+    """Resources that are reserved for actors, divided into bundles."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all bundles are there; False after ``seconds``."""
+
+    def places(self, count: int, seconds: float) -> list[Place]:
+        """The places of the first ``count`` bundles, each of which must hold a GPU."""
+
+    def options(self, index: int, gpus: float, cpus: float) -> Mapping[str, Any]:
+        """The ``options`` of :meth:`Actors.create` for an actor in a bundle."""
+
+    def remove(self) -> None:
+        """Give the resources back."""
+
+
+class Actors(ABC):
+    """Makes actors, and waits for their results."""
+
+    # --- the cluster ---------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether actors can be made."""
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Join a cluster, or start a private one."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """End what :meth:`connect` has started, with all actors."""
+
+    @abstractmethod
+    def resources(self) -> Mapping[str, float]:
+        """The numbers of ``CPU`` and ``GPU`` of all nodes."""
+
+    @abstractmethod
+    def report(self) -> str:
+        """One line for error messages: nodes, and free and total resources."""
+
+    @abstractmethod
+    def nodes(self) -> int:
+        """The number of nodes that are alive."""
+
+    @abstractmethod
+    def node(self) -> str:
+        """The identity of the node of this process."""
+
+    def own_process(self) -> ActorProcess:
+        """This process, which must be that of an actor."""
+        import psutil
+
+        return ActorProcess(self.node(), os.getpid(), psutil.Process().create_time())
+
+    @abstractmethod
+    def address(self) -> str:
+        """The address by which processes on other nodes reach this one; loopback in a private cluster."""
+
+    @abstractmethod
+    def log_to(self, folder: Path, name: str) -> None:
+        """Send the output of the actor that calls this to a file of ``folder``."""
+
+    @abstractmethod
+    def own_gpus(self) -> Sequence[int]:
+        """The GPUs of the actor that calls this."""
+
+    @abstractmethod
+    def reserve(self, bundle: Mapping[str, float], count: int, spread: bool) -> Bundles:
+        """Reserve ``count`` equal bundles, on as few nodes as possible or, with ``spread``, on as many."""
+
+    # --- actors and their results --------------------------------------------------------------
+
+    @abstractmethod
+    def create(
+        self,
+        cls: type,
+        *arguments: object,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        own_threads: bool = False,
+        spread: bool = False,
+    ) -> ActorHandle:
+        """Make an actor of ``cls`` and return at once.
+
+        Args:
+            arguments: Of the constructor.
+            options: Where the actor runs, see :meth:`Bundles.options`; None: anywhere, without resources.
+            environment: Environment variables of its process.
+            threads: The number of calls that may run at the same time; by default one after the other.
+            own_threads: Whether the methods in :data:`OWN_THREADS` run beside all others.
+            spread: Whether actors of this kind should be on different nodes.
+        """
+
+    @abstractmethod
+    def kill(self, actor: ActorHandle) -> None:
+        """End an actor at once."""
+
+    @abstractmethod
+    def end_processes(self, processes: Sequence[ActorProcess], seconds: float) -> None:
+        """Kill processes of actors on any node with SIGKILL, and wait until they have ended.
+
+        :meth:`kill` asks the process itself to exit, which one that is stopped or hangs in the kernel does not do.
+
+        Raises:
+            NotEnded: Some still run after ``seconds``.
+            ActorError: A node does not answer.
+        """
+
+    @abstractmethod
+    def put(self, value: T) -> Ref[T]:
+        """Store an object, so that other actors can take it without a detour through the caller."""
+
+    @abstractmethod
+    def get(self, refs: Sequence[Ref[T]], timeout: float | None = None) -> list[T]:
+        """Wait for results, and return them in order.
+
+        Raises:
+            ActorLost, NoAnswer, ActorError: There is no result; see these.
+            Exception: What a method has raised.
+        """
+
+    @abstractmethod
+    def wait(self, refs: Sequence[Ref[T]], timeout: float) -> tuple[list[Ref[T]], list[Ref[T]]]:
+        """Wait until all results are there, but at most ``timeout`` seconds; returns those that are and are not."""
+
+    @abstractmethod
+    async def result(self, ref: Ref[T]) -> T:
+        """Wait for one result on an event loop; raises what :meth:`get` does."""
+
 
 _current: Actors | None = None
 
@@ -45,9 +236,7 @@ def door() -> Actors:
     """The implementation that this process uses: Ray's, unless :func:`use` has chosen another."""
     global _current
     if _current is None:
-        from slime.cluster.ray_actors import RayActors
-
-        _current = RayActors()
+        _current = registry.load(RAY)()
     return _current
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime import registry
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, Args
 from slime.config.checkpoint import megatron_lm_folder
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_config
 from slime.models.shards import ModelError
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
     from slime.config.parser import ExtraCheck
 
 
@@ -37,8 +36,6 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     checks = all_checks(asynchronous)
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if args.dry_run:
-        from slime.cluster.dry_run import dry_run
-
         try:
             dry_run(args, asynchronous)
         except ConfigError as error:
@@ -49,6 +46,18 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
+
+
+def dry_run(args: Args, asynchronous: bool = False) -> None:
+    """Print the reports of plug-ins: what a run with these arguments, which have been checked, would do.
+
+    Raises:
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
+    """
+    for name in registry.parts("report"):
+        for line in registry.find("report", name)(args, asynchronous):
+            print(line)
+    print("\ndry run: no process was started and no file was written")
 
 
 def print_warnings(args: Args, asynchronous: bool = False) -> None:
@@ -67,7 +76,7 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
     of_parts = [part for part in registry.parts("check").values() if any(getattr(args, name) for name in part.when)]
     checks = (
         _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
-        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous), check_save_folder,
+        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous),
         _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
@@ -172,28 +181,28 @@ def _check_megatron_lm(args: Args) -> list[str]:
     """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
     named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
     named["--opd-teacher-load"] = (args.opd_teacher_load, None)
-    found = {
+    folders = {
         option: str(folder) for option, (path, step) in named.items() if (folder := megatron_lm_folder(path, step))
     }
-    if not found or args.debug_rollout_only:
+    if not folders or args.debug_rollout_only:
         return []
     if args.lora_rank:
         return [
             f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but Megatron-LM wrote this one: "
             "convert it with tools/convert_torch_dist_to_hf.py and pass the result as --hf-checkpoint"
-            for option, path in found.items()
+            for option, path in folders.items()
         ]
-    if "--load" in found:
+    if "--load" in folders:
         args.notices.append(
-            f"--load {found['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its optimizer, "
-            "random states and position in the data are not, so the run starts with its first rollout"
+            f"--load {folders['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its "
+            "optimizer, random states and position in the data are not, so the run starts with its first rollout"
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
     from slime.weights.torch_dist import differing_shapes, open_megatron_lm
 
     problems = []
-    for option, path in found.items():
+    for option, path in folders.items():
         try:
             weights = open_megatron_lm(path, args.hf_checkpoint, args.model_name, args.trust_remote_code)
             assert weights is not None, "the folder was found above"
@@ -224,7 +233,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     from slime.checkpoint.contents import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
-    from slime.cluster.load_folder import snapshot_of
+    from slime.cluster.folders import snapshot_of
     from slime.config.lora import adapter_file
 
     problems = []
@@ -238,12 +247,12 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
             folder = Path(args.load).expanduser()
             hooks = [getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook"]
             own_classes = any(path and not str(path).startswith("slime.") for path in hooks)
-            found = snapshot_of(args.load, args.ckpt_step, digests=False)
-            if found is not None and (hostile := hostile_file(found.path, own_classes)):
+            snapshot = snapshot_of(args.load, args.ckpt_step, digests=False)
+            if snapshot is not None and (hostile := hostile_file(snapshot.path, own_classes)):
                 problems.append(f"--load {args.load}: {hostile}")
-            problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
-            if found is not None and not args.finetune:
-                check_same_old_actor(found.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
+            problems += _wrong_backend(args.load, snapshot.path if snapshot is not None else folder, args.train_backend)
+            if snapshot is not None and not args.finetune:
+                check_same_old_actor(snapshot.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
             if adapter_file(args.load) is not None:
                 from slime.models import peft_files  # imports torch, which the driver does not need otherwise
 
@@ -281,17 +290,6 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
         f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use that "
         "backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) and load the folder"
     ]
-
-
-def check_save_folder(args: Args) -> list[str]:
-    """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
-    from slime.checkpoint.shared_folder import try_to_write
-    from slime.cluster.memory_estimate import snapshot_bytes
-
-    if not args.save:
-        return []
-    problem = try_to_write(Path(args.save).expanduser(), snapshot_bytes(args))
-    return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
 
 
 def _check_server_options(args: Args) -> list[str]:

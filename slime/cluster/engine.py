@@ -1,24 +1,35 @@
-"""One engine of a run: where its server process runs, and which state it is in."""
+"""One engine of a run: its state, and the actors that own its server processes, one on each node that it spans."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
+from slime.cluster.supervised import Supervised
 from slime.engines.plan import EngineSpec
 from slime.engines.router import Worker
+from slime.engines.settings import EngineSettings, RouterSettings
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_actor import EngineHost
+    from slime.cluster.placement import Placement
 
+ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself
+ASK_SECONDS = 15.0  # An actor that does not answer for this long is lost.
+SILENT_SECONDS = 2.0  # deadline of further calls to such an actor
+KILL_SECONDS = 30.0
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")
-"""States of engines whose server process was killed, together with the actor that could report on it."""
+"""States of engines whose server process was killed, together with the actors that could report on it."""
 
 
 class ServerFacts(TypedDict):
-    """What the host of an engine reports about its server process; ``fate`` as in ``ServerProcess``."""
+    """What the actor of an engine reports about its server process; ``fate`` as in ``ServerProcess``."""
 
     url: str
     pid: int
@@ -27,47 +38,156 @@ class ServerFacts(TypedDict):
     bootstrap_port: int | None
 
 
+class EngineActor:
+    """Starts the server, reports on its health, and stops it. The server dies with this process.
+
+    Args:
+        start_seconds: How long the server may take until it answers.
+        gpu_ids: GPUs of this node that the server sees; None means those that this actor has.
+        node: Node rank, number of nodes and rendezvous address of a server that spans several nodes.
+        warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as ready.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        start_seconds: float,
+        spec: EngineSpec,
+        log_dir: str,
+        gpu_ids: Sequence[int] | None = None,
+        node: tuple[int, int, str | None] = (0, 1, None),
+        warms_up_sampler: bool = False,
+    ) -> None:
+        from slime.engines.launch import start_engine
+
+        self.start_seconds, self.warms_up_sampler = start_seconds, warms_up_sampler
+        name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
+        door().log_to(Path(log_dir), f"engine-actor-{name}")
+        log = Path(log_dir) / f"engine-{name}.log"
+        self.process = start_engine(settings, spec, door().address(), log, gpu_ids, node)
+
+    def wait_ready(self) -> str:
+        """Block until the server answers, and return its URL.
+
+        Raises:
+            ServerFailed: With the server's last log lines.
+        """
+        from slime.engines.process import ServerFailed
+        from slime.engines.sglang.sampler import warm_up
+
+        until = time.monotonic() + self.start_seconds
+        self.process.wait_ready(self.start_seconds)
+        if self.warms_up_sampler:
+            try:
+                warm_up(self.process.url, max(until - time.monotonic(), 1.0))
+            except ServerFailed as error:
+                raise ServerFailed(f"{error}\n{self.process.log_tail()}") from error
+        return self.process.url
+
+    def describe(self) -> ServerFacts:
+        process = self.process
+        port = process.bootstrap_port
+        state = process.alive(), process.fate
+        return {"url": process.url, "pid": process.pid, "alive": state[0], "fate": state[1], "bootstrap_port": port}
+
+    def log_tail(self) -> str:
+        return self.process.log_tail()
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and all its children have used since they started."""
+        return self.process.cpu_seconds()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
 @dataclass
-class Engine:
-    """One engine position in the run; a restarted engine keeps it.
+class Engine(Supervised):
+    """One engine position in the run; a restarted engine keeps it. Every call of its actors has a deadline.
 
     Attributes:
-        host: None for an external server, which this run does not start.
-        losses: When the engine was lost (``time.monotonic()``).
+        external: Whether this run does not start the server.
+        actors: One per node; the server of the first one answers requests. Empty before the start, and if it is
+            external.
         ready_at: When its last start was complete (``time.monotonic()``).
         ending: Whether it is lost and its processes are still being ended.
-        last_words: The end of its log after a loss, or the reason for the loss.
     """
 
     spec: EngineSpec
-    host: EngineHost | None
     url: str = ""
-    bootstrap_port: int | None = None
     state: State = "starting"
-    losses: list[float] = field(default_factory=list)
+    external: bool = False
+    actors: Sequence[ActorHandle] = ()
+    bootstrap_port: int | None = None
     ready_at: float = 0.0
     ending: bool = False
-    last_words: str = ""
+    _silent: Sequence[ActorHandle] = ()
+    """The actors, if they did not answer the last call; after a restart there are others."""
 
     @property
     def index(self) -> int:
         return self.spec.index
 
     @property
-    def external(self) -> bool:
-        return self.host is None
-
-    @property
     def worker(self) -> Worker:
         return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port, self.index)
 
-    def wait_ready(self) -> None:
-        """Block until the engine answers. Its address changes with every start."""
-        assert self.host is not None
-        self.url = self.host.wait_ready()
+    def wait_ready(self, seconds: float) -> None:
+        """Block until the server answers; an error has its last log lines. Its address changes with every start.
+
+        Args:
+            seconds: How long the server may take.
+        """
+        self.url = str(self._get("wait_ready", seconds + ACTOR_MARGIN_SECONDS)[0])
         self.ready_at = time.monotonic()
         if self.spec.worker_type == "prefill":
-            self.bootstrap_port = self.host.describe()["bootstrap_port"]
+            self.bootstrap_port = self.describe()["bootstrap_port"]
+
+    def describe(self) -> ServerFacts:
+        """Address and state of the server; alive means alive on all nodes. Raises if a node does not answer."""
+        of_nodes: list[ServerFacts] = self._get("describe")
+        fates = [part["fate"] for part in of_nodes if part["fate"]]
+        return {**of_nodes[0], "alive": all(part["alive"] for part in of_nodes), "fate": next(iter(fates), "")}
+
+    def log_tail(self) -> str:
+        return "\n".join(self._get("log_tail"))
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and all its children have used since they started."""
+        return float(sum(self._get("cpu_seconds")))
+
+    def kill(self) -> None:
+        """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor. Never raises."""
+        # The actor kills the server's whole process tree. If it does not answer, the server still dies with the actor.
+        with contextlib.suppress(Exception):
+            self._get("kill", KILL_SECONDS)
+        for actor in self.actors:
+            with contextlib.suppress(ActorError):
+                door().kill(actor)
+
+    def stop(self) -> None:
+        """Stop the server gracefully; its actor stays."""
+        with contextlib.suppress(Exception):
+            self._get("stop", ACTOR_MARGIN_SECONDS)
+
+    def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
+        """Call a method of all actors and return their answers.
+
+        If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls are made while a
+        lost engine is being ended, and they must not each wait for a node that is gone.
+        """
+        actors = self.actors
+        limit = SILENT_SECONDS if actors is self._silent else seconds
+        try:
+            answers = door().get([getattr(actor, method).remote() for actor in actors], timeout=limit)
+        except NoAnswer:
+            self._silent = actors
+            raise
+        self._silent = ()
+        return answers
 
 
 @dataclass(frozen=True)
@@ -87,5 +207,72 @@ class EngineStatus:
     fatal: str | None = None
 
 
+@dataclass(frozen=True)
+class FleetSettings:
+    """What the fleet does with its engines.
+
+    Attributes:
+        tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or end the run.
+        always_routed: Whether a single engine gets a router as well (``--use-router``).
+        updated: Whether the run has a trainer that sends weights.
+        start_seconds: How long a server may take to start.
+        workers: Number of rollout workers, among which the engines are divided.
+    """
+
+    router: RouterSettings
+    tolerant: bool
+    always_routed: bool
+    updated: bool
+    start_seconds: float
+    workers: int = 0
+
+
 class EnginesLost(RuntimeError):
     """The run cannot continue; the message says which engine was lost, why, and what to do."""
+
+
+def launcher(
+    settings: EngineSettings,
+    start_seconds: float,
+    specs: Sequence[EngineSpec],
+    placement: Placement,
+    log_dir: Path,
+    environment: dict[str, str],
+) -> Callable[[int], list[ActorHandle]]:
+    """Return a function that starts the engine with a given index, in one actor per node that it spans."""
+
+    def launch(index: int) -> list[ActorHandle]:
+        spec = specs[index]
+        nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
+        warms = needs_sampler_warmup(settings, spec)
+        common = settings, start_seconds, spec, str(log_dir)
+        # The port may be in use on that node. Then this start fails with SGLang's error, and a restart picks another.
+        rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
+        # With several threads, an actor can report on its server, or kill it, while wait_ready() blocks.
+        return [
+            door().create(
+                EngineActor,
+                *(*common, gpus, (rank, len(nodes), rendezvous), warms and rank == 0),
+                options=placement.engine_options(slot),
+                environment=environment,
+                threads=3,
+            )
+            for rank, (slot, _, gpus) in enumerate(nodes)
+        ]
+
+    return launch
+
+
+def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
+    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang compiles the kernels.
+
+    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check asks for a greedy
+    token, greedy is top-k with k = 1 there, and a batch with one such request is sampled with the top-k kernel as a
+    whole. Without a warm-up, the first health check of a rollout would stop the engine for more than a minute. A server
+    that only prefills or only decodes answers no plain request, so it cannot be warmed up; models that are not trained
+    get no rollouts.
+    """
+    from slime.engines.sglang.options import sampling_backend
+
+    compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
+    return compiles and spec.updates and spec.worker_type == "regular"

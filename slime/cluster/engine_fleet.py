@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineStatus, State
-from slime.cluster.polling import wait_for
+from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State
+from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
-from slime.engines.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_actor import EngineHost
-    from slime.config.args import Args
+    from slime.cluster.actors import ActorHandle
 
 logger = logging.getLogger(__name__)
-MOST_LOSSES = 5  # losses of one engine within LOSSES_SECONDS after which another restart would not help
-LOSSES_SECONDS = 600.0
 
 
 class EngineFleet:
@@ -40,11 +35,10 @@ class EngineFleet:
     to the router may take long, so they are made without it.
 
     Args:
-        launch: Starts the server of the engine with the given index and returns at once.
+        launch: Starts the actors of the engine with the given index, which start its server; returns at once.
         specs: The engines that this run starts.
         external: URLs of servers that are already running.
         keys: The keys of engines and routers.
-        workers: Number of rollout workers, among which the engines are divided.
 
     Attributes:
         addresses: The values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
@@ -54,29 +48,27 @@ class EngineFleet:
 
     def __init__(
         self,
-        args: Args,
+        settings: FleetSettings,
         log_dir: Path,
-        launch: Callable[[int], EngineHost],
+        launch: Callable[[int], Sequence[ActorHandle]],
         specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
         keys: RunKeys | None = None,
-        workers: int = 0,
     ) -> None:
         self.keys = keys or RunKeys()
-        self.args, self.log_dir, self.launch = args, log_dir, launch
-        self.tolerant = bool(args.use_fault_tolerance)
+        self.settings, self.log_dir, self.launch = settings, log_dir, launch
         count = len(specs)
-        self.engines = [Engine(spec, None) for spec in specs]
+        self.engines = [Engine(spec) for spec in specs]
         self.engines += [
-            Engine(EngineSpec(count + i, "", slot=i), None, url.rstrip("/"), state="serving")
+            Engine(EngineSpec(count + i, "", slot=i), url.rstrip("/"), "serving", external=True)
             for i, url in enumerate(external)
         ]
         for engine in self.engines[count:]:
             send_key(engine.url, self.keys.engine)
         # Only engines of one kind, behind a router of this run, are divided.
         alike = all((e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in self.engines)
-        divided = alike and len(self.engines) > 1 and not args.sglang_router_ip
-        self.shares = min(workers, len(self.engines)) if divided else 0
+        divided = alike and len(self.engines) > 1 and settings.router.address is None
+        self.shares = min(settings.workers, len(self.engines)) if divided else 0
         self.count = count
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
@@ -117,13 +109,13 @@ class EngineFleet:
         lines = []
         with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:
             answers = list(pool.map(_ask, self.engines))
-        for engine, said in zip(self.engines, answers, strict=True):
+        for engine, facts in zip(self.engines, answers, strict=True):
             gone = engine.state in GONE
-            dead = gone or said.get("alive") is False
-            pid = f" pid {said['pid']}" if said.get("pid") else ""
+            dead = gone or facts.get("alive") is False
+            pid = f" pid {facts['pid']}" if facts.get("pid") else ""
             lines.append(f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}")
             if dead:
-                lines.append(engine.last_words if gone else _last_words(engine, str(said.get("error", "it ended"))))
+                lines.append(engine.last_words if gone else _last_words(engine, str(facts.get("error", "it ended"))))
         return "\n".join(lines)
 
     # --- start and end -----------------------------------------------------------------------
@@ -134,7 +126,7 @@ class EngineFleet:
         progress(0, self.count)
         own = self.engines[: self.count]
         for engine in own:
-            engine.host = self.launch(engine.index)
+            engine.actors = self.launch(engine.index)
         meanwhile()
         for done, engine in enumerate(own, start=1):
             self.wait_ready(engine)
@@ -144,7 +136,7 @@ class EngineFleet:
         return self.status().serving
 
     def wait_ready(self, engine: Engine) -> None:
-        engine.wait_ready()
+        engine.wait_ready(self.settings.start_seconds)
         send_key(engine.url, self.keys.engine)
 
     def _workers(self) -> list[Worker]:
@@ -156,8 +148,9 @@ class EngineFleet:
         if not workers:
             return
         url = workers[0].url
-        if len(workers) > 1 or self.args.use_router or self.tolerant or self.args.sglang_router_ip:
-            self.router = Routers(RouterSettings.from_args(self.args, self.keys), self.log_dir, self.shares)
+        settings = self.settings
+        if len(workers) > 1 or settings.always_routed or settings.tolerant or settings.router.address is not None:
+            self.router = Routers(settings.router, self.log_dir, self.shares)
             self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)
@@ -185,9 +178,9 @@ class EngineFleet:
         self._enders.shutdown(wait=False)
         if self.router is not None:
             self.router.stop()
-        hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state not in GONE]
-        with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-            list(pool.map(lambda host: host.kill() if at_once else host.stop(), hosts))
+        started = [engine for engine in self.engines if engine.actors and engine.state not in GONE]
+        with ThreadPoolExecutor(max(len(started), 1)) as pool:
+            list(pool.map(lambda engine: engine.kill() if at_once else engine.stop(), started))
 
     # --- lost engines ------------------------------------------------------------------------
 
@@ -211,11 +204,10 @@ class EngineFleet:
                     continue
                 # ``ending`` keeps restart_lost from starting the engine while its old processes hold memory and ports.
                 engine.state, engine.ending = "lost", True
-                engine.losses.append(time.monotonic())
-                engine.last_words = reasons[engine.url]
+                engine.note_loss(reasons[engine.url])
                 self.lost_count += 1
                 lost.append(engine)
-                if not self.tolerant:
+                if not self.settings.tolerant:
                     why = "--use-fault-tolerance goes on without it and starts it again"
                     self.fatal = self.fatal or f"{_lost_words(engine, reasons[engine.url])}\n{why}"
         for engine in lost:
@@ -236,8 +228,7 @@ class EngineFleet:
             # repeated, so the router should no longer send them here.
             engine.last_words = _last_words(engine, reason)
             self._forget(engine.url)
-            if engine.host is not None:
-                engine.host.kill()  # also resets the connections of requests that hang in this engine
+            engine.kill()  # also resets the connections of requests that hang in this engine
         finally:
             with self.lock:
                 engine.ending = False
@@ -246,10 +237,9 @@ class EngineFleet:
     def _after_loss(self, engine: Engine, reason: str) -> None:
         """Decide, under the lock, whether the engine is worth another start and whether the run can continue."""
         what = _lost_words(engine, reason)
-        recent = [at for at in engine.losses if at > time.monotonic() - LOSSES_SECONDS]
-        if not engine.external and len(recent) >= MOST_LOSSES:
+        if not engine.external and engine.hopeless:
             engine.state = "given up"
-            logger.error("%s, %d times in %.0f s: it is not started again", what, len(recent), LOSSES_SECONDS)
+            logger.error("%s, %s: it is not started again", what, engine.how_often)
         # Only an engine of the same model and role (regular, prefill or decode) can take over its requests. An external
         # engine that is lost cannot be restarted by this run.
         kind = (engine.spec.model, engine.spec.worker_type)
@@ -271,7 +261,7 @@ class EngineFleet:
 
     def restart_lost(self) -> None:
         """Restart the lost engines that this run has started; returns at once."""
-        if not self.tolerant or self.fatal is not None:
+        if not self.settings.tolerant or self.fatal is not None:
             return
         with self.lock:
             lost = [e for e in self.engines if e.state == "lost" and not e.external and not e.ending]
@@ -284,23 +274,21 @@ class EngineFleet:
     def _restart(self, engine: Engine) -> None:
         logger.warning("engine %d is started again", engine.index)
         try:
-            engine.host = self.launch(engine.index)
+            engine.actors = self.launch(engine.index)
             self.wait_ready(engine)
-        except Exception as error:  # Whatever the reason was, the next poll tries again, up to MOST_LOSSES times.
+        except Exception as error:  # Whatever the reason was, the next poll tries again, until it is hopeless.
             logger.error("engine %d could not be started again: %s", engine.index, error)
-            if engine.host is not None:
-                engine.host.kill()
+            engine.kill()
             with self.lock:
                 engine.state = "lost"
-                engine.losses.append(time.monotonic())
-                engine.last_words = str(error)
+                engine.note_loss(str(error))
                 self._after_loss(engine, f"it could not be started again: {error}")
             return
         with self.lock:
             engine.state = "unsynced"
         logger.warning("engine %d is up again at %s and waits for weights", engine.index, engine.url)
         # No update will come for this engine: the weights of the checkpoint are the current ones.
-        if self.args.debug_rollout_only or not engine.spec.updates:
+        if not (self.settings.updated and engine.spec.updates):
             self.synced([engine.url])
 
     def readmit(self, url: str) -> None:
@@ -343,7 +331,7 @@ class EngineFleet:
             with self.lock:
                 return not any(engine.state == "starting" or engine.ending for engine in self.engines)
 
-        wait_for("engines that are started again", done, deadline or self.args.start_timeout, report=self.report)
+        wait_for("engines that are started again", done, deadline or self.settings.start_seconds, report=self.report)
         return self.urls()
 
     # --- the router --------------------------------------------------------------------------
@@ -359,7 +347,7 @@ class EngineFleet:
                 return
             for model, words in self.router.dead():
                 logger.error("%s", words)
-                if not self.tolerant:
+                if not self.settings.tolerant:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
                     return
                 self.router_restart_count += 1
@@ -379,10 +367,10 @@ class EngineFleet:
 
 
 def _ask(engine: Engine) -> Mapping[str, object]:
-    if engine.host is None or engine.state in GONE:
+    if not engine.actors or engine.state in GONE:
         return {}
     try:
-        return engine.host.describe()
+        return engine.describe()
     except Exception as error:  # For example, the node is gone.
         return {"alive": False, "error": str(error)}
 
@@ -392,9 +380,9 @@ def _lost_words(engine: Engine, reason: str) -> str:
 
 
 def _last_words(engine: Engine, reason: str) -> str:
-    if engine.host is None:
+    if engine.external:
         return f"{reason}; this run did not start it: start it again by hand, it is taken back when it answers"
     try:
-        return engine.host.log_tail()
+        return engine.log_tail()
     except Exception as error:
         return f"{reason}; its log cannot be read: {error}"

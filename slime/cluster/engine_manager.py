@@ -9,19 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.cluster.engine import ASK_SECONDS, EngineStatus, FleetSettings, launcher
+from slime.cluster.engine_fleet import EngineFleet
+from slime.cluster.health import EngineLoads, HealthMonitor, unhealthy
+from slime.cluster.placement import Placement, thread_environment
+from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
+from slime.config.machine import raise_file_limit
+from slime.config.rollout import may_use_workers
+from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
+from slime.engines.fan_out import on_each
+from slime.engines.handle import EngineHandle
+from slime.engines.http import init_http_client, take_retries, watch_faults
+from slime.engines.plan import plan_engines
+from slime.engines.settings import EngineSettings, RouterSettings
+from slime.engines.sglang_api import EngineError, MemoryTag
+from slime.observability import progress
+from slime.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from slime.cluster.engine import EngineStatus
-    from slime.cluster.engine_fleet import EngineFleet
-    from slime.cluster.engine_loads import EngineLoads
-    from slime.cluster.health import HealthMonitor
-    from slime.cluster.placement import Placement
-    from slime.cluster.rollout_workers import RolloutWorkers
     from slime.config.args import Args
-    from slime.engines.handle import EngineHandle
     from slime.engines.keys import RunKeys
-    from slime.engines.sglang_api import MemoryTag
 
 CONTROL_DEADLINE_SECONDS = 600.0
 IDLE_DEADLINE_SECONDS = 60.0
@@ -43,35 +51,32 @@ class EngineManager:
 
     def start_engines(self, placement: Placement) -> list[str]:
         """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
-        from slime.cluster.engine_actor import launcher
-        from slime.cluster.engine_fleet import EngineFleet
-        from slime.cluster.engine_loads import EngineLoads
-        from slime.cluster.health import HealthMonitor
-        from slime.cluster.placement import thread_environment
-        from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
-        from slime.config.machine import raise_file_limit
-        from slime.config.rollout import may_use_workers
-        from slime.data.tokenizers import preload_tokenizer
-        from slime.engines.http import init_http_client, watch_faults
-        from slime.engines.plan import plan_engines
-        from slime.observability import progress
-        from slime.observability.run_dir import RunDir
-
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        args = self.args
+        args, keys = self.args, self.keys
+        # How engines are started, and what is done with those that are lost.
         specs = plan_engines(args)
-        environment, keys = thread_environment(args.threads_per_process), self.keys
-        launch = launcher(args, specs, placement, self.log_dir, environment, keys.engine)
+        environment = thread_environment(args.threads_per_process)
+        engine_settings = EngineSettings.from_args(args, keys.engine)
+        launch = launcher(engine_settings, args.start_timeout, specs, placement, self.log_dir, environment)
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
-        # Stored before the start, so that a shutdown during the start ends the engines that were launched.
         workers = args.rollout_workers if args.rollout_workers > 1 and may_use_workers(args) else 0
-        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external, keys, workers)
+        settings = FleetSettings(
+            router=RouterSettings.from_args(args, keys),
+            tolerant=bool(args.use_fault_tolerance),
+            always_routed=bool(args.use_router),
+            updated=not args.debug_rollout_only,
+            start_seconds=args.start_timeout,
+            workers=workers,
+        )
+        # Stored before the start, so that a shutdown during the start ends the engines that were launched.
+        self._fleet = fleet = EngineFleet(settings, self.log_dir, launch, specs, external, keys)
         # The first request would wait for the tokenizer. Not on another thread: imports of transformers on two threads
         # at once can fail.
         meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
         urls = fleet.start(lambda done, total: progress.report("start engines", done, total), meanwhile)
-        self.args = self.args.with_values(**fleet.addresses)
+        self.args = args.with_values(**fleet.addresses)
         init_http_client(self.args)
+        # Who watches the engines: health checks, which a failed request causes at once, and the record of their load.
         self._monitor = monitor = HealthMonitor(
             fleet,
             args.rollout_health_check_interval,
@@ -80,13 +85,14 @@ class EngineManager:
             args.start_timeout,
         )
         monitor.start()
-        watch_faults(monitor.wake)  # A failed request causes a check at once.
+        watch_faults(monitor.wake)
         self.loads = EngineLoads(fleet.engines, lambda: monitor.paused, RunDir(self.log_dir.parent).engines)
         self.loads.start()
+        # Rollout workers, each with the address of its share of the engines.
         if workers:
             parts = parts_of_workers(workers, fleet.shares, len(fleet.engines))
-            own = [self.args.with_values(**fleet.addresses_of(number)) for number in range(workers)]
-            launch_worker = worker_launcher(own, parts, self.log_dir, environment)
+            args_of_workers = [self.args.with_values(**fleet.addresses_of(number)) for number in range(workers)]
+            launch_worker = worker_launcher(args_of_workers, parts, self.log_dir, environment)
             self.workers = RolloutWorkers(launch_worker, parts, args.start_timeout, monitor.wake)
             self.workers.start()
         return urls
@@ -125,9 +131,6 @@ class EngineManager:
         Args:
             blamed: Reasons by URL; None: only engines whose process has ended are lost.
         """
-        from slime.cluster.engine_actor import ASK_SECONDS
-        from slime.cluster.health import unhealthy
-
         gone = self.monitor.processes.ended(ASK_SECONDS)
         lost = {**(blamed or {}), **gone}
         # Only without a culprit: an engine whose update was interrupted generates no token either, but gets all weights
@@ -169,20 +172,15 @@ class EngineManager:
         Raises:
             EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
         """
-        from slime.engines.fan_out import on_each
-        from slime.engines.handle import EngineHandle
-
         engines = [EngineHandle(url) for url in self.fleet.urls()]
         _, failed = run(on_each(engines, call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
         for error in failed.values():
-            if not self.fleet.tolerant:
+            if not self.fleet.settings.tolerant:
                 raise error
         self.fleet.lose({url: str(error) for url, error in failed.items()})
 
     def fault_counts(self) -> dict[str, float]:
         """Metrics: requests that were retried, engines lost and restarted, since the previous rollout."""
-        from slime.engines.http import take_retries
-
         counts = {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
         if self.workers is not None:
             counts["rollout/worker_restart_count"] = self.workers.restarts()
@@ -215,8 +213,6 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
     Raises:
         EngineError: The engine is still not idle after ``deadline`` seconds.
     """
-    from slime.engines.sglang_api import EngineError
-
     until = time.monotonic() + deadline
     while True:
         load = await engine.load()

@@ -21,26 +21,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import EnginesLost
+from slime.cluster.engine import EnginesLost, EngineStatus
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.sglang_api import EngineError, MemoryTag
-from slime.weights.update import WeightSyncError
+from slime.weights.update import UpdateReport, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.cluster.actors import Ref
-    from slime.cluster.engine import EngineStatus
-    from slime.cluster.manager_client import ManagerClient
-    from slime.cluster.step_log import StepLog
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
-    from slime.config.args import Args
-    from slime.weights.update import UpdateReport
+    from slime.config.cluster import ClusterConfig
+    from slime.config.weight_sync import WeightSyncConfig
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two polls of sync_recovered_engines
@@ -49,23 +48,32 @@ RESTART_SECONDS = 1200.0
 
 
 @dataclass(frozen=True)
-class EnginePoolSettings:
-    """The flags that the pool uses; ``check_*`` belong to ``--check-weight-update-equal``."""
+class WeightClock:
+    """Which weights the engines hold; each update makes a new value.
 
-    use_fault_tolerance: bool
-    offload_train: bool
-    offload_rollout: bool
-    audit_weights: bool
-    check_equal: bool
-    check_interval: int
-    health_check_timeout: float
+    Attributes:
+        attempt: How often the run was resumed.
+        step: The number of steps that had trained these weights.
+        trained: The last rollout that was trained when they were sent (``Trainer.trained``).
+        model: The copy of the trainer's weights that was sent.
+        updates: The number of updates of this process; with 0, the engines hold the weights of the checkpoint.
+    """
 
-    @classmethod
-    def from_args(cls, args: Args) -> EnginePoolSettings:
-        offload = bool(args.offload_train), bool(args.offload_rollout)
-        checks = bool(args.audit_weights), bool(args.check_weight_update_equal)
-        seconds = args.rollout_health_check_timeout
-        return cls(bool(args.use_fault_tolerance), *offload, *checks, args.check_weight_update_interval, seconds)
+    attempt: int
+    step: int
+    trained: int | None = None
+    model: ModelTag = "actor"
+    updates: int = 0
+
+    @property
+    def version(self) -> str:
+        """The name of these weights, ``<attempt>.<step>``; empty before the first update."""
+        return f"{self.attempt}.{self.step}" if self.updates else ""
+
+    def is_checked(self, interval: int) -> bool:
+        """Whether this update is one that ``--check-weight-update-equal`` checks: the first, and then every
+        ``interval`` updates (0: no other)."""
+        return self.updates <= 1 or (interval > 0 and (self.updates - 1) % interval == 0)
 
 
 class EnginePool:
@@ -79,13 +87,13 @@ class EnginePool:
     Attributes:
         urls: The URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
             are lost, they are replaced.
-        version: The version of the engines' weights, ``<attempt>.<number of steps that had trained them>``.
-        held_step: The second part of ``version``.
+        clock: Which weights these are.
     """
 
     def __init__(
         self,
-        settings: EnginePoolSettings,
+        cluster: ClusterConfig,
+        sync: WeightSyncConfig,
         manager: ManagerClient,
         trainer: Trainer,
         log: StepLog,
@@ -93,14 +101,11 @@ class EnginePool:
         attempt: int = 0,
         first_rollout: int = 0,
     ) -> None:
-        self.settings, self.urls = settings, list(urls)
-        self.version, self.held_step = "", first_rollout
+        self.cluster, self.sync, self.urls = cluster, sync, list(urls)
+        self.clock = WeightClock(attempt, first_rollout)
         self._manager, self._trainer, self._log = manager, trainer, log
-        self._attempt, self._first_rollout = attempt, first_rollout
-        self._model: ModelTag = "actor"  # the copy of the weights that the last update sent
+        self._first_rollout = first_rollout
         self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
-        self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
-        self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
         self._syncing = False  # whether sync_recovered_engines is running
         self.next_poll = 0.0  # time.monotonic()
 
@@ -118,33 +123,30 @@ class EnginePool:
 
     def _update_once(self, actor: TrainGroup) -> bool:
         """Returns whether an engine holds the weights at the end."""
-        settings, trainer, log = self.settings, self._trainer, self._log
+        trainer, log = self._trainer, self._log
         with log.phase("update_weights"):
             urls = self._begin_update()
             # Colocated: the engines take memory for the weights only, because the trainer still holds its copy. The KV
             # cache comes back below, after the trainer has gone to sleep.
             trainer.make_room_for_weights()
             self._onload("weights")
-            # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
-            held = max(self._first_rollout, 0 if trainer.trained is None else trainer.trained + 1)
-            self._model, held = trainer.old_actor.to_send(held)
-            self.version = f"{self._attempt}.{held}"
-            report, urls = self._call_with_failover(partial(self._send, actor), urls, replace=True)
+            sending = self._next_weights()
+            report, urls = self._call_with_failover(partial(self._send, actor, sending), urls, replace_all=True)
             assert report is not None
-            self._trained_at_update, self.held_step = trainer.trained, held
-            trainer.old_actor.updated(actor, self.version)
+            self.clock = sending
+            trainer.old_actor.updated(actor, sending.version)
         trainer.log_memory("update_weights")
-        if settings.offload_train:
+        if self.cluster.offload_train:
             with log.timed("sleep"):
                 trainer.sleep()
             trainer.log_memory("sleep")
-        if settings.offload_rollout:
+        if self.cluster.offload_rollout:
             with log.timed("onload"):
                 self._onload("kv_cache", "cuda_graph")
             trainer.log_memory("onload")
         # After the KV cache is back, since an engine needs it to score the probe. Before end_update, so that a new
         # engine answers no request before its weights were audited.
-        if settings.audit_weights:
+        if self.sync.audit_weights:
             with log.phase("audit_weights"):
                 worst, urls = self._call_with_failover(actor.check_probe, urls)
                 log.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
@@ -158,30 +160,29 @@ class EnginePool:
         log.record_weights(report)
         return True
 
-    def _send(self, actor: TrainGroup, urls: list[str]) -> UpdateReport:
+    def _next_weights(self) -> WeightClock:
+        """Which weights the update sends that begins now."""
+        trained = self._trainer.trained
+        # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
+        step = max(self._first_rollout, 0 if trained is None else trained + 1)
+        model, step = self._trainer.old_actor.to_send(step)
+        return replace(self.clock, step=step, trained=trained, model=model, updates=self.clock.updates + 1)
+
+    def _send(self, actor: TrainGroup, weights: WeightClock, urls: list[str]) -> UpdateReport:
         same_host = all(urlsplit(url).hostname == actor.host for url in urls)
-        send = partial(actor.update_weights, urls, self.version, same_host, self._slots, self._model)
+        send = partial(actor.update_weights, urls, weights.version, same_host, self._slots, weights.model)
         report = send()
-        if self._check_is_due():
-            send(check_equal=True)  # The engines already hold these weights: overwrite them, send them again, compare.
+        # If the checksums of an engine cannot be predicted, only this notices that a part of a tensor was not written:
+        # the engines already hold these weights; overwrite them, send them again, compare.
+        if self.sync.check_weight_update_equal and weights.is_checked(self.sync.check_weight_update_interval):
+            send(check_equal=True)
         return report
-
-    def _check_is_due(self) -> bool:
-        """Whether ``--check-weight-update-equal`` applies to this update.
-
-        If the checksums of an engine cannot be predicted, only this check notices that a part of a tensor was not
-        written. Therefore it is repeated every ``--check-weight-update-interval`` updates.
-        """
-        count, every = self._updates_since_check, self.settings.check_interval
-        due = self.settings.check_equal and (count is None or 0 < every <= count + 1)
-        self._updates_since_check = 0 if due or count is None else count + 1
-        return due
 
     # --- memory of colocated runs ------------------------------------------------------------
 
     def offload(self) -> None:
         """In a colocated run, let the engines release their memory, then let the trainer take it."""
-        if self.settings.offload_rollout and self.urls:
+        if self.cluster.offload_rollout and self.urls:
             self._trainer.log_memory("rollout")
             with self._log.phase("offload"):
                 self._release()
@@ -192,7 +193,7 @@ class EnginePool:
         self._manager.call("the engines to release memory", RolloutManager.offload)
 
     def _onload(self, *tags: MemoryTag) -> None:
-        if self.settings.offload_rollout:
+        if self.cluster.offload_rollout:
             self._manager.call(f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags)
 
     def end_for_save(self) -> None:
@@ -200,7 +201,7 @@ class EnginePool:
 
         Engines cannot release their memory while they generate, and what they are generating will not be used.
         """
-        if self.settings.offload_train and self.urls:
+        if self.cluster.offload_train and self.urls:
             self._manager.call("the engines to end", RolloutManager.end_engines)
 
     # --- engines that are lost ---------------------------------------------------------------
@@ -222,7 +223,7 @@ class EnginePool:
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
     def _call_with_failover(
-        self, call: Callable[[list[str]], T], urls: list[str], replace: bool = False
+        self, call: Callable[[list[str]], T], urls: list[str], replace_all: bool = False
     ) -> tuple[T | None, list[str]]:
         """Call ``call(urls)``; if engines are lost during the call, repeat it without them.
 
@@ -231,7 +232,7 @@ class EnginePool:
         only to blame if its process has ended; then the run ends with what is known about it.
 
         Args:
-            replace: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
+            replace_all: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
 
         Returns:
             The result of the call, and the URLs of the remaining engines.
@@ -242,7 +243,7 @@ class EnginePool:
             except (WeightSyncError, EngineError) as error:
                 # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
-                tolerant = self.settings.use_fault_tolerance
+                tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
                 lose = self._manager.start(RolloutManager.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
@@ -252,7 +253,7 @@ class EnginePool:
                 lost = ", ".join(url for url in urls if url not in left)
                 self._log.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
                 urls = left
-                if replace and not left:
+                if replace_all and not left:
                     urls = self._replace()
                     self._onload("weights")  # as _update_once did for the engines that were lost
         return None, []
@@ -263,14 +264,14 @@ class EnginePool:
         An engine takes its share of the memory that is free when it starts, so in a colocated run the trainer first
         releases all of its memory. On return, the engines have released theirs, and the trainer's weights are back.
         """
-        if not self.settings.use_fault_tolerance:
+        if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
         self._trainer.sleep()
         restart = self._manager.start(RolloutManager.start_lost_engines)
         urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
-        if self.settings.offload_rollout:
+        if self.cluster.offload_rollout:
             self._release()
         self._trainer.make_room_for_weights()
         return urls
@@ -306,8 +307,9 @@ class EnginePool:
         If the trainer has trained a step since the last update, the weights of that update exist only as the copy of
         ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
-        copy = self._model if self._trainer.trained == self._trained_at_update else self._trainer.old_actor.engines_copy
-        if self.settings.offload_train or self.settings.offload_rollout:
+        trained_since = self._trainer.trained != self.clock.trained
+        copy = self._trainer.old_actor.engines_copy if trained_since else self.clock.model
+        if self.cluster.offload_train or self.cluster.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
             # serves, waiting would not end, because the rollout cannot finish.
             if status.serving:
@@ -319,16 +321,17 @@ class EnginePool:
                 return
             self.update_weights()
         else:
-            self._model = copy
+            self.clock = replace(self.clock, model=copy)
             self._pause_checks()
-            _, urls = self._call_with_failover(partial(self._send, actor), status.unsynced)
-            if self.settings.audit_weights:
+            _, urls = self._call_with_failover(partial(self._send, actor, self.clock), status.unsynced)
+            if self.sync.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self.end_update(urls)
         self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
 
     def _status(self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
-        check_under_way = 4 * self.settings.health_check_timeout  # The manager may have to wait for a running check.
+        # The manager may have to wait for a running check.
+        check_under_way = 4 * self.cluster.rollout_health_check_timeout
         return self._manager.wait(ref, what, deadline + check_under_way)
 
     def _alive(self, status: EngineStatus) -> list[str]:

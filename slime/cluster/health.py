@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.engines.http import request_blocking
+from slime.observability.best_effort import AppendedFile
+from slime.observability.trace_file import Load
 
 if TYPE_CHECKING:
     from slime.cluster.engine import Engine, ServerFacts
@@ -162,7 +167,8 @@ class HealthMonitor:
                 not count.
         """
         pauses = self._pauses if pauses is None else pauses
-        enough = MAX_MISSED if self.fleet.tolerant else MAX_MISSED_WITHOUT_TOLERANCE
+        tolerant = self.fleet.settings.tolerant
+        enough = MAX_MISSED if tolerant else MAX_MISSED_WITHOUT_TOLERANCE
         bad = unhealthy(urls, self.timeout)
         gone = self.processes.ended(POLL_SECONDS) if bad else {}  # An ended process is the better reason.
         bad = {url: reason for url, reason in bad.items() if url not in gone}
@@ -176,7 +182,7 @@ class HealthMonitor:
             for url, reason in bad.items():
                 logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
             # One missed check may be an accident. Check again soon, so that a dead engine is not noticed much later.
-            if bad and self.fleet.tolerant:
+            if bad and tolerant:
                 self.next_check = min(self.next_check, time.monotonic() + RECHECK_SECONDS)
             lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}
         self._lose({**gone, **lost}, pauses)
@@ -184,14 +190,14 @@ class HealthMonitor:
     def _is_compiling(self, url: str, reason: str) -> bool:
         """Whether an engine that has missed a check was started recently and is using the CPU."""
         engine = next((engine for engine in self.fleet.engines if engine.url == url), None)
-        if engine is None or engine.host is None or not reason.startswith(NO_TOKEN):
+        if engine is None or engine.external or not reason.startswith(NO_TOKEN):
             return False
         if time.monotonic() - engine.ready_at > self.start_seconds:
             return False
         try:
-            before = engine.host.cpu_seconds()
+            before = engine.cpu_seconds()
             time.sleep(RETRY_SECONDS)
-            used = engine.host.cpu_seconds() - before
+            used = engine.cpu_seconds() - before
         except Exception:  # For example, its node is gone: the next check of processes notices that.
             return False
         if used < BUSY_SHARE * RETRY_SECONDS:
@@ -215,18 +221,18 @@ class ProcessWatch:
     def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
         self._pool = ThreadPoolExecutor(max(len(fleet.engines), 1), thread_name_prefix="engine-processes")
-        self._asked: dict[str, tuple[Engine, Future[ServerFacts]]] = {}
+        self._asked: dict[str, Future[ServerFacts]] = {}  # by URL
         self._lock = threading.Lock()
 
     def ended(self, seconds: float) -> dict[str, str]:
         """URLs of the engines whose process or node is gone, with the reason, as far as known after ``seconds``."""
         with self._lock:
             for engine in self.fleet.engines:
-                host = engine.host
-                if host is not None and engine.state in ("serving", "unsynced") and engine.url not in self._asked:
-                    self._asked[engine.url] = engine, self._pool.submit(host.describe)
-            wait([call for _, call in self._asked.values()], seconds)
-            known = {url: call for url, (_, call) in self._asked.items() if call.done()}
+                alive = engine.state in ("serving", "unsynced")
+                if alive and not engine.external and engine.url not in self._asked:
+                    self._asked[engine.url] = self._pool.submit(engine.describe)
+            wait(self._asked.values(), seconds)
+            known = {url: call for url, call in self._asked.items() if call.done()}
             for url in known:
                 del self._asked[url]
         gone = {}
@@ -268,3 +274,93 @@ def _token(url: str, timeout: float) -> str | None:
     except OSError as error:
         return f"cannot be reached: {error or type(error).__name__}"
     return None if status == 200 else f"/health_generate answered {status}"
+
+
+logger = logging.getLogger(__name__)
+SECONDS = 1.0
+ENGINES_PER_SECOND = 32
+"""A run with more engines asks less often, so that the rollout manager has little work with it."""
+ANSWER_SECONDS = 2.0
+MOST_KEPT = 200_000  # in memory, of all engines together; a load has some 100 bytes
+FULL_LINES = 5000
+"""The number of seconds in which ``engines.jsonl`` gets a line every second. After that, the time between two lines is
+the age of the run divided by this number: three minutes after ten days. So the file grows with the logarithm of the
+time, to about 30,000 lines."""
+
+
+class EngineLoads:
+    """A thread that asks each engine how many requests it runs, and keeps the answers.
+
+    Engines are not asked while they load weights or have released their memory.
+
+    Args:
+        engines: All engines of the run.
+        is_paused: Whether they must not be asked now.
+        path: ``engines.jsonl``; a line has ``time`` (wall seconds) and ``engines``, a list of ``[index, state, running,
+            waiting, tokens]``. The numbers are null for an engine that did not answer or was not asked.
+
+    Raises:
+        OSError: The file cannot be opened. Later errors are only logged.
+    """
+
+    def __init__(self, engines: Sequence[Engine], is_paused: Callable[[], bool], path: Path) -> None:
+        self.engines, self.is_paused = engines, is_paused
+        self.seconds = max(SECONDS, len(engines) / ENGINES_PER_SECOND)
+        self._file = AppendedFile(path, path.name)
+        self._kept: deque[Load] = deque(maxlen=MOST_KEPT)
+        self._lock = threading.Lock()
+        self._started, self._written = time.monotonic(), float("-inf")
+        self._pool = ThreadPoolExecutor(min(max(len(engines), 1), ENGINES_PER_SECOND), thread_name_prefix="engine-load")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="engine-loads", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def between(self, start: float, end: float) -> list[Load]:
+        """Return what was measured between two wall times."""
+        with self._lock:
+            return [load for load in self._kept if start <= load["time"] <= end]
+
+    def _work(self) -> None:
+        while not self._ended.wait(self.seconds):
+            try:
+                self.measure()
+            except Exception:  # the run goes on without these figures
+                if not self._ended.is_set():
+                    logger.exception("the load of the engines could not be measured")
+
+    def measure(self) -> None:
+        """Ask all engines at the same time, and keep their answers."""
+        paused, now = self.is_paused(), time.time()
+        loads = list(self._pool.map(lambda engine: load_of(engine, paused, now), self.engines))
+        with self._lock:
+            self._kept.extend(loads)
+        age = time.monotonic() - self._started
+        if age - self._written >= age / FULL_LINES:
+            self._written = age
+            rows = [[one["engine"], one["state"], one["running"], one["waiting"], one["tokens"]] for one in loads]
+            self._file.write(json.dumps({"time": round(now, 2), "engines": rows}))
+
+
+def load_of(engine: Engine, paused: bool, now: float) -> Load:
+    """Ask an engine for its load; ``now`` is the wall time, in seconds, of what is returned."""
+    load = Load(time=now, engine=engine.index, state=engine.state, running=None, waiting=None, tokens=None)
+    if engine.state not in ("serving", "unsynced"):
+        return load
+    if paused:
+        return {**load, "state": "paused"}
+    try:
+        status, body = request_blocking("GET", f"{engine.url}/v1/loads", timeout=ANSWER_SECONDS)
+        ranks = json.loads(body)["loads"] if status == 200 else []
+        running, waiting, tokens = (
+            sum(int(rank.get(field) or 0) for rank in ranks)
+            for field in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {**load, "state": "silent"}
+    return {**load, "running": running, "waiting": waiting, "tokens": tokens}

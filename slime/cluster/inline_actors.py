@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from slime.cluster.actor_types import OWN_THREADS, ActorHandle, ActorLost, ActorProcess, Actors, NoAnswer, Place, Ref
+from slime.cluster.actors import OWN_THREADS, ActorHandle, ActorLost, ActorProcess, Actors, NoAnswer, Place, Ref
 from slime.config.args import Args
 from slime.models.cpu_memory import set_compute_variables
 from slime.observability.debugger import DEBUGGER

@@ -133,8 +133,8 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
     Args:
         own: The variables that the process gets from the user. A setting of pinned memory there is kept.
     """
-    given = next((text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), "")
-    return {} if "pinned" in given else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (given, PINNING)))}
+    setting = next((text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), "")
+    return {} if "pinned" in setting else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (setting, PINNING)))}
 
 
 def check_resources(args: Args, gpus_needed: int) -> None:

@@ -6,52 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import NoAnswer, door
-from slime.cluster.polling import WaitExpired
-from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.actors import NoAnswer, Ref, door
+from slime.cluster.ray_wait import WaitExpired
+from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import Ref
-    from slime.cluster.engine_pool import EnginePool, Evaluations
-    from slime.cluster.manager_client import ManagerClient, RolloutBatch
-    from slime.cluster.snapshots import Snapshots
-    from slime.cluster.step_log import StepLog
-    from slime.cluster.stop_signals import StopSignals
-    from slime.config.args import Args
+    from slime.cluster.phases import Run
 
 POLL_SECONDS = 0.25
-
-
-@dataclass(frozen=True)
-class PrefetchSettings:
-    """The flags that the prefetcher uses.
-
-    Attributes:
-        drains: Whether an update waits for the groups in progress (``--update-weight-pause-mode drain``).
-        replays: Whether a recorded schedule is repeated (``--replay-schedule``).
-    """
-
-    async_buffer_size: int
-    update_weights_interval: int
-    max_weight_staleness: int | None
-    steps_per_rollout: int
-    drains: bool
-    replays: bool
-
-    @classmethod
-    def from_args(cls, args: Args) -> PrefetchSettings:
-        return cls(
-            async_buffer_size=args.async_buffer_size,
-            update_weights_interval=args.update_weights_interval,
-            max_weight_staleness=args.max_weight_staleness,
-            steps_per_rollout=args.num_steps_per_rollout or 1,
-            drains=args.update_weight_pause_mode == "drain",
-            replays=bool(args.replay_schedule),
-        )
 
 
 class Prefetcher:
@@ -75,34 +40,23 @@ class Prefetcher:
         stores an error                  -->  every wait raises it
 
     Args:
-        rollouts: The ids of the rollouts to generate.
-        log: Gets the metrics of the current step.
-        stop: A signal ends every wait of the main thread.
+        run: Whose rollouts are generated; a signal to it ends every wait of the main thread.
     """
 
-    def __init__(
-        self,
-        settings: PrefetchSettings,
-        rollouts: range,
-        *,
-        manager: ManagerClient,
-        pool: EnginePool,
-        evaluations: Evaluations,
-        snapshots: Snapshots,
-        log: StepLog,
-        stop: StopSignals,
-    ) -> None:
-        self.settings, self.rollouts = settings, rollouts
-        self._manager, self._pool, self._evaluations, self._snapshots = manager, pool, evaluations, snapshots
-        self._log, self._stop = log, stop
+    def __init__(self, run: Run) -> None:
+        args = run.args
+        self.rollouts = range(run.first_rollout, run.num_rollout)
+        self._run, self._manager, self._pool, self._log = run, run.manager, run.pool, run.log
         self.admission = Admission(
             1,
-            settings.async_buffer_size,
-            settings.update_weights_interval,
-            settings.max_weight_staleness,
-            rollouts.start,
-            version=pool.held_step,
+            args.async_buffer_size,
+            args.update_weights_interval,
+            args.max_weight_staleness,
+            run.first_rollout,
+            version=run.pool.clock.step,
         )
+        self.replays = bool(args.replay_schedule)  # whether a recorded schedule decides when rollouts start
+        self.drains = args.update_weight_pause_mode == "drain"  # whether an update waits for the groups in progress
         self.finished: deque[RolloutBatch] = deque()
         self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
         self.generating = False  # whether the thread waits for a rollout from the manager
@@ -116,12 +70,12 @@ class Prefetcher:
 
     def __enter__(self) -> Prefetcher:
         bound = self.admission.bound
-        optimizer = bound * self.settings.steps_per_rollout
+        optimizer = bound * (self._run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
-        first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.held_step
+        first, last, step = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
         what = "the rollout manager to open a pool"
-        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, held)
+        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, step)
         self.thread.start()
         return self
 
@@ -142,7 +96,7 @@ class Prefetcher:
             manager, limit = self._manager, self._manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
-                if self.settings.replays and not self.in_flight:
+                if self.replays and not self.in_flight:
                     door().get([manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
@@ -181,7 +135,7 @@ class Prefetcher:
         while not ready():
             if self.error is not None:
                 raise self.error
-            self._stop.check()
+            self._run.stop.check()
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
             self._announce_version()
@@ -199,7 +153,7 @@ class Prefetcher:
         # The previous step ends here if no weight update ended it: save() may have left a hold.
         self._let_go()
         self._step_is_over()
-        held = self.admission.limited_by_staleness
+        bounded = self.admission.limited_by_staleness
         started = time.monotonic()
         with self._log.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
@@ -209,7 +163,7 @@ class Prefetcher:
             self.changed.notify_all()
         self._log.add_rollout(batch)
         self._log.pending["rollout/buffered"] = float(len(self.finished))
-        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if held else 0.0
+        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if bounded else 0.0
         self._tell_pool(taken=True)
         return batch
 
@@ -233,19 +187,19 @@ class Prefetcher:
         """
         # A standing pool continues, since its snapshot is the state after the newest complete rollout. In a replay, the
         # recording decides when a rollout starts.
-        if not self.in_flight and not self.settings.replays:
+        if not self.in_flight and not self.replays:
             self._hold()
-        self._snapshots.save(rollout_id)
+        self._run.snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
         self._end_evaluation()
         # In a replay, the update must not come before the recorded number of tokens was generated with the old weights.
-        if self.settings.replays:
+        if self.replays:
             self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
         if not self.in_flight:
             self._hold()
-        elif self.settings.drains:
+        elif self.drains:
             with self._log.phase("drain"):
                 drained, what = self._manager.start(RolloutManager.drain_pool), "the groups in progress to finish"
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
@@ -265,17 +219,17 @@ class Prefetcher:
         """
         if self.in_flight:
             self._end_evaluation()
-            self.evaluation = step, self._evaluations.start(step)
+            self.evaluation = step, self._run.evaluations.start(step)
             return
         self._hold()
         try:
-            self._evaluations.run(step)
+            self._run.evaluations.run(step)
         finally:
             self._let_go()
 
     def _end_evaluation(self) -> None:
         if self.evaluation is not None:
-            self._evaluations.finish(*self.evaluation)
+            self._run.evaluations.finish(*self.evaluation)
             self.evaluation = None
 
     def _hold(self) -> None:
@@ -295,15 +249,15 @@ class Prefetcher:
 
     def _announce_version(self) -> None:
         """Tell the admission and the manager if the engines hold newer weights: samples started now are less stale."""
-        held = self._pool.held_step
-        if held > self.admission.version:
+        step = self._pool.clock.step
+        if step > self.admission.version:
             with self.changed:
-                self.admission.version_changed(held)
+                self.admission.version_changed(step)
                 self.changed.notify_all()
-            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, held)
+            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, step)
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            what, held = "the rollout manager to start more groups", self._pool.held_step
-            self._manager.call(what, RolloutManager.advance_pool, held, taken, trained)
+            what, step = "the rollout manager to start more groups", self._pool.clock.step
+            self._manager.call(what, RolloutManager.advance_pool, step, taken, trained)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.cluster.actor_types import (
+from slime.cluster.actors import (
     OWN_THREADS,
     ActorError,
     ActorHandle,
@@ -22,6 +26,7 @@ from slime.cluster.actor_types import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from ray.util.placement_group import PlacementGroup
 
 T = TypeVar("T")
@@ -93,7 +98,7 @@ class RayActors(Actors):
         return str(ray.util.get_node_ip_address())
 
     def log_to(self, folder: Path, name: str) -> None:
-        from slime.cluster.logs import redirect_output
+        from slime.cluster.ray_actors import redirect_output
 
         redirect_output(folder, name)
 
@@ -199,9 +204,9 @@ def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
     killed: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = psutil.Process(process.pid)
-            if abs(found.create_time() - process.started) < 0.1:
-                killed += [*found.children(recursive=True), found]
+            root = psutil.Process(process.pid)
+            if abs(root.create_time() - process.started) < 0.1:
+                killed += [*root.children(recursive=True), root]
     for each in killed:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
@@ -247,3 +252,45 @@ def _where() -> tuple[str, int]:
     import ray
 
     return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+
+class _LogFile(io.RawIOBase):
+    """A file descriptor whose writes never fail: on a full disk, the output is lost, but the run continues."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LogFile(descriptor)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def redirect_output(log_dir: Path, name: str) -> None:
+    """Send stdout and stderr of this process, including those of C libraries, to ``log_dir/name.log``.
+
+    ``print`` does not fail on a full disk, not even in users' functions.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    path = log_dir / f"{name}.log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)

@@ -1,26 +1,65 @@
-"""Wait for results from actors. Every wait has a name, a deadline and a live status, and ends if one rank fails."""
+"""The waits of a run: for results from actors, and for conditions that are polled.
+
+Every wait has a name, a deadline and a report; one for actors also has a live status, and ends if one rank fails.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from slime.cluster.actors import door
-from slime.cluster.polling import WaitExpired
+from slime.cluster.actors import ActorHandle, Ref, door
 from slime.cluster.stop_signals import StopSignals
 from slime.observability.debugger import DEBUGGER
 from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
+    from slime.cluster.rollout_manager import RolloutManager
 
+P = ParamSpec("P")
 T = TypeVar("T")
-
 POLL_SECONDS = 0.25
 POLLED_ACTORS = 16  # actors that are asked for their status in one round; bounds the work of a round with many ranks
+
+
+class WaitExpired(TimeoutError):
+    """A wait exceeded its deadline; the message says who waited for what, how long, and which processes are alive."""
+
+
+def wait_for(
+    what: str,
+    done: Callable[[], T],
+    deadline: float,
+    *,
+    poll: float = 0.1,
+    report: Callable[[], str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Call ``done`` until it returns a true value, and return that value.
+
+    Args:
+        what: Names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
+        done: Called every ``poll`` seconds; an exception that it raises ends the wait and propagates.
+        deadline: Seconds from now.
+        report: Returns a text to add to the error, such as living processes or last log lines.
+
+    Raises:
+        WaitExpired: ``done`` returned no true value within ``deadline`` seconds.
+    """
+    start = clock()
+    while True:
+        result = done()
+        if result:
+            return result
+        waited = clock() - start
+        if waited >= deadline:
+            detail = f"\n{report()}" if report else ""
+            raise WaitExpired(f"waited {waited:.0f} s (deadline {deadline:.0f} s) for {what}{detail}")
+        sleep(min(poll, max(deadline - waited, 0.0)))
 
 
 class NoStatus(WaitExpired):
@@ -117,7 +156,7 @@ class _Poll:
     actor: ActorHandle
     asked: Ref[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
-    said: Progress = field(default_factory=Progress)  # the last answer
+    status: Progress = field(default_factory=Progress)  # the last answer
     answered: bool = False  # whether it ever did: an actor that is still starting is silent, but not lost
 
 
@@ -146,10 +185,10 @@ class _StatusPoll:
             poll = self.polls[asked[ref]]
             poll.asked = None
             try:
-                poll.said, poll.answered = door().get([ref])[0], True
+                poll.status, poll.answered = door().get([ref])[0], True
             except Exception as error:
-                poll.said = {"phase": f"does not answer: {type(error).__name__}"}
-            self.latest[asked[ref]] = poll.said
+                poll.status = {"phase": f"does not answer: {type(error).__name__}"}
+            self.latest[asked[ref]] = poll.status
         # At most one question per actor is open, so calls do not pile up at an actor that is frozen.
         for name in names:
             poll = self.polls[name]
@@ -170,11 +209,52 @@ class _StatusPoll:
     def report(self) -> str:
         lines = []
         for name in self.polls:
-            said = self.latest.get(name)
-            if not said:
+            status = self.latest.get(name)
+            if not status:
                 lines.append(f"  {name}: has not answered")
                 continue
-            age = time.time() - said.get("since", time.time())
-            progress = f"{said.get('done', '')}/{said.get('total', '')}"
-            lines.append(f"  {name}: {said.get('phase')} {progress} for {age:.0f} s")
+            age = time.time() - status.get("since", time.time())
+            progress = f"{status.get('done', '')}/{status.get('total', '')}"
+            lines.append(f"  {name}: {status.get('phase')} {progress} for {age:.0f} s")
         return "what the processes say:\n" + "\n".join(lines) if lines else ""
+
+
+class ManagerClient:
+    """Calls :class:`~slime.cluster.rollout_manager.RolloutManager`; every wait has a deadline.
+
+    Args:
+        handle: The handle of the manager's actor.
+        timeout: Default deadline of a wait, in seconds (``--phase-timeout``).
+    """
+
+    def __init__(self, handle: ActorHandle, waiter: Waiter, timeout: float) -> None:
+        self.handle, self.timeout = handle, timeout
+        self._waiter = waiter
+
+    def start(
+        self, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+    ) -> Ref[T]:
+        """Start a call, e.g. ``manager.start(RolloutManager.generate, 3)``, and return a reference to its result."""
+        return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
+
+    def call(
+        self, what: str, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+    ) -> T:
+        """Start a call and wait for its result; ``what`` names the wait in an error."""
+        return self.wait(self.start(method, *arguments, **keywords), what)
+
+    def wait(
+        self,
+        ref: Ref[T],
+        what: str,
+        deadline: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        flag: str = "--phase-timeout",
+    ) -> T:
+        """Wait for the result of a call that :meth:`start` began.
+
+        See :meth:`Waiter.get <slime.cluster.ray_wait.Waiter.get>` for the arguments and errors.
+        """
+        named = {"rollout manager": self.handle}
+        limit = deadline or self.timeout
+        return self._waiter.get([ref], what, limit, actors=named, meanwhile=meanwhile, flag=flag)[0]

@@ -7,14 +7,16 @@ minute or more with a large model, and they are still there. Where this is not p
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.cluster.run import RunEnd, answers, lost_parts
 from slime.cluster.stop_signals import StopRequested
+from slime.cluster.supervised import Supervised
 from slime.cluster.supervisor import REPORTS
 from slime.config.data import DEFAULT_DATA_SOURCE
 
@@ -43,34 +45,37 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
 
-    parts = prepare(args)
-    with RunEnd(args, parts):
-        run, tries = start(args, asynchronous, parts), Tries()
+    parts, ranks = prepare(args, asynchronous), TrainingRanks()
+    with RunEnd(parts):
+        run = start(parts)
         while True:
             try:
                 loop(args, run)
                 return
             except Exception as error:
-                following = recover(parts, error, tries)
+                following = recover(parts, error, ranks)
                 if following is None:
                     raise
             run = following
 
 
-class Tries:
-    """Counts how often the ranks were replaced without progress."""
+@dataclass
+class TrainingRanks(Supervised):
+    """All training ranks of a run, which are replaced together; only losses since the newest snapshot count."""
 
-    def __init__(self) -> None:
-        self.count, self._rollout = 0, -1
+    most_losses: int = MOST_WITHOUT_PROGRESS + 1
+    losses_seconds: float = math.inf
+    snapshot: int = -1
 
-    def next(self, rollout: int) -> int:
-        """The number of this try to go on from the snapshot of ``rollout``, from 1 on."""
-        self.count = self.count + 1 if rollout == self._rollout else 1
-        self._rollout = rollout
-        return self.count
+    def note_loss_after(self, snapshot: int, why: str) -> None:
+        """Count a loss after which the run is to go on from the snapshot of rollout ``snapshot``."""
+        if snapshot != self.snapshot:
+            self.losses.clear()
+        self.snapshot = snapshot
+        self.note_loss(why)
 
 
-def recover(parts: Parts, error: Exception, tries: Tries) -> Run | None:
+def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
     """Replace the training ranks if only such were lost; returns the run that goes on.
 
     Returns:
@@ -92,7 +97,9 @@ def recover(parts: Parts, error: Exception, tries: Tries) -> Run | None:
     try:
         snapshot = newest_snapshot(parts, run)
         reason = obstacle(run.args, parts.lost, snapshot, parts.engines_started) or _unwell(parts)
-        if reason is None and snapshot is not None and tries.next(snapshot.iteration) > MOST_WITHOUT_PROGRESS:
+        if reason is None and snapshot is not None:
+            ranks.note_loss_after(snapshot.iteration, names)
+        if reason is None and ranks.hopeless:
             reason = f"{MOST_WITHOUT_PROGRESS} times in a row, new ranks were lost before the next snapshot"
         if reason is None and snapshot is not None:
             log.note("".join(traceback.format_exception(error)).rstrip())
@@ -115,8 +122,8 @@ def newest_snapshot(parts: Parts, run: Run) -> Snapshot | None:
     """The newest snapshot of this run: one that this process has committed, or the one from which it began."""
     from slime.checkpoint.snapshot import latest
 
-    if run.snapshots.saved != parts.begin.trained and run.snapshots.settings.folder is not None:
-        return latest(Path(run.snapshots.settings.folder))
+    if run.snapshots.saved != parts.begin.trained and run.snapshots.folder is not None:
+        return latest(run.snapshots.folder)
     return parts.begin.snapshot if parts.begin.resumes else None
 
 

@@ -5,41 +5,60 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import door
+from slime.checkpoint.shared_folder import Answer, answer
+from slime.cluster.actors import Ref, door
 from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
-from slime.cluster.garbage import GarbageCollection
-from slime.cluster.generation import Generation
+from slime.cluster.generation import GarbageCollection, Generation
+from slime.cluster.ray_wait import wait_for
+from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.hooks import load_function
-from slime.data.sample import flatten
+from slime.data.convert import parts_of_ranks
+from slime.data.sample import Group, Sample, flatten
+from slime.data.source import DataSource, rollouts_of_epochs
+from slime.data.staleness import staleness_metrics
 from slime.engines.background import run
+from slime.engines.http import request
+from slime.engines.process import exempt_from_proxy
+from slime.observability import progress
 from slime.observability.best_effort import take_warnings, warn
 from slime.observability.debug_data import load_rollout, save_rollout
+from slime.observability.evaluations import write_evaluation
 from slime.observability.logging_utils import logged_into
 from slime.observability.samples import KeptTexts, preview, write_samples
+from slime.observability.trace_file import TraceFiles
+from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.complete import NotCompleted, Prompt, complete
 from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, rollout_metrics
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
-    from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import Ref
-    from slime.cluster.manager_client import RolloutBatch
-    from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.data.sample import Group, Sample
-    from slime.data.source import DataSource
     from slime.data.wire import Wire
     from slime.engines.keys import RunKeys
     from slime.observability.progress import Progress
     from slime.observability.timers import Span
-    from slime.rollout.complete import Prompt
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """One generated rollout as the driver gets it; the samples themselves stay where the actors keep objects."""
+
+    refs: list[Ref[Wire]]
+    """The training data, one object per data-parallel rank; empty with ``--debug-rollout-only``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    """A few samples to show."""
+    warnings: list[str] = field(default_factory=list)
+    """Warnings of the rollout manager's process since the last rollout."""
 
 
 class RolloutManager(EngineManager):
@@ -52,10 +71,6 @@ class RolloutManager(EngineManager):
     def __init__(
         self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys, in_program: bool = False
     ) -> None:
-        from slime.cluster.rollout_state import RolloutState
-        from slime.engines.process import exempt_from_proxy
-        from slime.observability.trace_file import TraceFiles
-
         self.run_dir = Path(run_dir)
         door().log_to(self.run_dir / "logs", "rollout-manager")
         # For HTTP clients in user code and in agent programs, which use the proxy that the environment names.
@@ -64,8 +79,6 @@ class RolloutManager(EngineManager):
         self.layout = layout
         self.data_source: DataSource = load_function(args.data_source_path)(args)
         if args.num_rollout is None:
-            from slime.data.source import rollouts_of_epochs
-
             # Only the data source knows how many prompts an epoch has.
             count = rollouts_of_epochs(len(self.data_source), args.num_epoch, args.rollout_batch_size)
             args = args.with_values(num_rollout=count)
@@ -80,8 +93,6 @@ class RolloutManager(EngineManager):
 
     def try_folder(self, folder: str, token: str) -> Answer:
         """See :mod:`slime.checkpoint.shared_folder`."""
-        from slime.checkpoint.shared_folder import answer
-
         return answer(folder, token, "rollout manager")
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
@@ -100,9 +111,6 @@ class RolloutManager(EngineManager):
             return self._generate(rollout_id)
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
-        from slime.cluster.manager_client import RolloutBatch
-        from slime.data.convert import parts_of_ranks
-
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
         groups, metrics = rollout.groups, rollout.metrics
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
@@ -122,8 +130,6 @@ class RolloutManager(EngineManager):
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is complete."""
-        from slime.cluster.rollout_state import Rollout
-
         start = time.perf_counter()
         args = self.args
         self.state.begun = rollout_id
@@ -192,17 +198,15 @@ class RolloutManager(EngineManager):
         Raises:
             WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
-        from slime.cluster.polling import wait_for
-        from slime.engines.http import request
 
-        async def held() -> int:
+        async def held_requests() -> int:
             answers = [await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS) for url in urls]
             return sum(int(rank.get("num_held_reqs") or 0) for answer in answers for rank in answer["loads"])
 
         urls, schedule = self.fleet.urls(), self.schedule
         what = "the recorded tokens before a weight update (--replay-schedule)"
-        done = lambda: schedule.missing(run(held())) is None  # noqa: E731
-        report = lambda: str(schedule.missing(run(held())))  # noqa: E731
+        done = lambda: schedule.missing(run(held_requests())) is None  # noqa: E731
+        report = lambda: str(schedule.missing(run(held_requests())))  # noqa: E731
         wait_for(what, done, self.args.phase_timeout, poll=0.02, report=report)
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
@@ -217,8 +221,7 @@ class RolloutManager(EngineManager):
 
     def _log(self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of them to show."""
-        from slime.data.staleness import staleness_metrics
-
+        # The samples with their texts, then their metrics, which a function of the user may log instead.
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
         self.traces.write_samples(rollout_id, samples)
@@ -244,10 +247,9 @@ class RolloutManager(EngineManager):
             return self._evaluate(rollout_id)
 
     def _evaluate(self, rollout_id: int) -> dict[str, float]:
-        from slime.observability.evaluations import write_evaluation
-
         start = time.perf_counter()
         self._generate_state()
+        # The responses of each evaluation set, and what is kept of them.
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})
@@ -256,6 +258,7 @@ class RolloutManager(EngineManager):
             write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args))
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
+        # The metrics: the user's function may log its own in place of the built-in ones.
         hook = self.args.custom_eval_rollout_log_function_path
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
@@ -272,8 +275,6 @@ class RolloutManager(EngineManager):
             The samples of each prompt; or the reason for which a prompt or a parameter was refused. An exception would
             reach the driver as one of Ray, which ends the run.
         """
-        from slime.rollout.complete import NotCompleted, complete
-
         try:
             return run(complete(self.args, prompts, n, changes))
         except NotCompleted as error:
@@ -301,9 +302,6 @@ class RolloutManager(EngineManager):
             WaitExpired: A rollout or an evaluation in progress did not end.
             EngineError: An engine did not become idle, and the run is without ``--use-fault-tolerance``.
         """
-        from slime.cluster.rollout_state import RolloutState
-        from slime.rollout.abort import abort
-
         self.generation.end()
         if self.pool is not None:
             run(self.pool.close())
@@ -332,8 +330,6 @@ class RolloutManager(EngineManager):
 
     def status(self) -> Progress:
         """What this process is doing; answers while :meth:`generate` runs."""
-        from slime.observability import progress
-
         return progress.latest()
 
     def shutdown(self) -> list[str]:

@@ -89,9 +89,9 @@ class RolloutState:
 
         It is called on the event loop of the pool, so the pool cannot change while its state is copied.
         """
-        held = getattr(self.source, "open_groups", None)
+        open_groups = getattr(self.source, "open_groups", None)
         counter = self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
-        self.ledger.complete(rollout_id, rollout.groups, held() if held else None, counter)
+        self.ledger.complete(rollout_id, rollout.groups, open_groups() if open_groups else None, counter)
         self.newest = max(self.newest, rollout_id)
         if self.args.debug_rollout_only:  # No step ends that would remove the state of older rollouts.
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}

@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from slime.cluster.actors import ActorProcess, door
+from slime.cluster.generation import GarbageCollection
+from slime.config.machine import raise_file_limit
 from slime.engines.background import background_loop
+from slime.engines.http import init_http_client, take_retries, watch_faults
+from slime.engines.keys import ServerKeys, send_keys
+from slime.engines.process import exempt_from_proxy
+from slime.observability.best_effort import take_warnings
+from slime.rollout.group import generate_and_rm_group
+from slime.rollout.loop import packed
 from slime.rollout.state import GenerateState
+from slime.rollout.weight_timeline import TIMELINE, Noted
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorProcess
     from slime.config.args import Args
     from slime.data.sample import Group
-    from slime.engines.keys import ServerKeys
     from slime.rollout.schedule_file import ScheduleLine
     from slime.types import SamplingParams
 
@@ -81,13 +89,6 @@ class RolloutWorker:
     """
 
     def __init__(self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]) -> None:
-        from slime.cluster.actors import door
-        from slime.cluster.garbage import GarbageCollection
-        from slime.config.machine import raise_file_limit
-        from slime.engines.http import init_http_client, watch_faults
-        from slime.engines.keys import send_keys
-        from slime.engines.process import exempt_from_proxy
-
         door().log_to(Path(log_dir), f"rollout-worker-{index}")
         os.environ.update(exempt_from_proxy(door().address()))
         raise_file_limit()
@@ -106,8 +107,6 @@ class RolloutWorker:
 
     async def process(self) -> ActorProcess:
         """Return the process of this worker; the first answer means that it has started."""
-        from slime.cluster.actors import door
-
         return door().own_process()
 
     async def generate(self, call: GroupCall) -> GroupResult:
@@ -115,10 +114,6 @@ class RolloutWorker:
         return await _on_background_loop(self._generate(call))
 
     async def _generate(self, call: GroupCall) -> GroupResult:
-        from slime.rollout.group import generate_and_rm_group
-        from slime.rollout.loop import packed
-        from slime.rollout.weight_timeline import TIMELINE, Noted
-
         task = asyncio.current_task()
         assert task is not None
         self._tasks[call.number] = task
@@ -160,10 +155,6 @@ class RolloutWorker:
         Args:
             keys: The keys of engines and routers; a restarted engine has a new address.
         """
-        from slime.engines.http import take_retries
-        from slime.engines.keys import send_keys
-        from slime.observability.best_effort import take_warnings
-
         send_keys(keys)
         for _ in range(round(REPORT_SECONDS / 0.1)):
             if self._fault:

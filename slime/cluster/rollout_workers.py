@@ -7,15 +7,15 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.cluster.actors import ActorError, ActorLost, ActorProcess, NotEnded, door
+from slime.cluster.actors import ActorError, ActorHandle, ActorLost, ActorProcess, NotEnded, Ref, door
 from slime.cluster.rollout_worker import REPORT_SECONDS, GroupCall, GroupResult, Report, RolloutWorker
+from slime.cluster.supervised import Supervised
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
 from slime.data.token_fields import TOKEN_FIELDS, Packed
@@ -29,7 +29,6 @@ from slime.rollout.verifier.pool import default_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.config.args import Args
     from slime.types import SamplingParams
 
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 60.0  # a worker whose report is this late is lost
 KILL_SECONDS = 30.0
 STOP_SECONDS = 10.0  # for groups of a worker to end
-MOST_LOSSES = 5  # losses of one worker within LOSSES_SECONDS after which another start would not help
-LOSSES_SECONDS = 600.0
 MOST_CALLS = 1_000_000  # of one worker at a time
 MOST_TRIES = 4  # workers that may be lost while they generate the same group
 
@@ -48,7 +45,7 @@ class WorkersLost(RuntimeError):
 
 
 @dataclass
-class _Worker:
+class _Worker(Supervised):
     """One position; a restarted worker keeps it.
 
     Attributes:
@@ -62,7 +59,6 @@ class _Worker:
     handle: ActorHandle | None = None
     process: ActorProcess | None = None
     samples: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 class RolloutWorkers:
@@ -249,30 +245,26 @@ class RolloutWorkers:
             return
         logger.error("rollout worker %d is lost: %s", worker.index, why)
         worker.handle = None
-        worker.losses.append(time.monotonic())
-        self._spawn(self._restart(worker, handle, why))
+        worker.note_loss(why)
+        self._spawn(self._restart(worker, handle))
 
-    async def _restart(self, worker: _Worker, lost: ActorHandle, why: str) -> None:
+    async def _restart(self, worker: _Worker, lost: ActorHandle) -> None:
         await self._end(worker, lost)
-        while True:
-            recent = [at for at in worker.losses if at > time.monotonic() - LOSSES_SECONDS]
-            if len(recent) >= MOST_LOSSES:
-                self._fatal = (
-                    f"rollout worker {worker.index} was lost {len(recent)} times within {LOSSES_SECONDS:.0f} s, see "
-                    f"logs/rollout-worker-{worker.index}.log; the last time: {why}"
-                )
-                self._changed.set()
-                return
+        while not worker.hopeless:
             try:
                 await self._begin(worker)
-            except Exception as error:  # Whatever the reason was, the next attempt may succeed, up to MOST_LOSSES.
-                why = str(error)
-                logger.error("rollout worker %d could not be started again: %s", worker.index, why)
-                worker.losses.append(time.monotonic())
+            except Exception as error:  # Whatever the reason was, the next attempt may succeed.
+                logger.error("rollout worker %d could not be started again: %s", worker.index, error)
+                worker.note_loss(str(error))
                 continue
             self._restarts += 1
             warn(f"rollout worker {worker.index} was lost and started again; its groups are generated again")
             return
+        self._fatal = (
+            f"rollout worker {worker.index} was lost {worker.how_often}, see "
+            f"logs/rollout-worker-{worker.index}.log; the last time: {worker.last_words}"
+        )
+        self._changed.set()
 
     async def _end(self, worker: _Worker, lost: ActorHandle | None = None) -> None:
         """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more requests."""
@@ -315,11 +307,14 @@ def worker_launcher(
         environment: The environment variables of the workers.
     """
     # Objects of classes of the hooks' files come back with samples; they are found only if the files are loaded here.
-    for path, name in _sample_hooks(args[0]):
-        load_function(path, name)
+    common = args[0]
+    hooks = [(common.custom_generate_function_path, "custom_generate"), (common.custom_rm_path, "CustomRewardModel")]
+    for path, name in (*hooks, *((hook, None) for hook in common.rollout_sample_hook_path)):
+        if path:
+            load_function(path, name)
     count, nodes = len(args), door().nodes()
-    given = args[0].reward_workers
-    verifiers = math.ceil(given / count) if given else math.ceil(default_workers() / math.ceil(count / nodes))
+    verifiers_of_node = default_workers() / math.ceil(count / nodes)
+    verifiers = math.ceil(common.reward_workers / count if common.reward_workers else verifiers_of_node)
     # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.
 
     def launch(index: int) -> ActorHandle:
@@ -328,11 +323,6 @@ def worker_launcher(
         return door().create(RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True)
 
     return launch
-
-
-def _sample_hooks(args: Args) -> list[tuple[str, str | None]]:
-    named = [(args.custom_generate_function_path, "custom_generate"), (args.custom_rm_path, "CustomRewardModel")]
-    return [(path, name) for path, name in [*named, *((hook, None) for hook in args.rollout_sample_hook_path)] if path]
 
 
 async def _quiet(ref: Ref[Any]) -> None:
@@ -347,10 +337,10 @@ def _owned(group: Group) -> Group:
     Until then, they are read-only and keep the whole group in the object store.
     """
     for sample in flatten(group):
-        held = vars(sample)
-        for name, value in held.items():
+        fields = vars(sample)
+        for name, value in fields.items():
             if name in TOKEN_FIELDS and isinstance(value, Packed):
-                held[name] = Packed(np.array(value.values))
+                fields[name] = Packed(np.array(value.values))
             elif isinstance(value, np.ndarray):
-                held[name] = np.array(value)
+                fields[name] = np.array(value)
     return group

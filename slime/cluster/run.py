@@ -17,18 +17,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from slime.cluster.actors import ActorError, ActorLost, door
-from slime.cluster.polling import WaitExpired
-from slime.cluster.ray_wait import NoStatus
+from slime.cluster.actors import ActorError, ActorHandle, ActorLost, Ref, door
+from slime.cluster.ray_wait import NoStatus, WaitExpired
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
 from slime.config.settings import redacted_text
 from slime.observability.run_state import message_lines
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.phases import Run
     from slime.cluster.start import Parts
     from slime.config.args import Args
@@ -54,9 +52,12 @@ def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
 
-    parts = prepare(args, in_program)
-    with RunEnd(args, parts):
-        yield start(args, asynchronous, parts)
+    parts = prepare(args, asynchronous, in_program)
+    with RunEnd(parts):
+        yield start(parts)
+
+
+Outcome = Literal["completed", "stopped", "restarting", "failed"]
 
 
 class RunEnd:
@@ -68,7 +69,8 @@ class RunEnd:
     4. After an error that a restart can repair (a lost process), let the supervisor start the driver again.
     """
 
-    def __init__(self, args: Args, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
+        args = parts.args
         self.parts, self.max_restarts = parts, args.max_restarts or 0
         self._brief = not (args.inline or parts.stop.in_program)  # who debugs or programs needs the whole error
         name, folder = args.run_name, args.output_dir
@@ -85,57 +87,62 @@ class RunEnd:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        late: Exception | None = None
-        restarts = stopped = False
+        outcome: Outcome = "failed"
+        cause = error  # of the end; another error than that of the block if completing or saving the run failed
         try:
-            if error is None and self.parts.run is not None:
-                try:
-                    complete(self.parts.run)
-                except Exception as failure:  # A rank may die while it writes the last snapshot.
-                    error = late = failure
-            stopped = isinstance(error, StopRequested)
-            if isinstance(error, Exception) and not stopped:
-                restarts = self._restarts_after(error)
-            if stopped:
-                # Before the snapshot: if this process is killed during it, the supervisor must not restart the run.
-                REPORTS.over()
-                try:
-                    snapshot_before_stop(self.parts)
-                except Exception as failure:  # The step is lost, which is not a stop in order.
-                    error, late, stopped = failure, failure, False
-        finally:
-            self._record_end(error, stopped, restarts)
-            # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
-            (REPORTS.lost if restarts else REPORTS.over)()
-            REPORTS.shuts_down(complete=error is None)
-            try:
-                shut_down(self.parts, failed=error is not None and not stopped)
-            finally:
-                for lock in self.parts.locks:
-                    lock.release()
-            REPORTS.shut_down()
-            self.parts.stop.__exit__(None, None, None)
-        if restarts:
-            exit_for_restart()
-        if stopped and self.parts.stop.in_program:
-            raise KeyboardInterrupt from None
-        if stopped:
-            sys.exit(130 if str(error) == "SIGINT" else 143)
-        if error is not None and self._brief:
-            self._tell_briefly(error)
-        # Python raises an error of the block again by itself, but not one that arose in this method.
-        if late is not None:
-            raise late
-
-    def _record_end(self, error: BaseException | None, stopped: bool, restarts: bool) -> None:
-        """Write how the run ends to its folder, where ``slime doctor`` reads it."""
+            outcome, cause = self._complete_or_save(error)
+        except BaseException as interruption:  # such as a second Ctrl-C in a program
+            cause = interruption
         state = self.parts.log.display.state
-        if state is None:
-            return
-        if error is None or stopped:
-            state.end("stopped" if stopped else "completed")
+        if state is not None:  # slime doctor reads it
+            state.end(outcome, cause if outcome in ("restarting", "failed") else None)
+        self._end_processes(outcome)
+        # The ways out. Python raises the error of the block again by itself, but not one that arose in this method.
+        if outcome == "restarting":
+            exit_for_restart()
+        if outcome == "stopped" and self.parts.stop.in_program:
+            raise KeyboardInterrupt from None
+        if outcome == "stopped":
+            sys.exit(130 if str(cause) == "SIGINT" else 143)
+        if cause is not None and self._brief:
+            self._tell_briefly(cause)
+        if cause is not None and cause is not error:
+            raise cause
+
+    def _complete_or_save(self, error: BaseException | None) -> tuple[Outcome, BaseException | None]:
+        """Do what is left to do for the run; returns how it ends, and the error that ends it."""
+        if error is None and self.parts.run is not None:
+            try:
+                complete(self.parts.run)
+            except Exception as failure:  # A rank may die while it writes the last snapshot.
+                error = failure
+        if error is None:
+            return "completed", None
+        if isinstance(error, StopRequested):
+            # Before the snapshot: if this process is killed during it, the supervisor must not restart the run.
+            REPORTS.over()
+            try:
+                snapshot_before_stop(self.parts)
+            except Exception as failure:  # The step is lost, which is not a stop in order.
+                return "failed", failure
+            return "stopped", error
+        restarts = isinstance(error, Exception) and self._restarts_after(error)
+        return ("restarting" if restarts else "failed"), error
+
+    def _end_processes(self, outcome: Outcome) -> None:
+        # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
+        if outcome == "restarting":
+            REPORTS.lost()
         else:
-            state.end("restarting" if restarts else "failed", error)
+            REPORTS.over()
+        REPORTS.shuts_down(complete=outcome == "completed")
+        try:
+            shut_down(self.parts, failed=outcome in ("restarting", "failed"))
+        finally:
+            for lock in self.parts.locks:
+                lock.release()
+        REPORTS.shut_down()
+        self.parts.stop.__exit__(None, None, None)
 
     def _tell_briefly(self, error: BaseException) -> None:
         """Write the traceback to ``logs/driver.log``, and let Python print only where it is and, last, the message."""
@@ -155,15 +162,15 @@ class RunEnd:
 
     def _restarts_after(self, error: Exception) -> bool:
         """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""
-        if not self.max_restarts or not REPORTS.attached or not (lost := self._lost(error)):
+        if not self.max_restarts or not REPORTS.attached:
+            return False
+        # After a failed attempt to replace ranks, the new ones may answer.
+        lost = self.parts.lost or lost_parts(self.parts.actors(), error)
+        if not lost:
             return False
         saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
         report_loss(lost, error, saved, self.max_restarts - 1, self.parts.log.note)
         return True
-
-    def _lost(self, error: Exception) -> list[str]:
-        # After a failed attempt to replace ranks, the new ones may answer.
-        return self.parts.lost or lost_parts(self.parts.actors(), error)
 
 
 def complete(run: Run) -> None:
@@ -200,7 +207,7 @@ def snapshot_before_stop(parts: Parts) -> None:
 def save_while_generating(run: Run) -> None:
     """Save what was trained since the last snapshot, if the run has a folder for it; the engines may end for this."""
     run.snapshots.commit()  # A snapshot of --async-save may still be open.
-    folder, trained = run.snapshots.settings.folder, run.trainer.trained
+    folder, trained = run.snapshots.folder, run.trainer.trained
     if folder is None or trained is None or trained == run.snapshots.saved:
         return
     # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.
@@ -215,12 +222,12 @@ def shut_down(parts: Parts, failed: bool) -> None:
 
     Errors of actors that are dead already are suppressed, so that the steps after them still run.
     """
-    from slime.cluster.leftovers import sweep_leftovers
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
     if not door().connected:
         return
     note = parts.log.note
+    # The rollout manager with its engines, which would go on to generate.
     if parts.manager is not None:
         manager = parts.manager.handle
         if failed and not answers(manager):
@@ -233,9 +240,11 @@ def shut_down(parts: Parts, failed: bool) -> None:
             with contextlib.suppress(Exception):
                 for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")
+    # What the training ranks hold beyond their processes: shared memory, and process groups with engines.
     for group in parts.groups:
         with contextlib.suppress(Exception):
             group.close()
+    # The last lines that the user sees, then the cluster with all processes that are left.
     if failed:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
     parts.log.close(failed)
@@ -246,7 +255,6 @@ def shut_down(parts: Parts, failed: bool) -> None:
     door().disconnect()
     # Last, since files of living processes are kept. Ray kills its workers before torch's own cleanup has run in them.
     sweep_shared_memory()
-    sweep_leftovers()
 
 
 # --- what was lost -------------------------------------------------------------------------------

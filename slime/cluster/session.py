@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.actor_types import ClusterError
+from slime.cluster.actors import ClusterError
 from slime.config.process import import_environment
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ _FATAL = re.compile(r"^.*(?:Unhandled exception|Check failed).*$", re.MULTILINE)
 
 def last_words_of_ray(error: str) -> str:
     """Return why a server of Ray ended, from the logs of the session that an error names; empty if they do not say."""
-    found = _SESSION.search(error)
-    for log in sorted(Path(found[1], "logs").glob("*.out")) if found else ():
+    session = _SESSION.search(error)
+    for log in sorted(Path(session[1], "logs").glob("*.out")) if session else ():
         with contextlib.suppress(OSError):
             if fatal := _FATAL.search(log.read_text(encoding="utf-8", errors="replace")):
                 return f"{log}: {fatal[0][:300]}"
@@ -134,11 +134,11 @@ def last_words_of_ray(error: str) -> str:
 def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     import psutil
 
-    found = list(processes)
-    for process in tuple(found):
+    family = list(processes)
+    for process in tuple(family):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += process.children(recursive=True)
-    return found
+            family += process.children(recursive=True)
+    return family
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

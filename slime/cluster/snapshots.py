@@ -12,21 +12,20 @@ from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
 from slime.checkpoint.full_disk import is_full, wait_for_room
-from slime.checkpoint.manifest import Facts, RunFacts, changes, check_same_prompts
-from slime.cluster.load_folder import snapshot_of
+from slime.checkpoint.manifest import Facts, Manifest, RunFacts, changes, check_same_prompts
+from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.stop_signals import StopRequested
+from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.cluster.supervisor import REPORTS
 
 if TYPE_CHECKING:
-    from slime.checkpoint.manifest import Manifest
     from slime.checkpoint.snapshot import Snapshot
     from slime.cluster.engine_pool import EnginePool
-    from slime.cluster.manager_client import ManagerClient
-    from slime.cluster.step_log import StepLog
-    from slime.cluster.stop_signals import StopSignals
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
+    from slime.config.run import CheckpointConfig
     from slime.types import JsonObject
 
 T = TypeVar("T")
@@ -119,40 +118,24 @@ def restore_rollouts(
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
 
 
-@dataclass(frozen=True)
-class SnapshotSettings:
-    """Where snapshots are written, which of them are kept, and what their manifests say about the run."""
-
-    folder: Path | None
-    save_hf: str | None
-    async_save: bool
-    keep_last: int | None
-    retain_interval: int | None
-    facts: RunFacts
-
-    @classmethod
-    def from_args(cls, args: Args, attempt: int, world_size: int, settings: JsonObject) -> SnapshotSettings:
-        folder = Path(args.save) if args.save else None
-        kept = args.save_keep_last, args.save_retain_interval
-        facts = RunFacts(attempt=attempt, world_size=world_size, seed=args.seed, settings=settings)
-        return cls(folder, args.save_hf, bool(args.async_save), *kept, facts)
-
-
 class Snapshots:
     """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
 
     Until the commit, the parts are in a temporary folder. A fault before it leaves the previous snapshot the newest.
 
     Args:
+        facts: What manifests say about the run.
         saved: The rollout of the snapshot with which a resumed run began.
 
     Attributes:
+        folder: Where snapshots are written; None in a run without them.
         saved: The rollout of the newest complete snapshot; None before the first.
     """
 
     def __init__(
         self,
-        settings: SnapshotSettings,
+        settings: CheckpointConfig,
+        facts: RunFacts,
         manager: ManagerClient,
         trainer: Trainer,
         pool: EnginePool,
@@ -160,7 +143,8 @@ class Snapshots:
         stop: StopSignals,
         saved: int | None = None,
     ) -> None:
-        self.settings, self.saved = settings, saved
+        self.settings, self.facts, self.saved = settings, facts, saved
+        self.folder = Path(settings.save) if settings.save else None
         self._manager, self._trainer, self._pool, self._log, self._stop = manager, trainer, pool, log, stop
         self._open: tuple[Path, Facts] | None = None  # the temporary folder, and the content of its manifest
 
@@ -170,7 +154,7 @@ class Snapshots:
         With ``--async-save``, the ranks only copy their state here and write it while the run continues. The snapshot
         does not exist before :meth:`commit`.
         """
-        folder = self.settings.folder
+        folder = self.folder
         assert folder is not None, "--save-interval implies --save"
         with self._log.phase("save_model"):
             self.commit()  # Only one snapshot is open at a time.
@@ -184,11 +168,11 @@ class Snapshots:
                 what, save = "the data source to be saved", RolloutManager.save_state
                 ahead = self._with_room(rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp)))
                 # A copy of the metrics: with --async-save the step's end clears them before the commit.
-                version, metrics = self._pool.version, {**self._log.pending}
+                version, metrics = self._pool.clock.version, {**self._log.pending}
                 step = Facts(rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics)
                 if (old_actor := self._trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
-                self._open = temp, {**self.settings.facts, **step}
+                self._open = temp, {**self.facts, **step}
             if not self.settings.async_save:
                 self.commit()
             actor = self._trainer.actor
@@ -204,8 +188,8 @@ class Snapshots:
 
     def folder_of(self, rollout_id: int) -> Path:
         """The folder of a snapshot once it is complete."""
-        assert self.settings.folder is not None, "something was saved"
-        return self.settings.folder / snapshot.folder_name(rollout_id)
+        assert self.folder is not None, "something was saved"
+        return self.folder / snapshot.folder_name(rollout_id)
 
     def commit(self) -> None:
         """Wait until the open snapshot is written, and commit it; does nothing if none is open."""
@@ -222,8 +206,8 @@ class Snapshots:
         self.saved = facts["rollout_id"]
         REPORTS.saved()  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
-        if self.settings.keep_last:
-            snapshot.prune(temp.parent, self.settings.keep_last, self.settings.retain_interval)
+        if self.settings.save_keep_last:
+            snapshot.prune(temp.parent, self.settings.save_keep_last, self.settings.save_retain_interval)
 
     def _with_room(
         self,
@@ -248,7 +232,7 @@ class Snapshots:
             except Exception as error:
                 if not is_full(error):
                     raise
-                self._pause(rollout_id, folder or self.settings.folder, error, told)
+                self._pause(rollout_id, folder or self.folder, error, told)
                 told = True
                 if repeat is not None:
                     repeat()

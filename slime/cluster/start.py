@@ -3,89 +3,79 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import door, use
+from slime.checkpoint.manifest import RunFacts
+from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
-from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
-from slime.cluster.folder_lock import FolderLock, lock_run, lock_save
-from slime.cluster.manager_client import ManagerClient
-from slime.cluster.phases import Run
-from slime.cluster.ray_wait import Waiter
+from slime.cluster.engine_pool import EnginePool
+from slime.cluster.folders import FolderLock, lock_run, lock_save
+from slime.cluster.phases import Run, StepLog
+from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
-from slime.cluster.step_log import StepLog
+from slime.cluster.snapshots import Snapshots, StartingPoint, restore_rollouts, settings_of
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
-from slime.cluster.token_budget import settle_token_budget
-from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
 from slime.config.parser import ConfigError
 from slime.engines.keys import RunKeys
 
 if TYPE_CHECKING:
-    from slime.cluster.actors import ActorHandle, Ref
     from slime.cluster.placement import Placement
     from slime.cluster.train_actor import Role
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
-    from slime.engines.keys import ServerKeys
     from slime.observability.metrics import MetricsLogger
     from slime.observability.run_dir import RunDir
     from slime.types import JsonObject
 
 START_MARGIN_SECONDS = 180.0
-"""Added to ``--start-timeout`` in the driver. The engine's own host waits for ``--start-timeout`` and reports a failure
-with the engine's log; the driver must not give up before that report arrives."""
-
-
+"""Added to ``--start-timeout`` in the driver. The engine itself waits that long and reports a failure with
+the engine's log; the driver must not give up before that report arrives."""
 END_SECONDS = 180.0
 """For the generation in progress to end, when the run goes back to a snapshot."""
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """What the start has settled, for training ranks that replace lost ones.
-
-    Attributes:
-        args: The arguments with the values that are known only after the start.
-        settings: What manifests say of them, see :func:`settings_of`.
-    """
-
-    args: Args
-    asynchronous: bool
-    waiter: Waiter
-    engine_keys: ServerKeys
-    settings: JsonObject
-
-
 @dataclass
 class Parts:
-    """What has been started so far.
+    """What has been started so far, and what the start has settled.
 
     :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends exactly what exists.
 
     Attributes:
+        args: The arguments; the start replaces those values that are known only later.
+        asynchronous: Whether rollouts are generated while an earlier one trains.
         locks: Of the folders to which only this run may write.
+        keys: The keys of engines and routers.
+        waiter: Waits for calls of all actors.
         engines_started: Whether all engines have answered, so that the manager can report on them.
         run: None until the start is complete, and while training ranks are replaced.
-        fixed: None until the start is complete.
+        settings: What manifests say of the arguments, see :func:`settings_of`; empty until the start is complete.
         lost: Names of lost parts that could not be replaced, so that the run must be restarted.
     """
 
+    args: Args
     dir: RunDir
     begin: StartingPoint
     log: StepLog
     stop: StopSignals
+    asynchronous: bool = False
     locks: list[FolderLock] = field(default_factory=list)
+    keys: RunKeys = field(default_factory=RunKeys)
+    waiter: Waiter = field(init=False)
     placement: Placement | None = None
     manager: ManagerClient | None = None
     engines_started: bool = False
     groups: list[TrainGroup] = field(default_factory=list)
     run: Run | None = None
-    fixed: Fixed | None = None
+    settings: JsonObject = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        silence = self.args.status_timeout or None
+        self.waiter = Waiter(self.stop, self.log.show_status, silence, self.log.display.state)
 
     def actors(self) -> dict[str, ActorHandle]:
         """The actors that hold the run's state, by the name that a message uses for them."""
@@ -95,8 +85,12 @@ class Parts:
         return named
 
 
-def prepare(args: Args, in_program: bool = False) -> Parts:
+def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) -> Parts:
     """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display.
+
+    Args:
+        asynchronous: Whether rollouts are generated while an earlier one trains (``train_async.py``).
+        in_program: Whether the run belongs to a program of the user's, see :class:`StopSignals`.
 
     Raises:
         FolderInUse: Another run writes to the folder of this one, or to ``--save``.
@@ -113,11 +107,11 @@ def prepare(args: Args, in_program: bool = False) -> Parts:
         locks[0].release()
         raise
     # The time of a program before its run does not count as the run's.
-    display = Display(folder, since=time.time() if in_program else None)
-    return Parts(folder, begin, StepLog(display), StopSignals(in_program), locks)
+    log = StepLog(Display(folder, since=time.time() if in_program else None))
+    return Parts(args, folder, begin, log, StopSignals(in_program), asynchronous, locks, RunKeys.from_args(args))
 
 
-def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
+def start(parts: Parts) -> Run:
     """Start all parts of the run; each is stored in ``parts`` as soon as it exists.
 
     Engines and training ranks load their models at the same time, unless both use the same GPU. An engine takes its
@@ -127,47 +121,50 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     from slime.cluster.inline_actors import InlineActors
     from slime.cluster.placement import Placement, check_resources, plan_slots
 
-    begin, log = parts.begin, parts.log
+    args, begin, log = parts.args, parts.begin, parts.log
     with log.phase("start"):
+        # The cluster, and where in it each process of the run has its place.
         use(InlineActors() if args.inline else None)
         door().connect()
         parts.stop.install()  # again: Ray's C++ code has installed handlers of its own
         slots = plan_slots(args)
         check_resources(args, slots.total)
         placement = parts.placement = Placement(slots, parts.stop.check)
-        args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
-        waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None, log.display.state)
-        manager = parts.manager = _start_manager(args, parts, placement, waiter, keys := RunKeys.from_args(args))
-        shares_memory = args.offload_rollout and placement.slots.train > 0
+        threads = args.threads_per_process or placement.threads_per_process()
+        parts.args = args = args.with_values(threads_per_process=threads)
+
+        # The rollout manager, which starts the engines. Without --num-rollout, only its data source knows the length of
+        # the run (--num-epoch). The training ranks need it when they are built, for the learning-rate schedule.
+        manager = parts.manager = _start_manager(parts, placement)
         engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
-        urls: list[str] = []
-        # Without --num-rollout, only the data source knows the length of the run (--num-epoch). The training ranks need
-        # it when they are built: the learning-rate schedule depends on it.
         num_rollout = args.num_rollout
         if num_rollout is None:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
-        args = args.with_values(num_rollout=num_rollout)
-        if placement.slots.train:
-            _start_training(args, parts, placement, waiter, keys.engine)
+        parts.args = args = args.with_values(num_rollout=num_rollout)
+
+        # The training ranks. Where they share GPUs with the engines, these come first.
+        if slots.train:
+            _start_training(parts, placement)
+        urls: list[str] = []
         if engines is not None and args.offload_rollout and placement.on_gpu:
-            urls, engines = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory), None
+            urls, engines = _wait_for_engines(parts, manager, engines, release=slots.train > 0), None
         for group in parts.groups:
             group.load()
         if args.save:
             check_save_folder(Path(args.save), manager, parts.groups)
-        # Engines and ranks have been loading their models side by side since they were started above.
         if engines is not None:
-            urls = _wait_for_engines(args.start_timeout, parts, manager, engines, release=shares_memory)
+            urls = _wait_for_engines(parts, manager, engines, release=args.offload_rollout and slots.train > 0)
         for group in parts.groups:
             group.wait_started()
-        trainer = _trainer(args, asynchronous, parts)
+        trainer = _trainer(parts)
+
         # After the models are loaded, since it measures memory; before the settings of the snapshots are taken from
         # ``args``, since a resumed run keeps the budget of its snapshot.
-        args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
-        fixed = parts.fixed = Fixed(args, asynchronous, waiter, keys.engine, settings_of(args))
-        restore_rollouts(begin, fixed.settings, manager, log, args)
-        metrics = _open_records(args, asynchronous, parts, placement)
-    return _begin_run(parts, fixed, manager, trainer, urls, metrics)
+        parts.args = args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
+        parts.settings = settings_of(args)
+        restore_rollouts(begin, parts.settings, manager, log, args)
+        metrics = _open_records(parts, placement)
+    return _begin_run(parts, manager, trainer, urls, metrics)
 
 
 def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
@@ -183,49 +180,50 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
     """
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
-    run, fixed, manager, placement = parts.run, parts.fixed, parts.manager, parts.placement
-    assert run and fixed and manager and placement, "the start is complete"
+    run, manager, placement, log = parts.run, parts.manager, parts.placement, parts.log
+    assert run and manager and placement, "the start is complete"
     # Without it, a stop request does not save: the snapshot is the newest state that there is.
     parts.run = None
-    args, log = fixed.args, parts.log
     with log.phase("replace_ranks"):
+        # What is left of the ranks and of the rollouts that are undone.
         for group in parts.groups:
             group.end()
         manager.wait(manager.start(RolloutManager.rewind), "the generation in progress to end", END_SECONDS)
         sweep_shared_memory()
-        if begin.snapshot is not parts.begin.snapshot:  # the first arguments chose where the run began, as for restarts
-            args = args.with_values(load=args.save, ckpt_step=None, start_rollout_id=None, finetune=False)
-        fixed = parts.fixed = replace(fixed, args=args)
+
+        # New ranks. The first arguments chose where the run began; as for restarts, that is the snapshot now.
+        if begin.snapshot is not parts.begin.snapshot:
+            first = {"load": parts.args.save, "ckpt_step": None, "start_rollout_id": None, "finetune": False}
+            parts.args = parts.args.with_values(**first)
         parts.begin, parts.groups = begin, []
-        _start_training(args, parts, placement, fixed.waiter, fixed.engine_keys)
+        _start_training(parts, placement)
         for group in parts.groups:
             group.load()
-        restore_rollouts(begin, fixed.settings, manager, log, args)  # while the ranks load the snapshot
+        restore_rollouts(begin, parts.settings, manager, log, parts.args)  # while the ranks load the snapshot
         for group in parts.groups:
             group.wait_started()
-        trainer = _trainer(args, fixed.asynchronous, parts)
+        trainer = _trainer(parts)
         log.close_metrics()
-        metrics = _open_records(args, fixed.asynchronous, parts, placement, unattended=True)
-    return _begin_run(parts, fixed, manager, trainer, run.pool.urls, metrics)
+        metrics = _open_records(parts, placement, unattended=True)
+    return _begin_run(parts, manager, trainer, run.pool.urls, metrics)
 
 
-def _trainer(args: Args, asynchronous: bool, parts: Parts) -> Trainer:
+def _trainer(parts: Parts) -> Trainer:
+    args = parts.args
     actor = next((group for group in parts.groups if group.role == "actor"), None)
     critic = next((group for group in parts.groups if group.role == "critic"), None)
-    old_actor = OldActor.from_args(args, asynchronous, parts.begin.manifest)
-    settings = TrainerSettings.from_args(args)
-    return Trainer(settings, actor, critic, old_actor, parts.log, parts.stop, parts.begin.trained)
+    old_actor = OldActor.from_args(args, parts.asynchronous, parts.begin.manifest)
+    steps, trained = args.num_critic_only_steps, parts.begin.trained
+    return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
 
 
-def _begin_run(
-    parts: Parts, fixed: Fixed, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger
-) -> Run:
-    args, begin, log = fixed.args, parts.begin, parts.log
-    pool_settings = EnginePoolSettings.from_args(args)
-    pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
+def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger) -> Run:
+    args, begin, log = parts.args, parts.begin, parts.log
+    # The arguments are the settings of every section.
+    pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
-    save = SnapshotSettings.from_args(args, begin.attempt, world_size, fixed.settings)
-    snapshots = Snapshots(save, manager, trainer, pool, log, parts.stop, begin.trained)
+    facts = RunFacts(attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings)
+    snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
     run = parts.run = Run(
         args, begin.first_rollout, int(args.num_rollout or 0),
         manager=manager, trainer=trainer, pool=pool, snapshots=snapshots, log=log, stop=parts.stop,
@@ -234,38 +232,38 @@ def _begin_run(
     return run
 
 
-def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waiter, keys: RunKeys) -> ManagerClient:
+def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     from slime.config.layout import ParallelLayout
 
+    args = parts.args
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
+    values = args, str(parts.dir.path), layout, parts.keys, parts.stop.in_program
     # With several threads, status() and engine_status() can answer while generate() runs.
-    handle = door().create(RolloutManager, *(args, str(parts.dir.path), layout, keys, parts.stop.in_program), threads=8)
-    return ManagerClient(handle, waiter, args.phase_timeout)
+    return ManagerClient(door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout)
 
 
-def _wait_for_engines(
-    seconds: float, parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool
-) -> list[str]:
+def _wait_for_engines(parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool) -> list[str]:
     """Wait until all engines answer, and return their URLs; with ``release``, they then release their memory."""
-    urls = manager.wait(starting, "the engines to start", seconds + START_MARGIN_SECONDS, flag="--start-timeout")
+    deadline = parts.args.start_timeout + START_MARGIN_SECONDS
+    urls = manager.wait(starting, "the engines to start", deadline, flag="--start-timeout")
     parts.engines_started = bool(urls)
     if release and urls:
         manager.call("the engines to release memory", RolloutManager.offload)
     return urls
 
 
-def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter, engine_keys: ServerKeys) -> None:
+def _start_training(parts: Parts, placement: Placement) -> None:
     """Start the ranks of actor and critic, which import their libraries in the background."""
     from slime.cluster.train_group import TrainGroup
 
-    if problems := check_schedules(args):  # checked again: the length of the run may have been unknown until now
+    if problems := check_schedules(parts.args):  # checked again: the length of the run may have been unknown until now
         raise ConfigError(problems)
-    roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
+    roles: list[Role] = ["actor", "critic"] if parts.args.use_critic else ["actor"]
     snapshot = parts.begin.snapshot
     for role in roles:
         load = snapshot.path / role if snapshot is not None else None
         logs = parts.dir.path / "logs"
-        parts.groups.append(TrainGroup(args, role, placement, waiter, logs, load, engine_keys))
+        parts.groups.append(TrainGroup(parts.args, role, placement, parts.waiter, logs, load, parts.keys.engine))
 
 
 def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
@@ -286,14 +284,13 @@ def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGr
         trial.check(answers)
 
 
-def _open_records(
-    args: Args, asynchronous: bool, parts: Parts, placement: Placement, unattended: bool = False
-) -> MetricsLogger:
+def _open_records(parts: Parts, placement: Placement, unattended: bool = False) -> MetricsLogger:
     """Write the values that the start has settled to the folder of the run, and open the metrics log."""
     from slime.observability.run_record import Settled, append_attempt
 
+    args = parts.args
     settled = Settled(
-        asynchronous=asynchronous,
+        asynchronous=parts.asynchronous,
         on_gpu=placement.on_gpu,
         num_rollout=int(args.num_rollout or 0),
         threads=int(args.threads_per_process or 1),
@@ -304,10 +301,10 @@ def _open_records(
         working_directory=str(Path.cwd()),
     )
     append_attempt(parts.dir, settled)
-    return open_metrics(args, parts, unattended or bool(REPORTS.settings))
+    return open_metrics(parts, unattended or bool(REPORTS.settings))
 
 
-def open_metrics(args: Args, parts: Parts, unattended: bool = False) -> MetricsLogger:
+def open_metrics(parts: Parts, unattended: bool = False) -> MetricsLogger:
     """Open the metrics log; a resumed run drops the rows of the steps that it trains again.
 
     If the previous process was killed after it wrote the snapshot but before it logged that step, the step's row is
@@ -319,7 +316,7 @@ def open_metrics(args: Args, parts: Parts, unattended: bool = False) -> MetricsL
     from slime.observability.metrics import MetricsLogger, read_metrics
 
     begin = parts.begin
-    logger = MetricsLogger(args, parts.dir, begin.first_rollout if begin.resumes else None, unattended)
+    logger = MetricsLogger(parts.args, parts.dir, begin.first_rollout if begin.resumes else None, unattended)
     if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
         logged = [row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row]
         if begin.trained not in logged:

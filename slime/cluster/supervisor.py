@@ -7,7 +7,7 @@ processes of the run on this machine are descendants of this process, even if th
 ended before the next driver starts.
 
 This process lives as long as the run, and must not be affected by what happens in it. It imports only the standard
-library, psutil, :mod:`slime.config.process` and, to clean up at the end, two more modules.
+library, psutil, :mod:`slime.config.process` and, to clean up at the end, one more module.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Reports:
         The variables are removed and the pipe is closed in child processes, so that none of them takes itself for the
         driver.
         """
-        given = os.environ.pop(PIPE_VARIABLE, None)
+        pipe = os.environ.pop(PIPE_VARIABLE, None)
         self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
-        if given is not None:
-            self._pipe = int(given)
+        if pipe is not None:
+            self._pipe = int(pipe)
             os.set_inheritable(self._pipe, False)
         return self._pipe is not None
 
@@ -308,11 +308,9 @@ def _say(text: str) -> None:
 
 def _sweep() -> None:
     """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
-    from slime.cluster.leftovers import sweep_leftovers
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
     sweep_shared_memory()
-    sweep_leftovers()
 
 
 def end_descendants(seconds: float) -> None:

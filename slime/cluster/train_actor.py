@@ -7,30 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
-from slime.cluster.actors import door
+from slime.backends.create import backend_class, create_backend
+from slime.backends.token_budget import CudaMeter, Measurement, measure
+from slime.checkpoint.shared_folder import Answer, answer
+from slime.cluster.actors import ActorProcess, Ref, door
 from slime.config.process import ONE_AT_A_TIME
+from slime.data.schedule import PackingSettings
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
+from slime.engines.process import free_port
+from slime.models.cpu_memory import large_imports
 from slime.observability import progress
+from slime.observability.memory import memory_in_use
+from slime.observability.profiler import Profiler
 from slime.observability.timers import Span, Timers
+from slime.weights.audit import Calibration, Probe, probe_engines, probe_tokens
+from slime.weights.settings import WeightSyncSettings
+from slime.weights.transports import Transport, create_transport, ranks_of_engines, transport_kind
+from slime.weights.transports.peers import PeerLink, connect_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from transformers import PreTrainedModel
 
     from slime.backends.base import ModelTag, TrainBackend
-    from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
-    from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import ActorProcess, Ref
     from slime.config.args import Args
     from slime.data.fields import RankBatch, TrainData
     from slime.data.wire import Wire
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
-    from slime.weights.audit import Calibration, Probe
-    from slime.weights.transports.base import Transport
-    from slime.weights.transports.peers import PeerLink
     from slime.weights.update import UpdateReport
 
 Role = Literal["actor", "critic"]
@@ -68,9 +74,6 @@ class TrainActor:
     def __init__(
         self, args: Args, role: Role, rank: int, world_size: int, log_dir: str, engine_keys: ServerKeys
     ) -> None:
-        from slime.observability.profiler import Profiler
-        from slime.weights.settings import WeightSyncSettings
-
         door().log_to(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.engine_keys = engine_keys
@@ -94,8 +97,6 @@ class TrainActor:
 
     def address(self) -> tuple[str, int]:
         """Address and port on which rank 0 will listen for the rendezvous of the process group."""
-        from slime.engines.process import free_port
-
         host = door().address()
         return host, free_port(host)
 
@@ -106,9 +107,6 @@ class TrainActor:
     def import_backend(self) -> None:
         """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if the backend can. The
         GPU may belong to an engine that is still starting."""
-        from slime.backends.create import backend_class
-        from slime.models.cpu_memory import large_imports
-
         progress.report("import the training backend")
         with ONE_AT_A_TIME:
             backend = backend_class(self.args.train_backend)
@@ -121,8 +119,6 @@ class TrainActor:
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
-        from slime.backends.create import create_backend
-
         progress.report(f"load {self.role}")
         self.master = (master_addr, master_port)
         local_rank = 0 if door().own_gpus() else self.rank  # an actor sees only its own GPU, as device 0.
@@ -200,7 +196,6 @@ class TrainActor:
             check_equal: The engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         from slime.weights.sync import sync_weights
-        from slime.weights.transports import ranks_of_engines
 
         progress.report("update weights")
         # An engine may read from several ranks. The first of them sends, the others only offer their memory.
@@ -238,8 +233,6 @@ class TrainActor:
 
     def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
         """The link between ranks that serve one engine together; None if every engine reads from one training rank."""
-        from slime.weights.transports.peers import PeerLink, connect_store
-
         if all(len(places) == 1 for places in ranks.values()):
             return None
         self.store = self.store or connect_store(*self.master, self.args.phase_timeout)
@@ -247,8 +240,6 @@ class TrainActor:
 
     def choose_transport(self, same_host: bool) -> None:
         """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
-        from slime.weights.transports import create_transport, transport_kind
-
         moved = same_host != self.same_host and not transport_kind(self.weight_sync).through_folder
         if self.transport is not None and moved:
             run(self.transport.close())
@@ -262,8 +253,6 @@ class TrainActor:
         Raises:
             WeightAuditError: An engine differs too much from the trainer or from the other engines.
         """
-        from slime.weights.audit import Calibration, probe_engines
-
         self.calibration = self.calibration or Calibration()
         assert self.probe is not None, "weights are sent before they are audited"
         return run(probe_engines(self.weight_sync, self._handles(engine_urls), self.probe, self.calibration))
@@ -273,7 +262,6 @@ class TrainActor:
         from transformers import AutoConfig
 
         from slime.backends.train_loop import score_probe
-        from slime.weights.audit import Probe, probe_tokens
 
         config = AutoConfig.from_pretrained(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
         tokens = probe_tokens(config.get_text_config().vocab_size, self.args.seed)
@@ -324,8 +312,6 @@ class TrainActor:
 
     def memory(self) -> dict[str, float]:
         """GiB in use by this process and on its accelerator."""
-        from slime.observability.memory import memory_in_use
-
         return memory_in_use()
 
     def measure_memory(self, share: float) -> Measurement | None:
@@ -333,16 +319,12 @@ class TrainActor:
 
         All ranks must call this together, since it runs collectives.
         """
-        from slime.backends.token_budget import CudaMeter, measure
-
         if self.backend.device.type != "cuda":
             return None
         return measure(self.backend, share, CudaMeter())
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
         """Replace the values of the flags by measured ones."""
-        from slime.data.schedule import PackingSettings
-
         self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
         self.backend.args, self.backend.packing = self.args, PackingSettings.from_args(self.args)
 
@@ -353,8 +335,6 @@ class TrainActor:
 
     def try_folder(self, folder: str, token: str, who: str) -> Answer:
         """See :mod:`slime.checkpoint.shared_folder`."""
-        from slime.checkpoint.shared_folder import answer
-
         return answer(folder, token, who)
 
     def status(self) -> Progress:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
-from slime.cluster.actors import ActorProcess, door
-from slime.cluster.placement import pinning_environment, thread_environment
-from slime.cluster.train_actor import TrainActor
+from slime.cluster.actors import ActorHandle, ActorProcess, Ref, door
+from slime.cluster.placement import Placement, pinning_environment, thread_environment
+from slime.cluster.train_actor import Batches, Entries, Role, TrainActor, TrainResult
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
-    from slime.cluster.actors import ActorHandle, Ref
-    from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import Waiter
-    from slime.cluster.train_actor import Batches, Entries, Role, TrainResult
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
     from slime.observability.timers import Span
@@ -170,12 +167,12 @@ class TrainGroup:
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
-        found = self.ask_all("to save", TrainActor.finish_save)
-        for rank, entries in enumerate(found):
+        of_ranks = self.ask_all("to save", TrainActor.finish_save)
+        for rank, entries in enumerate(of_ranks):
             for entry in entries:
                 entry["path"] = f"{self.role}/{entry['path']}"
                 entry["rank"] = rank
-        return [entry for entries in found for entry in entries]
+        return [entry for entries in of_ranks for entry in entries]
 
     def save_hf(self, directory: str) -> None:
         self.ask_all("to write --save-hf", TrainActor.save_hf, directory)
@@ -210,8 +207,8 @@ class TrainGroup:
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
         measuring = self._start(TrainActor.measure_memory, share)
-        found = self._call(measuring, "to measure its memory", self.args.start_timeout)
-        return [one for one in found if one is not None]
+        measurements = self._call(measuring, "to measure its memory", self.args.start_timeout)
+        return [one for one in measurements if one is not None]
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
         self.ask_all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)

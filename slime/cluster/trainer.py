@@ -3,43 +3,26 @@ copy ``old_actor`` holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from slime.config.rollout import old_actor_lag
+from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
+from slime.cluster.rollout_manager import RolloutManager
+from slime.config.hf_config import read_config
+from slime.config.rollout import longest_per_gpu, old_actor_lag
 from slime.weights.update import parse_version
 
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.checkpoint.manifest import Manifest, OldActorFacts
-    from slime.cluster.step_log import StepLog
+    from slime.cluster.phases import StepLog
+    from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches, TrainResult
     from slime.cluster.train_group import TrainGroup
+    from slime.config.algorithm import KlConfig
     from slime.config.args import Args
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """The flags that the trainer uses.
-
-    Attributes:
-        offload_train: Whether training ranks move to CPU memory between their phases.
-        colocated: Whether training ranks or engines do so, because both share accelerators.
-        kl_in_returns: Whether the critic's returns have the KL penalty of the actor's log-probs (``--kl-coef``).
-    """
-
-    offload_train: bool
-    colocated: bool
-    num_critic_only_steps: int
-    ref_update_interval: int | None
-    kl_in_returns: bool = False
-
-    @classmethod
-    def from_args(cls, args: Args) -> TrainerSettings:
-        colocated = bool(args.offload_train or args.offload_rollout)
-        steps, interval = args.num_critic_only_steps, args.ref_update_interval
-        return cls(bool(args.offload_train), colocated, steps, interval, args.kl_coef != 0)
+    from slime.config.cluster import ClusterConfig
 
 
 class HoldsCopies(Protocol):
@@ -143,12 +126,16 @@ class Trainer:
         trained: The last rollout that a resumed run had trained in its snapshot.
 
     Attributes:
+        offloads: Whether training ranks move to CPU memory between their phases (``--offload-train``).
+        colocated: Whether they or the engines do so, because both share accelerators.
         trained: The last rollout whose training is complete; None before the first.
     """
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        cluster: ClusterConfig,
+        kl: KlConfig,
+        num_critic_only_steps: int,
         actor: TrainGroup | None,
         critic: TrainGroup | None,
         old_actor: OldActor,
@@ -156,7 +143,10 @@ class Trainer:
         stop: StopSignals,
         trained: int | None = None,
     ) -> None:
-        self.settings, self.actor, self.critic, self.old_actor = settings, actor, critic, old_actor
+        self.offloads = bool(cluster.offload_train)
+        self.colocated = bool(cluster.offload_train or cluster.offload_rollout)
+        self.kl, self.num_critic_only_steps = kl, num_critic_only_steps
+        self.actor, self.critic, self.old_actor = actor, critic, old_actor
         self.groups = [group for group in (actor, critic) if group is not None]
         self.trained = trained
         self._log, self._stop = log, stop
@@ -176,10 +166,10 @@ class Trainer:
 
     def _train(self, rollout_id: int, refs: Batches) -> None:
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        trains_actor = self.critic is None or rollout_id >= self.settings.num_critic_only_steps
+        trains_actor = self.critic is None or rollout_id >= self.num_critic_only_steps
         scores, values = None, None
         if self.critic is not None:
-            if self.settings.kl_in_returns:
+            if self.kl.kl_coef:
                 self.take_turn(self.actor)
                 if trains_actor:
                     self.old_actor.before_step(self.actor)
@@ -195,7 +185,7 @@ class Trainer:
             known = [[*a, *b] for a, b in zip(scores, values, strict=True)] if scores and values else values
             result, _ = self.actor.train(rollout_id, refs, known)
             self._log_result(result)
-        interval = self.settings.ref_update_interval
+        interval = self.kl.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
@@ -211,7 +201,7 @@ class Trainer:
 
         In this order, the accelerator never has to hold actor and critic at the same time.
         """
-        if self.settings.offload_train:
+        if self.offloads:
             for other in self.groups:
                 if other is not group:
                     other.sleep()
@@ -220,14 +210,14 @@ class Trainer:
     def wake(self) -> None:
         """With ``--offload-train``, wake the group that works first: the critic if there is one that does not wait for
         the actor's log-probs."""
-        if self.settings.offload_train and self.groups:
+        if self.offloads and self.groups:
             with self._log.timed("wake_up"):
-                self.take_turn(self.groups[0 if self.settings.kl_in_returns else -1])
+                self.take_turn(self.groups[0 if self.kl.kl_coef else -1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:
         """With ``--offload-train``, release the accelerator memory of all groups."""
-        if self.settings.offload_train:
+        if self.offloads:
             for group in self.groups:
                 group.sleep()
 
@@ -237,14 +227,93 @@ class Trainer:
         Optimizer state, gradients and the critic must leave before the engines take memory for their copy of the
         weights.
         """
-        if self.settings.offload_train and self.actor is not None:
+        if self.offloads and self.actor is not None:
             self.take_turn(self.actor)
             self.actor.sleep(keep_weights=True)
 
     def log_memory(self, phase: str) -> None:
         """Log ``memory/<phase>/…``, the GiB in use after a phase, if trainer and engines share accelerators."""
-        if self.settings.colocated:
+        if self.colocated:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"
                 used = {f"memory/{phase}/{role}{name}": gib for name, gib in group.memory().items()}
                 self._log.pending.update(used)
+
+
+SHARE = 0.85
+"""Fraction of the trainer's available memory that the largest micro-batch may fill; the rest is for fragmentation."""
+SHARE_WITH_EXPERTS = 0.7
+"""The same with experts: tokens choose their experts, so some ranks get more tokens than in the measurement."""
+
+
+def settle_token_budget(
+    args: Args,
+    trainer: Trainer,
+    manager: ManagerClient,
+    on_gpu: bool,
+    manifest: Manifest | None,
+    note: Callable[[str], None],
+) -> Args:
+    """Find the token budget and pass it to all processes that pack samples into micro-batches.
+
+    Does nothing if the flag is given, or without a GPU.
+
+    Args:
+        manifest: The manifest of the snapshot from which the run resumes. With the same number of GPUs, the run packs
+            as it did before.
+        note: Called with one line that explains the result.
+
+    Returns:
+        ``args`` with the budget.
+    """
+    if not args.use_dynamic_batch_size or "max_tokens_per_gpu" in args.explicit:
+        return args
+    if trainer.actor is None or not on_gpu:
+        return args
+    if args.deterministic or args.train_dtype == "float32":
+        # Two deterministic runs must pack alike, even if one finds less free memory. In float32 there is no varlen
+        # kernel on GPUs, so memory grows with the square of a sample's length, which the measurement does not cover.
+        return args
+    same_ranks = manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks)
+    tokens = manifest.get("settings", {}).get("max_tokens_per_gpu") if manifest is not None and same_ranks else None
+    if isinstance(tokens, int) and tokens:
+        note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
+    else:
+        share, longest = memory_share(str(args.hf_checkpoint)), longest_per_gpu(args)
+        measurements: list[Measurement] = []
+        for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
+            trainer.take_turn(group)
+            measurements += group.measure_memory(share)
+        tokens = budget(measurements, longest)
+        note(explanation(tokens, longest, measurements))
+    own_budget = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
+    forward_only = own_budget or tokens
+    for group in trainer.groups:
+        group.set_token_budgets(tokens, forward_only)
+    what = "the rollout manager to take the token budget"
+    manager.call(what, RolloutManager.set_token_budgets, tokens, forward_only)
+    return args.with_values(max_tokens_per_gpu=tokens, log_probs_max_tokens_per_gpu=forward_only)
+
+
+def memory_share(checkpoint: str) -> float:
+    config = read_config(checkpoint) or {}
+    text = config.get("text_config") or config
+    experts = any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return SHARE_WITH_EXPERTS if experts else SHARE
+
+
+def explanation(tokens: int, longest: int, measurements: list[Measurement]) -> str:
+    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags allow a sample."""
+    least = min(measurements, key=lambda one: one.tokens)
+    text = (
+        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "
+        f"tightest of {len(measurements)} rank(s) has {least.bytes_for_tokens / 2**30:.1f} GiB for them"
+    )
+    if least.tokens > tokens and tokens >= MOST_TOKENS:
+        text += " (more would not train faster)"
+    if tokens < longest:
+        text += (
+            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: lower "
+            "--rollout-max-response-len, or use --gradient-checkpointing or --context-parallel-size"
+        )
+    return text

@@ -17,8 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.config.settings import is_secret
-
 _PASSED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_(CACHE|CONFIG|DATA)_HOME"
     r"|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|(OMP|MKL)_\w+|TOKENIZERS_PARALLELISM"
@@ -37,6 +35,8 @@ def reduced_environment(environment: Mapping[str, str], more: Sequence[str] = ()
     those of the run. A variable that is passed is left out if its name is that of a secret, or if it is a URL with a
     user name.
     """
+    # The supervisor imports this module, and must not need anything but the standard library.
+    from slime.config.settings import is_secret
 
     def passed(name: str, value: str) -> bool:
         return bool(_PASSED.fullmatch(name)) and not is_secret(name) and not re.search(r"://[^/]*@", value)

@@ -161,7 +161,7 @@ def test_ctrl_c_during_training_ends_after_the_step(program: Program) -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
-    assert trainer.next_rollout == 1 and len(trainer.history) == 1 and program.driver.pool.version == "0.1"
+    assert trainer.next_rollout == 1 and len(trainer.history) == 1 and program.driver.pool.clock.version == "0.1"
 
 
 def test_ctrl_c_during_an_evaluation_keeps_it_for_later(program: Program) -> None:

@@ -14,14 +14,15 @@ from typing import Any
 from make_args import make_args
 from rich.console import Console
 
+from slime.checkpoint.manifest import RunFacts
 from slime.cluster.engine import EngineStatus
-from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
-from slime.cluster.manager_client import ManagerClient, RolloutBatch
-from slime.cluster.phases import Run
-from slime.cluster.snapshots import Snapshots, SnapshotSettings
-from slime.cluster.step_log import StepLog
+from slime.cluster.engine_pool import EnginePool
+from slime.cluster.phases import Run, StepLog
+from slime.cluster.ray_wait import ManagerClient
+from slime.cluster.rollout_manager import RolloutBatch
+from slime.cluster.snapshots import Snapshots
 from slime.cluster.stop_signals import StopSignals
-from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer
 from slime.config.args import Args
 from slime.observability.display import Display
 from slime.weights.update import UpdateReport
@@ -197,11 +198,13 @@ class Driver:
         self.manager = ManagerClient(self.actor_manager, waiter, 10.0)
         old_actor = OldActor.from_args(self.args, asynchronous=False)
         groups: tuple[Any, Any] = self.actor, self.critic
-        self.trainer = Trainer(TrainerSettings.from_args(self.args), *groups, old_actor, self.log, self.stop, trained)
-        settings = EnginePoolSettings.from_args(self.args)
-        self.pool = EnginePool(settings, self.manager, self.trainer, self.log, serving, 0, first_rollout)
-        saving = SnapshotSettings.from_args(self.args, 0, 2, {})
-        self.snapshots = Snapshots(saving, self.manager, self.trainer, self.pool, self.log, self.stop, trained)
+        steps = self.args.num_critic_only_steps
+        self.trainer = Trainer(self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained)
+        self.pool = EnginePool(self.args, self.args, self.manager, self.trainer, self.log, serving, 0, first_rollout)
+        facts = RunFacts(attempt=0, world_size=2, seed=self.args.seed, settings={})
+        self.snapshots = Snapshots(
+            self.args, facts, self.manager, self.trainer, self.pool, self.log, self.stop, trained
+        )
         self.run = Run(
             self.args, first_rollout, num_rollout, manager=self.manager, trainer=self.trainer, pool=self.pool,
             snapshots=self.snapshots, log=self.log, stop=self.stop,

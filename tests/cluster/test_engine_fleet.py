@@ -17,23 +17,40 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.cluster.engine import EngineStatus
-from slime.cluster.engine_fleet import LOSSES_SECONDS, MOST_LOSSES, EngineFleet
+from slime.cluster import engine as engine_module
+from slime.cluster.engine import EngineStatus, FleetSettings
+from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.http import close_session, post
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed
 from slime.engines.router import Worker
-from slime.engines.settings import EngineSettings
+from slime.engines.settings import EngineSettings, RouterSettings
 from slime.plugins.embedded.launch import start_embedded_engine
 from slime.utils.async_utils import run
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import ranks_of_engines
 
 
+class FakeActor:
+    """The handle of an actor: a call returns what ``get`` of the door below calls."""
+
+    def __init__(self, host: Any) -> None:
+        self.host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda: getattr(self.host, name))
+
+
+@pytest.fixture(autouse=True)
+def actors_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = SimpleNamespace(get=lambda calls, timeout: [call() for call in calls], kill=lambda actor: None)
+    monkeypatch.setattr(engine_module, "door", lambda: door)
+
+
 class FakeHost:
-    """A host without a process."""
+    """The actor of an engine without a process."""
 
     def __init__(self, url: str, starts: bool = True) -> None:
         self.url, self.starts, self.running, self.killed, self.stopped = url, starts, True, 0, 0
@@ -92,9 +109,8 @@ class FakeRouter:
     def stop(self) -> None: ...
 
 
-def fleet_args(tolerant: bool = True, **more: Any) -> Any:
-    names = {"use_fault_tolerance": tolerant, "sglang_router_ip": None, "sglang_router_port": None}
-    return SimpleNamespace(**names, use_router=False, debug_rollout_only=False, router={}, **more)
+def fleet_settings(tolerant: bool = True, **router: Any) -> FleetSettings:
+    return FleetSettings(RouterSettings(**router), tolerant, always_routed=False, updated=True, start_seconds=60.0)
 
 
 def specs(count: int) -> list[EngineSpec]:
@@ -107,15 +123,15 @@ class Started:
     def __init__(self, tmp_path: Path, tolerant: bool = True, count: int = 2, external: tuple[str, ...] = ()) -> None:
         self.hosts: list[FakeHost] = []
         self.fails = False
-        self.fleet = EngineFleet(fleet_args(tolerant), tmp_path, self.launch, specs(count), external)
+        self.fleet = EngineFleet(fleet_settings(tolerant), tmp_path, self.launch, specs(count), external)
         self.fleet.router = FakeRouter()
         self.fleet.start_routers = lambda: None
         self.fleet.start(lambda done, total: None)
         self.fleet.router.known = self.fleet.urls()
 
-    def launch(self, index: int) -> FakeHost:
+    def launch(self, index: int) -> list[Any]:
         self.hosts.append(FakeHost(f"http://127.0.0.1:{5000 + len(self.hosts)}", not self.fails))
-        return self.hosts[-1]
+        return [FakeActor(self.hosts[-1])]
 
 
 def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> None:
@@ -124,7 +140,7 @@ def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> No
     def launch(index: int) -> Any:
         order.append(f"launch {index}")
 
-    fleet: Any = EngineFleet(fleet_args(True), tmp_path, launch, specs(2), ())
+    fleet: Any = EngineFleet(fleet_settings(), tmp_path, launch, specs(2), ())
     fleet.wait_ready, fleet.start_routers = (lambda engine: order.append(f"wait {engine.index}")), lambda: None
     fleet.start(lambda done, total: None, lambda: order.append("meanwhile"))
     assert order == ["launch 0", "launch 1", "meanwhile", "wait 0", "wait 1"]
@@ -153,7 +169,6 @@ def test_an_engine_that_is_still_being_ended_is_started_again_on_demand(tmp_path
     """The monitor lost the only engine just before an update, which looks away from then on and needs another one."""
     started = Started(tmp_path, count=1)
     fleet, may_end = started.fleet, threading.Event()
-    fleet.args.start_timeout = 60.0
     started.hosts[0].kill = lambda: may_end.wait(60)  # type: ignore[method-assign,assignment]
     fleet.end(fleet.mark_lost({started.hosts[0].url: "struck"}), wait=False)
     timer = threading.Timer(0.3, may_end.set)
@@ -184,14 +199,14 @@ def test_an_engine_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
         started.fleet.restart_lost()
         assert time.monotonic() < until
         time.sleep(0.005)
-    assert len(started.hosts) == MOST_LOSSES
+    assert len(started.hosts) == started.fleet.engines[0].most_losses
     assert "no engine" in started.fleet.fatal and "out of memory" in started.fleet.fatal
 
 
 def test_losses_of_long_ago_are_forgotten(tmp_path: Path) -> None:
     started = Started(tmp_path, count=1)
     (engine,) = started.fleet.engines
-    engine.losses = [time.monotonic() - LOSSES_SECONDS - 1.0] * MOST_LOSSES
+    engine.losses = [time.monotonic() - engine.losses_seconds - 1.0] * engine.most_losses
     started.fleet.lose({engine.url: "struck"})
     assert engine.state == "lost" and started.fleet.fatal is None
     started.fleet.stop()
@@ -231,7 +246,8 @@ def test_engines_with_weights_of_their_own_serve_as_soon_as_they_are_up(tmp_path
     fleet.lose({host.url: "struck"})
     fleet.restart_lost()
     fleet.settled(10)
-    assert started.hosts[2].url in fleet.router.known and fleet.status().unsynced == []
+    wait_until(lambda: not fleet.urls("unsynced"))  # its own thread lets it serve
+    assert started.hosts[2].url in fleet.router.known
     started.fails = True
     while fleet.fatal is None:
         fleet.lose({started.hosts[2].url: "struck"})
@@ -256,7 +272,7 @@ def test_the_report_names_engines_whose_actors_are_gone(tmp_path: Path) -> None:
     for host in started.hosts:
         host.__class__ = GoneHost
     fleet = started.fleet
-    fleet.engines[0].losses = [time.monotonic()] * MOST_LOSSES
+    fleet.engines[0].losses = [time.monotonic()] * fleet.engines[0].most_losses
     fleet.lose({started.hosts[0].url: "struck"})
     assert fleet.engines[0].state == "given up"
     started.hosts[1].killed = 1  # and nobody has noticed yet
@@ -720,16 +736,15 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
             str(tiny), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=16384,
             deterministic=True, threads=1,
         )  # fmt: skip
-        args = fleet_args(sglang_router_request_timeout_secs=120)
-        args.router = {"policy": "round_robin"}
 
-        def launch(index: int) -> LocalHost:
+        def launch(index: int) -> list[Any]:
             log = tmp_path / f"engine-{len(processes)}.log"
             processes.append(start_embedded_engine(settings, index, log_path=log))
             port = int(processes[-1].url.rsplit(":", 1)[1])
-            return LocalHost(processes[-1], Proxy(port) if behind_proxy else None)
+            return [FakeActor(LocalHost(processes[-1], Proxy(port) if behind_proxy else None))]
 
-        fleet = EngineFleet(args, tmp_path, launch, specs(count))
+        router = {"request_seconds": 120, "options": {"policy": "round_robin"}}
+        fleet = EngineFleet(fleet_settings(**router), tmp_path, launch, specs(count))
         fleet.start(lambda done, total: None)
         monitor = HealthMonitor(fleet, interval, timeout=10.0, first_wait=0.0)
         monitor.start()
@@ -773,12 +788,13 @@ def wait_until(done: Callable[[], bool], seconds: float = 90.0) -> None:
 def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fleet: Any, blow: str) -> None:
     fleet, monitor = real_fleet(2, behind_proxy=blow == "cut off")
     victim = fleet.engines[0]
-    url, process = victim.url, victim.host.process
+    host = victim.actors[0].host
+    url, process = victim.url, host.process
     quiet = run(ask_and_strike(fleet.router.url, lambda: None))
 
     def strike() -> None:
         if blow == "cut off":
-            victim.host.proxy.cut()
+            host.proxy.cut()
         else:
             os.kill(process.pid, signal.SIGKILL if blow == "killed" else signal.SIGSTOP)
 
@@ -814,11 +830,12 @@ def test_engines_that_are_ended_at_once_are_killed_all_at_the_same_time() -> Non
             super().kill()
             met.wait(60)
 
-    args = fleet_args()
     hosts = [Host(f"http://127.0.0.1:{number}") for number in (2, 3, 4)]
-    fleet = EngineFleet(args, Path("/tmp"), lambda index: hosts[index], [EngineSpec(i, "") for i in range(3)])
+    fleet = EngineFleet(
+        fleet_settings(), Path("/tmp"), lambda index: [FakeActor(hosts[index])], [EngineSpec(i, "") for i in range(3)]
+    )
     for engine, host, state in zip(fleet.engines, hosts, ("serving", "unsynced", "starting"), strict=True):
-        engine.host, engine.url, engine.state = host, host.url, state
+        engine.actors, engine.url, engine.state = [FakeActor(host)], host.url, state
     fleet.stop(at_once=True)
     assert [host.killed for host in hosts] == [1, 1, 1] and not any(host.stopped for host in hosts)
     fleet.stop()

@@ -27,7 +27,8 @@ class Held:
         self.checks: list[str] = []
         self.manager = EngineManager(make_args(), Path(), RunKeys())
         fleet: Any = SimpleNamespace(
-            tolerant=tolerant, urls=lambda: URLS, status=lambda: "the status", lose=self.lost.append,
+            settings=SimpleNamespace(tolerant=tolerant), urls=lambda: URLS,
+            status=lambda: "the status", lose=self.lost.append,
             synced=lambda urls: self.checks.append(f"synced {len(urls)}"), settled=lambda: URLS,
         )  # fmt: skip
         monitor: Any = SimpleNamespace(
@@ -36,7 +37,7 @@ class Held:
             processes=SimpleNamespace(ended=lambda seconds: gone or {}),
         )
         self.manager._fleet, self.manager._monitor = fleet, monitor
-        monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {URLS[1]: "no token"})
+        monkeypatch.setattr("slime.cluster.engine_manager.unhealthy", lambda urls, timeout: {URLS[1]: "no token"})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytes
         await asyncio.sleep(0)
         return {}, {URLS[0]: EngineError("out of memory")}
 
-    monkeypatch.setattr("slime.engines.fan_out.on_each", on_each)
+    monkeypatch.setattr("slime.cluster.engine_manager.on_each", on_each)
     if not tolerant:
         with pytest.raises(EngineError, match="out of memory"):
             held.manager.onload(("kv_cache",))

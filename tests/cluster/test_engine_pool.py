@@ -61,10 +61,10 @@ def test_a_version_says_how_many_steps_had_trained_the_weights(
 ) -> None:
     driver = Driver(trained=trained, first_rollout=first_rollout, num_rollout=9)
     driver.pool.update_weights()
-    assert (driver.pool.version, driver.pool.held_step) == (version, int(version[2:]))
+    assert (driver.pool.clock.version, driver.pool.clock.step) == (version, int(version[2:]))
     driver.trainer.train(6, [])
     driver.pool.update_weights()
-    assert (driver.pool.version, driver.pool.held_step) == ("0.7", 7)
+    assert (driver.pool.clock.version, driver.pool.clock.step) == ("0.7", 7)
 
 
 def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatc
 
     monkeypatch.setattr(driver.actor, "update_weights", watch)
     driver.pool.update_weights()
-    assert driver.pool.held_step == 3
+    assert driver.pool.clock.step == 3
     driver.actor_manager.unsynced = ["http://127.0.0.1:2"]
     driver.pool.sync_recovered_engines()  # an engine that was lost gets the same
     driver.actor_manager.unsynced = []
@@ -99,10 +99,10 @@ def test_an_engine_that_comes_back_between_two_updates_gets_the_version_of_the_o
     driver.actor_manager.unsynced = ["http://127.0.0.1:2"]
     driver.pool.sync_recovered_engines()
     assert driver.actor.sent[-1] == ["http://127.0.0.1:2"] and "actor sends 0.0" in driver.said
-    assert driver.pool.held_step == 0 and "actor refreshes its old actor" not in driver.said
+    assert driver.pool.clock.step == 0 and "actor refreshes its old actor" not in driver.said
     driver.actor_manager.unsynced = []
     driver.pool.update_weights()
-    assert "actor sends 0.1" in driver.said and driver.pool.held_step == 1
+    assert "actor sends 0.1" in driver.said and driver.pool.clock.step == 1
 
 
 def test_a_run_without_engines_updates_nothing() -> None:
@@ -276,7 +276,7 @@ def test_where_a_step_was_trained_since_all_engines_get_newer_weights() -> None:
     driver.trainer.train(0, [])
     driver.actor_manager.unsynced = [NEW]
     recovered(driver)
-    assert driver.actor.sent == [[A], [A, NEW]] and driver.pool.version == "0.1"
+    assert driver.actor.sent == [[A], [A, NEW]] and driver.pool.clock.version == "0.1"
 
 
 def test_no_evaluation_gets_newer_weights_while_an_engine_serves() -> None:

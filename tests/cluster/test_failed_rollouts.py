@@ -18,9 +18,9 @@ from slime.observability.best_effort import take_warnings
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager would redirect the output of its process, and set its environment and garbage collection."""
-    monkeypatch.setattr("slime.cluster.logs.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr("slime.engines.process.exempt_from_proxy", lambda _: {})
+    monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})
     monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", Collection)
 
 

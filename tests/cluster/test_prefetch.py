@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.manager_client import ManagerClient, RolloutBatch
-from slime.cluster.polling import WaitExpired
-from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.cluster.prefetch import Prefetcher
+from slime.cluster.ray_wait import ManagerClient, WaitExpired
+from slime.cluster.rollout_manager import RolloutBatch
 
 
 class Manager:
@@ -57,18 +57,21 @@ class Run:
     def __init__(self, manager: Manager, **settings: Any) -> None:
         self.actor_manager = manager
         values = dict(
-            async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, steps_per_rollout=1,
-            drains=False, replays=False,
+            async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, num_steps_per_rollout=None,
+            update_weight_pause_mode="retract", replay_schedule=None,
         )  # fmt: skip
-        self.settings = PrefetchSettings(**(values | settings))
-        self.held_step = 0
+        self.args = SimpleNamespace(**(values | settings))
+        self.clock = SimpleNamespace(step=0)
         self.pending: dict[str, float] = {}
         self.events: list[Any] = []
         self.notes: list[str] = []
 
     def prefetch(self) -> Prefetcher:
         waiter: Any = SimpleNamespace(get=lambda refs, *_, **__: [ref() for ref in refs])
-        parts: Any = dict(
+        run: Any = SimpleNamespace(
+            args=self.args,
+            first_rollout=0,
+            num_rollout=8,
             manager=ManagerClient(self.actor_manager, waiter, 10.0),
             pool=self,
             evaluations=SimpleNamespace(run=self.evaluate, start=self.start_evaluation, finish=self.end_evaluation),
@@ -79,14 +82,14 @@ class Run:
             ),
             stop=SimpleNamespace(check=lambda: None),
         )  # fmt: skip
-        return Prefetcher(self.settings, range(0, 8), **parts)
+        return Prefetcher(run)
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
         self.events.append(("recover", keep_version))
 
     def update_weights(self) -> None:
         self.events.append("update")
-        self.held_step += 1
+        self.clock.step += 1
 
     def evaluate(self, step: int) -> None:
         self.events.append(("eval", step))
@@ -238,7 +241,7 @@ def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.Monkey
 
 def test_in_drain_mode_an_update_waits_for_the_groups_of_the_pool() -> None:
     manager = Manager(in_flight=True)
-    run = Run(manager, drains=True)
+    run = Run(manager, update_weight_pause_mode="drain")
     manager.drained = lambda: run.events.append("drained")
     manager.let_go(0)
     with run.prefetch() as rollouts:
@@ -254,7 +257,7 @@ def test_no_rollout_starts_between_a_snapshot_and_the_update_after_it(
 ) -> None:
     """A resume with that snapshot makes them after the update, too. A standing pool is saved with its groups."""
     manager = Manager(in_flight)
-    run = Run(manager, async_buffer_size=2, replays=replays)
+    run = Run(manager, async_buffer_size=2, replay_schedule="schedule.jsonl" if replays else None)
     manager.let_go(0), manager.let_go(1)
     with run.prefetch() as rollouts:
         rollouts.next()

@@ -1,5 +1,7 @@
 """Waits over a real local Ray: deadlines with a report, failures of one rank, signals."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -12,8 +14,7 @@ import psutil
 import pytest
 
 from slime.cluster.actors import ActorLost
-from slime.cluster.polling import WaitExpired, wait_for
-from slime.cluster.ray_wait import Waiter
+from slime.cluster.ray_wait import Waiter, WaitExpired, wait_for
 from slime.cluster.stop_signals import StopRequested, StopSignals
 from slime.observability.run_state import StateFile
 
@@ -152,3 +153,33 @@ def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.Monkey
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_returns_the_first_true_result() -> None:
+    clock = Clock()
+    answer = wait_for("x", lambda: clock.now >= 1 and "ready", 5, poll=0.4, clock=clock, sleep=clock.sleep)
+    assert answer == "ready"
+    assert clock.now == pytest.approx(1.2)
+
+
+def test_expiry_names_the_wait_and_adds_the_report() -> None:
+    clock = Clock()
+    with pytest.raises(WaitExpired, match=r"waited 3 s \(deadline 3 s\) for engine 7\npid 12 alive"):
+        wait_for("engine 7", lambda: False, 3, report=lambda: "pid 12 alive", clock=clock, sleep=clock.sleep)
+    assert clock.now == pytest.approx(3)
+
+
+def test_an_error_of_the_condition_propagates() -> None:
+    with pytest.raises(ZeroDivisionError):
+        wait_for("x", lambda: 1 / 0, 1)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from slime.cluster.polling import WaitExpired
-from slime.cluster.ray_wait import POLLED_ACTORS, NoStatus, Waiter
+from slime.cluster.ray_wait import POLLED_ACTORS, NoStatus, Waiter, WaitExpired
 from slime.cluster.stop_signals import StopSignals
 
 

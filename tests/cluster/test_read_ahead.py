@@ -21,13 +21,13 @@ def test_the_rank_that_reads_hands_the_model_over(
     imported: list[str] = []
     can = SimpleNamespace(read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpus)
-    monkeypatch.setattr("slime.backends.create.backend_class", lambda name: can)
+    monkeypatch.setattr("slime.cluster.train_actor.backend_class", lambda name: can)
 
     def create(*given: object) -> SimpleNamespace:
         made.append(given)
         return SimpleNamespace(adapter_sync=None)
 
-    monkeypatch.setattr("slime.backends.create.create_backend", create)
+    monkeypatch.setattr("slime.cluster.train_actor.create_backend", create)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.args = SimpleNamespace(train_backend=backend, compile_layers=reads)
     actor.role, actor.rank, actor.world_size = "actor", rank, 2

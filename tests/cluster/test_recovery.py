@@ -12,7 +12,7 @@ from make_args import make_args
 
 from slime.checkpoint.snapshot import Snapshot
 from slime.cluster import recovery
-from slime.cluster.recovery import MOST_WITHOUT_PROGRESS, Tries, obstacle, recover
+from slime.cluster.recovery import MOST_WITHOUT_PROGRESS, TrainingRanks, obstacle, recover
 from slime.cluster.snapshots import StartingPoint
 from slime.cluster.start import Parts
 from slime.cluster.stop_signals import StopRequested
@@ -51,8 +51,10 @@ def test_what_makes_a_restart_necessary_is_named(change: dict[str, Any], why: st
 
 
 def test_a_snapshot_in_between_is_progress() -> None:
-    tries = Tries()
-    assert [tries.next(rollout) for rollout in (3, 3, 3, 5, 5)] == [1, 2, 3, 1, 2]
+    ranks = TrainingRanks()
+    for snapshot, hopeless in ((3, False), (3, False), (3, False), (5, False), (5, False), (5, False), (5, True)):
+        ranks.note_loss_after(snapshot, "the actor's rank 1")
+        assert ranks.hopeless is hopeless
 
 
 def test_each_return_to_a_snapshot_is_a_new_attempt() -> None:
@@ -67,10 +69,10 @@ class Recovering:
     """A run that resumed from the snapshot of rollout 3, whose ranks are lost; ``started`` counts new ones."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.driver, self.tries, self.started = Driver(trained=3), Tries(), 0
+        self.driver, self.ranks, self.started = Driver(trained=3), TrainingRanks(), 0
         begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
         given = {"manager": self.driver.manager, "engines_started": True, "run": self.driver.run}
-        self.parts = Parts(RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
+        self.parts = Parts(self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
         self.lost, self.answers, self.failure = RANKS, True, list[Exception]()
         patch.setattr(recovery, "lost_parts", lambda actors, error: list(self.lost))
         patch.setattr(recovery, "answers", lambda actor: self.answers)
@@ -89,7 +91,7 @@ class Recovering:
         return parts.run
 
     def recover(self, error: Exception | None = None) -> Any:
-        return recover(self.parts, error or RuntimeError("connection closed by peer"), self.tries)
+        return recover(self.parts, error or RuntimeError("connection closed by peer"), self.ranks)
 
     @property
     def printed(self) -> str:

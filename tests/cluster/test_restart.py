@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.polling import WaitExpired
-from slime.cluster.ray_wait import NoStatus
+from slime.cluster.ray_wait import NoStatus, WaitExpired
 from slime.cluster.run import lost_parts
 from slime.cluster.start import Parts
 from slime.cluster.supervisor import restart_settings

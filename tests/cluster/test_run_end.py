@@ -23,7 +23,8 @@ class Ended(BaseException):
 
 
 def parts_of(driver: Driver, folder: Path) -> Parts:
-    return Parts(RunDir(folder), StartingPoint(), driver.log, driver.stop, manager=driver.manager, run=driver.run)
+    begin, started = StartingPoint(), {"manager": driver.manager, "run": driver.run}
+    return Parts(driver.args, RunDir(folder), begin, driver.log, driver.stop, **started)
 
 
 class Ending:
@@ -33,7 +34,8 @@ class Ending:
         self.driver, self.did = Driver(), list[str]()
         self.failure: Exception = RuntimeError("disk")
         self.lost: list[str] = []
-        self.end = RunEnd(self.driver.args.with_values(max_restarts=2), parts_of(self.driver, folder))
+        self.driver.args = self.driver.args.with_values(max_restarts=2)
+        self.end = RunEnd(parts_of(self.driver, folder))
 
         def fail() -> None:
             raise self.failure

@@ -69,9 +69,9 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_rollout: int, num_epoch: int, rows: int, expected: int
 ) -> None:
     """Users' functions read it as ``args.num_rollout``; the driver's args are left as they are."""
-    monkeypatch.setattr("slime.cluster.logs.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr("slime.engines.process.exempt_from_proxy", lambda _: {})  # it goes into the environment
+    monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})  # it goes into the environment
     monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", lambda: None)  # of this whole process
     args = make_args(rollout_batch_size=4).with_values(
         num_rollout=num_rollout, num_epoch=num_epoch, run_name=str(rows), data_source_path=f"{__file__}:Rows"
@@ -104,7 +104,7 @@ def resumed(tmp_path: Path, logged: list[int], **begin: Any) -> list[tuple[int, 
     driver = Driver()
     snapshot = Snapshot(tmp_path / "iter_2", {"rollout_id": 2, "metrics": {"rollout/reward": 0.2}})
     point = StartingPoint(snapshot, **{"resumes": True, "trained": 2, "first_rollout": 3, "attempt": 1, **begin})
-    open_metrics(args, Parts(folder, point, driver.log, driver.stop)).close()
+    open_metrics(Parts(args, folder, point, driver.log, driver.stop)).close()
     return [(int(row["rollout/step"]), row["rollout/reward"]) for row in read_metrics(folder.metrics)]
 
 

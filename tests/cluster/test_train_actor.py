@@ -27,7 +27,7 @@ class Made:
 def test_the_transport_follows_engines_that_come_back_elsewhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, follows: bool
 ) -> None:
-    monkeypatch.setattr("slime.weights.transports.create_transport", Made)
+    monkeypatch.setattr("slime.cluster.train_actor.create_transport", Made)
     actor: Any = TrainActor.__new__(TrainActor)
     actor.engine_keys = NO_KEYS
     actor.weight_sync = WeightSyncSettings.from_args(make_args(update_weight_transport=kind))
@@ -89,7 +89,7 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytes
         sent.append(is_sender)
         assert adapter is factors, "all ranks can leave out the base of an adapter"
 
-    monkeypatch.setattr("slime.weights.transports.create_transport", Made)
+    monkeypatch.setattr("slime.cluster.train_actor.create_transport", Made)
     monkeypatch.setattr("slime.weights.transports.on_cuda", lambda: False)
     monkeypatch.setattr("slime.weights.sync.sync_weights", sync)
     actor: Any = TrainActor.__new__(TrainActor)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from driver_parts import Driver
+from make_args import make_args
 
+from slime.backends.token_budget import Measurement
+from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import StopRequested
+from slime.cluster.train_actor import TrainActor
 from slime.cluster.train_group import TrainGroup
+from slime.cluster.trainer import SHARE, SHARE_WITH_EXPERTS, memory_share, settle_token_budget
+from slime.config.args import Args
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,110 @@ def test_a_group_that_sleeps_or_is_awake_already_is_left_alone() -> None:
     group.wake()
     group.wake()
     assert calls == [("sleep", True), ("sleep", False), ("wake",)]
+
+
+GIB = 2**30
+
+
+def gpu_args(**flags: Any) -> Any:
+    return make_args(**{"train_dtype": "bfloat16", "deterministic": False, **flags})
+
+
+class Group:
+    """A role's ranks, which find room for so many tokens."""
+
+    def __init__(self, role: str, tokens: list[int]) -> None:
+        self.role, self.tokens, self.ranks = role, tokens, [0, 1]
+        self.shares: list[float] = []
+        self.budgets: tuple[int, int] | None = None
+
+    def measure_memory(self, share: float) -> list[Measurement]:
+        self.shares.append(share)
+        return [Measurement(tokens, 1024.0, tokens * 1024.0) for tokens in self.tokens]
+
+    def set_token_budgets(self, training: int, forward_only: int) -> None:
+        self.budgets = training, forward_only
+
+
+class Settled:
+    """What becomes of ``args`` where these groups train."""
+
+    def __init__(
+        self, args: Args, groups: list[Group], on_gpu: bool = True, manifest: dict[str, Any] | None = None
+    ) -> None:
+        self.notes: list[str] = []
+        self.told: list[tuple[int, int]] = []
+        self.turns: list[str] = []
+        trainer: Any = SimpleNamespace(
+            actor=groups[0], groups=groups, take_turn=lambda group: self.turns.append(group.role)
+        )
+        manager: Any = SimpleNamespace(call=lambda what, method, *budgets: self.told.append(budgets))
+        self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest, self.notes.append)
+
+
+def test_everyone_packs_by_what_the_tightest_rank_has_room_for() -> None:
+    args = gpu_args(rollout_max_response_len=8192)
+    actor, critic = Group("actor", [40_000, 20_000]), Group("critic", [30_000, 50_000])
+    settled = Settled(args, [actor, critic])
+    expected = 20_000 - 20_000 % 256
+    assert settled.args.max_tokens_per_gpu == settled.args.log_probs_max_tokens_per_gpu == expected
+    assert args.max_tokens_per_gpu != expected, "what was parsed is left as it is"
+    assert actor.budgets == critic.budgets == (expected, expected) and settled.told == [(expected, expected)]
+    assert actor.shares == critic.shares == [SHARE]
+    assert settled.turns == ["critic", "actor"], "the actor is awake at the end"
+    (note,) = settled.notes
+    assert f"--max-tokens-per-gpu {expected}" in note and "1 KiB" in note and "4 rank" in note
+    assert "warning" not in note
+
+
+def test_a_given_budget_for_passes_without_a_backward_stays() -> None:
+    settled = Settled(gpu_args(log_probs_max_tokens_per_gpu=50_000), [Group("actor", [20_000])])
+    assert settled.told == [(19_968, 50_000)]
+    assert settled.args.log_probs_max_tokens_per_gpu == 50_000
+
+
+def test_it_warns_of_samples_that_may_not_fit() -> None:
+    settled = Settled(gpu_args(rollout_max_response_len=8192), [Group("actor", [5000])])
+    assert "8192 tokens" in settled.notes[0]
+
+
+@pytest.mark.parametrize(
+    "flags, on_gpu",
+    [
+        (dict(max_tokens_per_gpu=512), True),
+        (dict(micro_batch_size=2), True),
+        (dict(deterministic=True), True),
+        (dict(train_dtype="float32"), True),
+        ({}, False),
+    ],
+)
+def test_a_given_flag_and_a_cpu_keep_the_budget_of_the_flags(flags: dict[str, Any], on_gpu: bool) -> None:
+    args, group = gpu_args(**flags), Group("actor", [20_000])
+    settled = Settled(args, [group], on_gpu)
+    assert settled.args is args
+    assert not settled.notes and not settled.told and not group.shares and group.budgets is None
+
+
+@pytest.mark.parametrize("world_size, expected", [(2, 12_345), (4, 19_968)])
+def test_a_resume_on_as_many_gpus_packs_as_before(world_size: int, expected: int) -> None:
+    manifest = {"world_size": world_size, "settings": {"max_tokens_per_gpu": 12_345}}
+    group = Group("actor", [20_000])
+    settled = Settled(gpu_args(), [group], manifest=manifest)
+    assert settled.args.max_tokens_per_gpu == expected and group.budgets == (expected, expected)
+    assert bool(group.shares) == (world_size != 2), "measured only where the number of GPUs has changed"
+
+
+def test_experts_leave_more_room(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"num_experts": 8}}')
+    assert memory_share(str(tmp_path)) == SHARE_WITH_EXPERTS < SHARE
+
+
+def test_ranks_and_rollout_manager_pack_by_it() -> None:
+    rank: Any = SimpleNamespace(args=gpu_args(), backend=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    manager: Any = SimpleNamespace(args=gpu_args())
+    TrainActor.set_token_budgets(rank, 5120, 9216)
+    RolloutManager.set_token_budgets(manager, 5120, 9216)
+    assert (rank.backend.packing.max_tokens, rank.backend.packing.forward_max_tokens) == (5120, 9216)
+    for args in (rank.args, rank.backend.args, manager.args):
+        assert (args.max_tokens_per_gpu, args.log_probs_max_tokens_per_gpu) == (5120, 9216)
+    assert TrainActor.measure_memory(rank, SHARE) is None, "there is nothing to measure on a CPU"

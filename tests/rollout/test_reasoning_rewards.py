@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rollout_parts import arguments, make_tokenizer
 
-from slime.cluster.dry_run import own_answer
 from slime.data.reasoning import ALL_TAGS, Tags
 from slime.data.sample import Sample
 from slime.data.tokenizers import load_tokenizer
+from slime.plugins.tools.dry_run import own_answer
 from slime.rollout.rm_hub import async_rm
 
 FOLLOWED = {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["Paris"]}]}

@@ -6,7 +6,9 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="slime-shm-", dir="/tmp"))
     made.chmod(0o1777)
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", str(made))
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(made))
     yield made
     shutil.rmtree(made)
 
@@ -162,3 +165,27 @@ def test_the_names_that_torch_and_slime_give_have_the_form(folder: Path) -> None
     assert name is not None and int(name["pid"]) == os.getpid()
     files.close()
     assert not files.path.exists()
+
+
+def test_folders_of_dead_shared_memory_managers_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("dead00", "live00", "full00", "empty0", "young0", "stop00")
+    dead, live, full, empty, young, stopped = folders = [folder / f"torch-shm-dir-{name}" for name in names]
+    for each in folders:
+        each.mkdir()
+    (full / "data").touch()
+    (folder / "torch-shm-dir-link00").symlink_to(empty)
+    sockets = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    for each, listener in zip((dead, live, stopped), sockets, strict=True):
+        listener.bind(str(each / "manager.sock"))
+        listener.listen(0)
+    sockets[0].close()
+    waiting = socket.socket(socket.AF_UNIX)  # a stopped manager accepts nobody, and others wait for it already
+    waiting.connect(str(stopped / "manager.sock"))
+    monkeypatch.setattr(shared_memory, "CONNECT_SECONDS", 0.05)
+    for each in folders:
+        age = 0 if each == young else 30
+        os.utime(each, (time.time() - age, time.time() - age))
+    assert sorted(sweep_shared_memory()) == sorted([dead.name, empty.name])
+    assert [each.exists() for each in folders] == [False, True, True, False, True, True]
+    for open_socket in (*sockets, waiting):
+        open_socket.close()

@@ -18,9 +18,10 @@ _COMMANDS = {
 
 
 def parts() -> None:
-    """Register the subcommands, and what ``slime plan`` says at the start of a run."""
+    """Register the subcommands, ``--dry-run``, and what ``slime plan`` and the sizes say at the start of a run."""
     for name, function in _COMMANDS.items():
         register("command", name, f"slime.plugins.tools.commands.parser:{function}")
     register("command", "plan", "slime.plugins.tools.commands.plan_options:add_plan")
     register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.warn:misfits")
-    register("report", "memory", "slime.plugins.tools.plan.warn:report")
+    register("report", "dry run", "slime.plugins.tools.dry_run:dry_run")
+    register("check", "save folder", "slime.plugins.tools.plan.checkpoint_size:check_save_folder", when=("save",))

@@ -12,12 +12,17 @@ followed, and a file that cannot be opened or removed is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import re
 import secrets
+import shutil
+import socket
 import stat
+import tempfile
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +36,11 @@ if TYPE_CHECKING:
 SHARED_MEMORY = "/dev/shm"
 _LISTS = "slime-weights-"
 LIST_NAME = re.compile(rf"{_LISTS}(?P<pid>[0-9]+)-[0-9a-f]{{8}}", re.ASCII)
+MANAGER_FOLDERS = "torch-shm-dir-*"
+MANAGER_AGE_SECONDS = 5.0
+"""A manager creates its folder and listens in it at once. A younger folder may belong to one that does so just now."""
+CONNECT_SECONDS = 1.0
+"""A stopped manager with a full backlog would never accept a connection."""
 FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
 
 
@@ -112,7 +122,8 @@ def allocate(size: int, files: FileList) -> Buffer:
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the files that dead processes of this user left, and return their names.
+    """Remove the files that dead processes of this user left, and the folders of dead ``torch_shm_manager``s; returns
+    the names of both.
 
     This is cheap, and safe at any time: see the module for the files that are never read or removed.
     """
@@ -132,7 +143,29 @@ def sweep_shared_memory() -> list[str]:
                 _remove_own(name)
         finally:
             os.close(fd)
+    for folder in Path(tempfile.gettempdir()).glob(MANAGER_FOLDERS):
+        with contextlib.suppress(OSError):  # another run has removed it meanwhile, or its manager does not answer
+            if _manager_is_gone(folder):
+                shutil.rmtree(folder)
+                removed.append(folder.name)
     return removed
+
+
+def _manager_is_gone(folder: Path) -> bool:
+    """Whether this is the folder of a ``torch_shm_manager`` of this user that was killed: its socket is left in it."""
+    status = folder.lstat()
+    old = time.time() - status.st_mtime > MANAGER_AGE_SECONDS
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    # A manager's folder holds nothing but its socket. One with anything else in it is left alone.
+    if not (old and ours and os.listdir(folder) in ([], ["manager.sock"])):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CONNECT_SECONDS)
+        try:
+            probe.connect(str(folder / "manager.sock"))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+    return False
 
 
 def _remove_listed(fd: int, pid: str) -> list[str]:

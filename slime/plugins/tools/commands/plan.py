@@ -48,10 +48,10 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
             take lengths from has no samples.
     """
     from slime.backends.needs import TrainNeeds
-    from slime.cluster.dry_run import mean_prompt_tokens
     from slime.config.machine import Machine
     from slime.config.parser import ConfigError, read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.plugins.tools.dry_run import mean_prompt_tokens
     from slime.plugins.tools.plan.gpus import KINDS
     from slime.plugins.tools.plan.layouts import best
     from slime.plugins.tools.plan.modes import ways

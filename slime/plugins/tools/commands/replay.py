@@ -41,9 +41,9 @@ def replay(folder: Path, options: ReplayOptions) -> int:
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from slime.cluster.local_ranks import RankError
     from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
+    from slime.plugins.tools.local_ranks import RankError
     from slime.plugins.tools.replay.recorded import ReplayError, read_run
     from slime.plugins.tools.replay.step import Wanted, replay_step
 

@@ -25,8 +25,8 @@ def verify_model(target: Target, as_json: bool = False) -> int:
     """
     from transformers.utils import logging as transformers_logging
 
-    from slime.cluster.local_ranks import RankError
     from slime.engines.process import ServerFailed
+    from slime.plugins.tools.local_ranks import RankError
     from slime.plugins.tools.verify.run import verify
     from slime.plugins.tools.verify.small import VerifyError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from slime.cluster.parameters import count_parameters
 from slime.config.hf_config import read_config
 from slime.data.balance import ModelShape, forward_flops
+from slime.plugins.tools.plan.checkpoint_size import count_parameters
 
 _WITH_CACHE = ("attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 

@@ -18,7 +18,6 @@ from slime.backends.shared import SharedBackend
 from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.checkpoint.manifest import Manifest
 from slime.checkpoint.snapshot import MANIFEST
-from slime.cluster.local_ranks import Place
 from slime.cluster.train_actor import Role, refresh_old_actor
 from slime.cluster.trainer import OldActor
 from slime.config.args import Args
@@ -27,6 +26,7 @@ from slime.config.settings import role_args
 from slime.data.fields import RankBatch, TrainData
 from slime.data.wire import to_rank_batch
 from slime.models.digest import tensor_digest
+from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.replay import capture
 from slime.plugins.tools.replay.capture import InLoss, SampleFacts
 from slime.weights.update import Version, cast_floating

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cluster.local_ranks import run_ranks
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import flatten
 from slime.data.staleness import staleness_metrics
 from slime.observability.debug_data import load_rollout
+from slime.plugins.tools.local_ranks import run_ranks
 from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compare_metrics, first_unequal, matches
 from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError

@@ -13,8 +13,8 @@ import torch
 from slime.backends.base import TrainBackend
 from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
-from slime.cluster.local_ranks import Place
 from slime.config.args import Args
+from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify.batch import batch_of_rank
 from slime.plugins.tools.verify.reference import Scores
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.cluster.local_ranks import run_ranks
 from slime.config.layout import ParallelLayout
+from slime.plugins.tools.local_ranks import run_ranks
 from slime.plugins.tools.verify.batch import RandomSample, make_samples
 from slime.plugins.tools.verify.check import Check, all_checks, check_log_probs
 from slime.plugins.tools.verify.engine import engine_log_probs

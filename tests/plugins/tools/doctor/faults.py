@@ -192,7 +192,7 @@ ERRORS = {
     "data_exhausted": "RuntimeError: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
     "hidden_module": "AttributeError: module 'random' has no attribute 'Random'",
-    "wait_expired": "slime.cluster.polling.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
+    "wait_expired": "slime.cluster.ray_wait.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
     "to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "server_failed": "slime.engines.process.ServerFailed: engine 0 (pid 41) was not healthy after 600 s:",

@@ -296,7 +296,7 @@ def test_a_rollout_that_was_not_finished_in_time_is_the_filters_fault_if_it_drop
 @pytest.mark.parametrize(
     ("file", "words", "kind"),
     [
-        ("cluster/polling.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
+        ("cluster/ray_wait.py", "waited 3 s (deadline 3 s) for x", "wait_expired"),
         ("cluster/ray_wait.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
         ("cluster/ray_wait.py", "did not answer for 3 s (--status-timeout); waited for x", "wait_expired"),
         ("cluster/prefetch.py", "waited 3 s (deadline 3 s, --phase-timeout) for x", "wait_expired"),
@@ -323,7 +323,7 @@ def test_messages_of_the_package_are_known(file: str, words: str, kind: str) -> 
 
 def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
     error = (
-        "slime.cluster.polling.WaitExpired: waited 30 s (deadline 30 s, --phase-timeout) for rollout 0 to be made\n"
+        "slime.cluster.ray_wait.WaitExpired: waited 30 s (deadline 30 s, --phase-timeout) for rollout 0 to be made\n"
         "what the processes say:\n  rollout manager: generate 0/4 for 30 s"
     )
     first = diagnose(facts([], state=state("failed", "rollout", TRACE + error), processes=[]))[0]
@@ -351,7 +351,7 @@ def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
 CREATION = """Traceback (most recent call last):
   File "/site-packages/slime/cluster/ray_actors.py", line 41, in get
     raise ActorLost(str(error)) from error
-slime.cluster.actor_types.ActorLost: The actor died because of an error raised in its creation task, ray::T.__init__()
+slime.cluster.actors.ActorLost: The actor died because of an error raised in its creation task, ray::T.__init__()
   File "/site-packages/slime/cluster/train_actor.py", line 7, in __init__
     self.backend = create()
                    ^^^^^^^^

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.cluster.local_ranks import Place
+from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify.rank import VerifyJob, verify_rank
 from slime.plugins.tools.verify.reference import Scores
 

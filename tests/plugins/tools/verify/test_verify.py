@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
 
-from slime.cluster.local_ranks import Place
 from slime.plugins.tools.commands.verify import table
+from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify import run as verify_run
 from slime.plugins.tools.verify.batch import RandomSample, make_samples
 from slime.plugins.tools.verify.check import check_gradients, check_log_probs

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 
-from slime.cluster import engine_loads
+from slime.cluster import health
 from slime.cluster.engine import Engine
-from slime.cluster.engine_loads import EngineLoads
+from slime.cluster.health import EngineLoads
 from slime.engines.plan import EngineSpec
 from slime.engines.process import free_port
 
@@ -48,9 +48,9 @@ def url() -> Iterator[str]:
 def engines(url: str) -> list[Engine]:
     silent = f"http://127.0.0.1:{free_port()}"
     return [
-        Engine(EngineSpec(0, ""), None, url, state="serving"),
-        Engine(EngineSpec(1, ""), None, silent, state="serving"),
-        Engine(EngineSpec(2, ""), None, url, state="lost"),
+        Engine(EngineSpec(0, ""), url, "serving", external=True),
+        Engine(EngineSpec(1, ""), silent, "serving", external=True),
+        Engine(EngineSpec(2, ""), url, "lost", external=True),
     ]
 
 
@@ -80,8 +80,8 @@ def test_engines_are_not_asked_during_a_pause(url: str, tmp_path: Path) -> None:
 
 def test_lines_become_rarer_with_the_age_of_the_run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(engine_loads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(engine_loads, "load_of", lambda engine, paused, moment: {
+    monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(health, "load_of", lambda engine, paused, moment: {
         "time": moment, "engine": engine.index, "state": "serving", "running": 1, "waiting": 0, "tokens": 1,
     })  # fmt: skip
     loads = EngineLoads(engines(url), lambda: False, tmp_path / "engines.jsonl")

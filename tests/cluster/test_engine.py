@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import slime.cluster.engine_actor as module
+import slime.cluster.engine as module
 from slime.config.args import Args
-from slime.engines.keys import NO_KEYS
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.settings import EngineSettings
@@ -92,7 +91,7 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
 ) -> None:
     started: list[module.EngineActor] = []
     here = SimpleNamespace(
-        create=lambda cls, *settings, **_: started.append(cls(*settings)),
+        create=lambda cls, *values, **_: started.append(cls(*values)),
         address=lambda: "127.0.0.1",
         log_to=lambda *_: None,
     )
@@ -101,5 +100,5 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
         engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
     )
     specs = [EngineSpec(0, "/m", num_gpus=2)]
-    module.launcher(args(start_timeout=50.0, eval_top_p=0.9), specs, placement, tmp_path, {}, NO_KEYS)(0)
+    module.launcher(settings(eval_top_p=0.9), 50.0, specs, placement, tmp_path, {})(0)
     assert [actor.warms_up_sampler for actor in started] == [True, False]

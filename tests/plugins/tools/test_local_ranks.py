@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.local_ranks import Place, RankError, run_ranks
+from slime.plugins.tools.local_ranks import Place, RankError, run_ranks
 
 
 def place_and_environment(place: Place, argument: str) -> tuple[int, int, str, str]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from slime import registry
-from slime.cluster.memory_estimate import memory_lines
 from slime.config.layout import ParallelLayout
+from slime.plugins.tools.plan.checkpoint_size import memory_lines
+from slime.plugins.tools.plan.warn import report
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from slime.data.source import DataSource
     from slime.types import Tokenizer
 
-Say = Callable[[str], None]
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""
 _SHOWN_CHARACTERS = 4000
 
 
-def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
-    """Print the settings, the numbers of samples and steps, an estimate of the memory, the first prompt, and the reward
-    of the label's own answer.
+def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
+    """The lines that tell the settings, the numbers of samples and steps, an estimate of the memory, the first prompt,
+    and the reward of the label's own answer.
 
     Starts no engine, no trainer and not Ray, and writes no file. A reward type may start verifier processes, which end
     with this process.
@@ -33,7 +32,6 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     Args:
         args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
         asynchronous: Whether the run is that of ``train_async.py``.
-        say: Called with each line.
 
     Raises:
         ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
@@ -41,30 +39,27 @@ def dry_run(args: Args, asynchronous: bool = False, say: Say = print) -> None:
     from slime.config.parser import ConfigError
     from slime.data.rows import DataError
 
-    _settings(args, say)
+    yield from _settings(args)
     try:
         source = _source(args)
         firsts = _first_samples(source) if source is not None else []
     except DataError as error:
         raise ConfigError(error.problems) from error
     ids = _prompt_ids(args, firsts)
-    _batches(args, len(source) if source is not None else 0, len(ids), asynchronous, say)
-    say("\nmemory (without activations and KV cache)")
+    yield from _batches(args, len(source) if source is not None else 0, len(ids), asynchronous)
+    yield "\nmemory (without activations and KV cache)"
     for line in memory_lines(args):
-        say(f"  {line}")
-    for name in registry.parts("report"):
-        say("")
-        for line in registry.find("report", name)(args, asynchronous):
-            say(line)
+        yield f"  {line}"
+    yield ""
+    yield from report(args, asynchronous)
     if source is not None:
-        _first_prompt(args, firsts, ids, say)
-    say("\ndry run: no process was started and no file was written")
+        yield from _first_prompt(args, firsts, ids)
 
 
 # --- settings --------------------------------------------------------------------------------------
 
 
-def _settings(args: Args, say: Say) -> None:
+def _settings(args: Args) -> Iterator[str]:
     from slime.config.args import FLAGS
     from slime.config.settings import redacted
 
@@ -77,12 +72,10 @@ def _settings(args: Args, say: Say) -> None:
         (given if name in args.explicit else follow).append(line)
     passed = {**_named("sglang_", args.sglang), **_named("router_", args.router), **args.megatron}
     given += [f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()]
-    say("settings that you gave")
-    for line in given or ["  none"]:
-        say(line)
-    say("\nsettings that follow from them, the data, the model and this machine")
-    for line in follow or ["  none"]:
-        say(line)
+    yield "settings that you gave"
+    yield from given or ["  none"]
+    yield "\nsettings that follow from them, the data, the model and this machine"
+    yield from follow or ["  none"]
 
 
 def _setting(flag: Flag, value: object) -> str:
@@ -101,26 +94,26 @@ def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
 # --- numbers of samples and steps --------------------------------------------------------------------
 
 
-def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, say: Say) -> None:
-    """Print how many samples a rollout has, how they are split into steps, and how long the run is.
+def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -> Iterator[str]:
+    """The lines that tell how many samples a rollout has, how they are split into steps, and how long the run is.
 
     Args:
         prompts: Number of prompts in an epoch; 0 if it is not known.
         prompt_tokens: Length of the first prompt; 0 if it is not known.
     """
-    samples, steps = args.rollout_batch_size * args.n_samples_per_prompt, args.num_steps_per_rollout
-    say("\nbatches")
-    say(
-        f"  rollout         {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {samples} samples"
-    )
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    steps = args.num_steps_per_rollout
+    yield "\nbatches"
+    sizes = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples"
+    yield f"  rollout         {sizes} = {samples} samples"
     if not args.debug_rollout_only:
         layout = ParallelLayout.from_args(args)
         each = args.global_batch_size / layout.dp
-        say(f"  optimizer steps {steps} per rollout, of {args.global_batch_size} samples each")
-        say(f"  training ranks  {args.world_size}, of which {layout.dp} train on different samples: {each:g} each")
-        say(f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}")
+        yield f"  optimizer steps {steps} per rollout, of {args.global_batch_size} samples each"
+        yield f"  training ranks  {args.world_size}, of which {layout.dp} train on different samples: {each:g} each"
+        yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
     if asynchronous:
-        say(f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains")
+        yield f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains"
     count, origin = args.num_rollout, "--num-rollout"
     if count is None and prompts:
         from slime.data.source import rollouts_of_epochs
@@ -128,16 +121,16 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool, s
         count = rollouts_of_epochs(prompts, args.num_epoch, args.rollout_batch_size)
         origin = f"{args.num_epoch or 1} epoch(s)"
     if count is None:
-        say("  length          the data source decides")
+        yield "  length          the data source decides"
         return
     epochs = f", {count * args.rollout_batch_size / prompts:.2f} epochs of {prompts} prompts" if prompts else ""
     trained = f", {count * (steps or 1)} optimizer steps" if not args.debug_rollout_only else ""
-    say(f"  length          {count} rollouts ({origin}) = {count * samples} samples{trained}{epochs}")
+    yield f"  length          {count} rollouts ({origin}) = {count * samples} samples{trained}{epochs}"
     for what, interval in (("evaluations", args.eval_interval), ("snapshots", args.save_interval)):
         if interval:
             due = ceil(count / interval)
             first = " and one before the first" if what == "evaluations" and not args.skip_eval_before_train else ""
-            say(f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}")
+            yield f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}"
 
 
 def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
@@ -174,7 +167,7 @@ def _source(args: Args) -> DataSource | None:
     return source
 
 
-def mean_prompt_tokens(args: Args, most: int, say: Say) -> float | None:
+def mean_prompt_tokens(args: Args, most: int, say: Callable[[str], None]) -> float | None:
     """Return the mean tokens of the first prompts of the data, at most ``most``; None, after ``say``, without any."""
     try:
         source = _source(args) if args.prompt_data else None
@@ -202,27 +195,27 @@ def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
     return prompt_ids(GenerateState(args), firsts[0]) if firsts and args.loss_type != "sft_loss" else []
 
 
-def _first_prompt(args: Args, firsts: list[Sample], ids: list[int], say: Say) -> None:
+def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[str]:
     from slime.rollout.state import GenerateState
 
     if not firsts:
-        say("\nfirst prompt\n  the data source gives none: your functions make the prompts")
+        yield "\nfirst prompt\n  the data source gives none: your functions make the prompts"
         return
     sample = firsts[0]
     if args.loss_type == "sft_loss":
-        say("\nfirst conversation")
-        say(_indented(_shortened(str(sample.prompt))))
+        yield "\nfirst conversation"
+        yield _indented(_shortened(str(sample.prompt)))
         return
     tokenizer = GenerateState(args).tokenizer
-    say(f"\nfirst prompt, with its special tokens ({len(ids)} tokens)")
-    say(_indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False))))
+    yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
+    yield _indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False)))
     rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
     for note in _prompt_notes(tokenizer, rendered, ids):
-        say(f"  note: {note}")
+        yield f"  note: {note}"
     if args.custom_generate_function_path:
-        say(f"  note: {args.custom_generate_function_path} may send something else to the engine")
-    say(f"  label: {sample.label!r}")
-    _own_answers(args, firsts, say)
+        yield f"  note: {args.custom_generate_function_path} may send something else to the engine"
+    yield f"  label: {sample.label!r}"
+    yield from _own_answers(args, firsts)
 
 
 def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
@@ -247,7 +240,7 @@ def _shortened(text: str) -> str:
 # --- the reward of the label -------------------------------------------------------------------------
 
 
-def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
+def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show here."""
     from slime.data.sample import Sample
     from slime.engines.background import run
@@ -261,7 +254,7 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
             program = args.agent_function_path or args.agent_command or args.custom_generate_function_path
             elsewhere = program and not args.custom_rm_path and "rm_type" not in args.explicit
             why = f"{program} may give it" if elsewhere else "the label is no answer for this reward"
-            say(f"  reward of its own answer: not known, because {why}")
+            yield f"  reward of its own answer: not known, because {why}"
             return
         # As if the model had written it in its only turn.
         turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
@@ -269,12 +262,12 @@ def _own_answers(args: Args, samples: list[Sample], say: Say) -> None:
         try:
             found += run(batched_async_rm(args, [sample])) if args.group_rm else [run(async_rm(args, sample))]
         except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
-            say(f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}")
-            say("  slime check-hooks with the same flags tests your functions further")
+            yield f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}"
+            yield "  slime check-hooks with the same flags tests your functions further"
             return
-    say(f"  reward of its own answer {samples[0].response!r}: {found[0]}")
+    yield f"  reward of its own answer {samples[0].response!r}: {found[0]}"
     if len(found) > 1:
-        say(f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}")
+        yield f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}"
 
 
 def own_answer(args: Args, sample: Sample) -> str | None:

@@ -74,7 +74,7 @@ def run_ranks(
     try:
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
-                command = [*module_command("slime.cluster.local_ranks"), str(folder), str(rank)]
+                command = [*module_command("slime.plugins.tools.local_ranks"), str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         _wait(ranks, folder, seconds)
     finally:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from make_args import make_args
 
-from slime.cluster.folder_lock import RUN_LOCKS, SAVE_LOCK, FolderInUse, lock_run, lock_save
+from slime.cluster.folders import RUN_LOCKS, SAVE_LOCK, FolderInUse, lock_run, lock_save
 from slime.cluster.start import Parts, prepare
 from slime.config.args import Args
 
 HOLDS = """
 import sys
-from slime.cluster.folder_lock import lock_save
+from slime.cluster.folders import lock_save
 lock = lock_save(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()

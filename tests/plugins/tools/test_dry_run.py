@@ -11,12 +11,11 @@ from make_args import make_args
 from safetensors.torch import save_file
 
 from slime.cluster import checks
-from slime.cluster.dry_run import dry_run, own_answer
-from slime.cluster.memory_estimate import memory_lines, snapshot_bytes
-from slime.cluster.parameters import count_parameters
 from slime.data.sample import Sample
 from slime.engines.background import run
+from slime.plugins.tools.dry_run import dry_run, own_answer
 from slime.plugins.tools.plan import warn
+from slime.plugins.tools.plan.checkpoint_size import count_parameters, memory_lines, snapshot_bytes
 from slime.plugins.tools.plan.gpus import KINDS
 from slime.rollout.rm_hub import async_rm
 
@@ -78,7 +77,7 @@ def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(smoll
     args = make_args(
         hf_checkpoint=str(smollm2), prompt_data=str(texts), custom_rm_path=f"{mine}:reward", rollout_batch_size=1
     )
-    dry_run(args, say=lines.append)
+    lines += dry_run(args)
     assert any("chat template" in line for line in lines)
     assert any("'6': ZeroDivisionError" in line for line in lines)
 
@@ -94,7 +93,7 @@ def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
             rollout_backend="sglang", max_tokens_per_gpu=tokens, colocate=True, offload_train=True,
             offload_rollout=True,
         )  # fmt: skip
-        dry_run(args, say=lines.append)
+        lines += dry_run(args)
         first = next(number for number, line in enumerate(lines) if "slime plan" in line)
         return [lines[first], *(line for line in lines[first:] if "warning: " in line or " GiB of " in line)]
 
@@ -112,7 +111,7 @@ def test_of_an_asynchronous_run_and_of_static_micro_batches(smollm2: Path, data:
         hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, micro_batch_size=2,
         rollout_batch_size=1, async_buffer_size=3, asynchronous=True,
     )  # fmt: skip
-    dry_run(args, True, lines.append)
+    lines += dry_run(args, True)
     assert any("4 per step" in line for line in lines)
     assert any("3 rollouts" in line for line in lines)
     assert any("3 rollouts (1 epoch(s))" in line for line in lines)
