@@ -150,9 +150,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write_model(options.shape, options.model)
     args = make_args(options)
-    from slime.engines.launch import start_engine
-    from slime.engines.plan import plan_engines
-    from slime.engines.settings import EngineSettings
+    from slime.engines.launch import EngineSettings, plan_engines, start_engine
 
     on_cuda = torch.cuda.is_available()
     if on_cuda:

@@ -123,7 +123,7 @@ def measure_engine(
     options: argparse.Namespace, prompts: list[list[int]], deterministic: bool, repeats: int
 ) -> tuple[list[float], dict[str, Any]]:
     """Start an engine, warm it up, run it ``repeats`` times, stop it."""
-    from slime.engines.settings import EngineSettings
+    from slime.engines.launch import EngineSettings
     from slime.plugins.embedded.launch import start_embedded_engine
     from slime.utils.async_utils import run
 

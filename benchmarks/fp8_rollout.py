@@ -143,9 +143,7 @@ def measure(options: argparse.Namespace, precision: str, vocab: int, expected: l
     import torch
 
     from slime.engines.handle import EngineHandle
-    from slime.engines.launch import start_engine
-    from slime.engines.plan import plan_engines
-    from slime.engines.settings import EngineSettings
+    from slime.engines.launch import EngineSettings, plan_engines, start_engine
     from slime.utils.async_utils import run
     from slime.weights.audit import score
 

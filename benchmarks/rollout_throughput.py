@@ -148,7 +148,7 @@ def raw_turn(options: argparse.Namespace, url: str, requests: int, seed: int) ->
 _BENCH_SERVING = """
 import importlib.machinery, importlib.util, os, runpy, sys, types
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.cpu_kernels import install
+    from slime.engines.sglang.kernels import install
     install()
 import transformers
 if importlib.util.find_spec("datasets") is None:  # its other data sets need it, random ids do not
@@ -218,9 +218,7 @@ def main() -> None:
     prompts = options.output / "prompts.jsonl"
     write_prompts(prompts, options.repeats * options.requests + options.concurrency, options.input_tokens)
     args = make_args(options, prompts)
-    from slime.engines.launch import start_engine
-    from slime.engines.plan import plan_engines
-    from slime.engines.settings import EngineSettings
+    from slime.engines.launch import EngineSettings, plan_engines, start_engine
 
     started = time.perf_counter()
     engine = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=options.output / "engine.log")

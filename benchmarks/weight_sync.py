@@ -252,9 +252,7 @@ class Servers:
         self.running: dict[int, Any] = {}
 
     def url(self, gpu: int) -> str:
-        from slime.engines.launch import start_engine
-        from slime.engines.plan import EngineSpec
-        from slime.engines.settings import EngineSettings
+        from slime.engines.launch import EngineSettings, EngineSpec, start_engine
 
         engine = self.running.get(gpu)
         if engine is None or not engine.alive():
@@ -294,7 +292,7 @@ def prepare(options: argparse.Namespace) -> None:
     if options.device == "cpu":
         os.environ.update(OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES="")
         if options.engine == "sglang":
-            from slime.engines.sglang.cpu_kernels import install
+            from slime.engines.sglang.kernels import install
 
             install()
     if not options.model:
@@ -355,7 +353,7 @@ def main() -> None:
     options = parse_options()
     if options.part:
         if options.device == "cpu" and options.engine == "sglang":
-            from slime.engines.sglang.cpu_kernels import install
+            from slime.engines.sglang.kernels import install
 
             install()  # transformers imports torchvision, whose kernels such an environment lacks
         run_part(options)

@@ -130,7 +130,7 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
 
     @contextmanager
     def serve(args: Any) -> Iterator[Any]:
-        from slime.engines.settings import EngineSettings
+        from slime.engines.launch import EngineSettings
         from slime.plugins.embedded.launch import start_embedded_engine
 
         process = start_embedded_engine(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "models.md"
-sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/models", "tests/engines")]
+sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/models", "tests/engines", "tests/plugins/embedded")]
 
 from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402

@@ -295,8 +295,7 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
 def _check_server_options(args: Args) -> list[str]:
     """Let the installed SGLang and router check their options."""
     from slime.config.engine import ServerGroupError
-    from slime.engines.plan import plan_engines
-    from slime.engines.settings import EngineSettings, RouterSettings
+    from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
     from slime.engines.sglang.check import check_launch
 
     if args.debug_train_only:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
 from slime.cluster.supervised import Supervised
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.router import Worker
-from slime.engines.settings import EngineSettings, RouterSettings
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -73,7 +72,7 @@ class EngineActor:
             ServerFailed: With the server's last log lines.
         """
         from slime.engines.process import ServerFailed
-        from slime.engines.sglang.sampler import warm_up
+        from slime.engines.sglang.launch import warm_up
 
         until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
@@ -272,7 +271,7 @@ def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
     that only prefills or only decodes answers no plain request, so it cannot be warmed up; models that are not trained
     get no rollouts.
     """
-    from slime.engines.sglang.options import sampling_backend
+    from slime.engines.sglang.launch import sampling_backend
 
     compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
     return compiles and spec.updates and spec.worker_type == "regular"

@@ -18,7 +18,7 @@ from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, Stat
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
 

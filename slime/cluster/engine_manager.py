@@ -18,11 +18,9 @@ from slime.config.machine import raise_file_limit
 from slime.config.rollout import may_use_workers
 from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
-from slime.engines.fan_out import on_each
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, on_each
 from slime.engines.http import init_http_client, take_retries, watch_faults
-from slime.engines.plan import plan_engines
-from slime.engines.settings import EngineSettings, RouterSettings
+from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
 from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.observability import progress
 from slime.observability.run_dir import RunDir

@@ -70,15 +70,15 @@ def kill_descendants() -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
+    descendants: list[int] = []
     open_pids = [pid]
     while open_pids:
         parent = open_pids.pop()
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 open_pids += (children := [int(word) for word in path.read_text().split()])
-                found += children
-    return found
+                descendants += children
+    return descendants
 
 
 def _living(pids: list[int]) -> list[int]:

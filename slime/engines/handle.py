@@ -1,17 +1,17 @@
-"""The client of one inference engine, with all calls that the rest of slime makes to an engine."""
+"""The client of one inference engine, with all calls of the rest of slime, and the same call on several engines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, sglang_config
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.local import is_local
+from slime.engines.payload import AdapterPayload, AdapterRequest, handles, payload, sglang_config
 from slime.engines.sglang_api import (
     EMBEDDED,
     ApiVersion,
@@ -22,11 +22,11 @@ from slime.engines.sglang_api import (
     MemoryTag,
     PauseMode,
     choose_api_version,
-)  # fmt: skip
-from slime.engines.tensor_payload import handles, payload
+)
 
 if TYPE_CHECKING:
-    from slime.engines.flat import Bucket
+    from slime.engines.payload import Bucket
+
 
 logger = logging.getLogger(__name__)
 CONTROL_SECONDS = 120.0
@@ -76,10 +76,10 @@ class EngineHandle:
         return self._api
 
     async def _server_info(self) -> dict[str, Any]:
-        said: dict[str, Any] = await self._get("/server_info")
+        info: dict[str, Any] = await self._get("/server_info")
         if self._api is None:
-            self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
-        return said
+            self._api, self._ranks = choose_api_version(info, self.url), int(info.get("tp_size", 1))
+        return info
 
     async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
         """Send one request, and once more if the server closed the connection before it answered.
@@ -95,10 +95,10 @@ class EngineHandle:
         raise AssertionError("unreachable")
 
     async def _get(self, path: str) -> Any:
-        said = await self._call("GET", path)
-        if not isinstance(said, dict):
-            raise EngineError(f"{self.url}{path} answered 200, but not with a JSON object: {str(said)[:200]!r}")
-        return said
+        answer = await self._call("GET", path)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.url}{path} answered 200, but not with a JSON object: {str(answer)[:200]!r}")
+        return answer
 
     async def _post(
         self, path: str, body: Mapping[str, object] | bytes | None = None, seconds: float | None = None
@@ -120,16 +120,16 @@ class EngineHandle:
         return True
 
     async def info(self) -> EngineInfo:
-        said, model = await asyncio.gather(self._server_info(), self._get("/model_info"))
+        server, model = await asyncio.gather(self._server_info(), self._get("/model_info"))
         api = await self.connect()
         return EngineInfo(
             kind=api.kind,
-            version=str(said["version"]),
+            version=str(server["version"]),
             model_path=str(model["model_path"]),
             weight_version=str(model["weight_version"]),
-            dtype=str(said.get("dtype", "")),
-            tensor_parallel_size=int(said.get("tp_size", 1)),
-            extra=said,
+            dtype=str(server.get("dtype", "")),
+            tensor_parallel_size=int(server.get("tp_size", 1)),
+            extra=server,
         )
 
     async def load(self) -> dict[str, int]:
@@ -247,7 +247,7 @@ class EngineHandle:
 
         Args:
             others: The entries of the training ranks on the engine's other GPUs; see
-                :func:`slime.engines.tensor_payload.payload`.
+                :func:`slime.engines.payload.payload`.
         """
         embedded = (await self.connect()).kind == "embedded"
         tensors = handles(bucket, is_local(self.url)) if embedded else payload(bucket, self._ranks, others)
@@ -339,3 +339,43 @@ class EngineHandle:
 
     async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:
         await self._post("/resume_memory_occupation", {"tags": list(tags) or None}, self.update_seconds)
+
+
+# Make the same call on several engines concurrently, and collect the failures.
+
+
+T = TypeVar("T")
+Failures = dict[str, Exception]
+"""The error of each failed engine, by engine URL."""
+
+
+async def on_each(
+    engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[T]], what: str, deadline: float
+) -> tuple[dict[str, T], Failures]:
+    """Await ``call`` for all engines concurrently, and return the results and the failures by URL.
+
+    An engine that does not answer within ``deadline`` seconds counts as failed. Only :class:`EngineError`,
+    :class:`OSError` and :class:`TimeoutError` count as failures of an engine; any other error propagates.
+    """
+    # With return_exceptions all calls run to their end: one failed engine does not cancel the calls to the others.
+    outcomes = await asyncio.gather(
+        *(_limited(engine, call, what, deadline) for engine in engines), return_exceptions=True
+    )
+    done: dict[str, T] = {}
+    failed: Failures = {}
+    for engine, outcome in zip(engines, outcomes, strict=True):
+        if isinstance(outcome, EngineError | OSError):
+            failed[engine.url] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            done[engine.url] = outcome
+    return done, failed
+
+
+async def _limited(engine: EngineHandle, call: Callable[[EngineHandle], Awaitable[T]], what: str, deadline: float) -> T:
+    try:
+        async with asyncio.timeout(deadline):
+            return await call(engine)
+    except TimeoutError as error:
+        raise EngineError(f"{engine.url} did not {what} within {deadline:.0f} s") from error

@@ -106,15 +106,15 @@ def session() -> aiohttp.ClientSession:
     from slime.engines.sources import SpreadConnector
 
     loop = asyncio.get_running_loop()
-    found = _sessions.get(loop)
-    if found is None or found.closed:
+    pool = _sessions.get(loop)
+    if pool is None or pool.closed:
         connector = SpreadConnector(keepalive_seconds=60.0)
         # request() sets the time limit of a request as a whole; aiohttp's own total would be 5 minutes for all.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        pool = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
         if threading.current_thread().daemon:  # such a loop runs until the process ends, and nobody closes its pool
             atexit.register(_close_at_exit, loop)
-    return found
+    return pool
 
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
@@ -137,9 +137,9 @@ def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
 
 async def close_session() -> None:
     """Close the pool of the running loop; the next request opens a new one."""
-    found = _sessions.pop(asyncio.get_running_loop(), None)
-    if found is not None:
-        await found.close()
+    pool = _sessions.pop(asyncio.get_running_loop(), None)
+    if pool is not None:
+        await pool.close()
 
 
 def take_retries() -> int:
@@ -248,6 +248,7 @@ async def request(
     import aiohttp
     import orjson
 
+    # Encode once: callers that send one body to many engines pass bytes.
     body = payload if payload is None or isinstance(payload, bytes) else orjson.dumps(payload)
     sent = {
         **({"Content-Type": "application/json"} if body is not None else {}),
@@ -258,14 +259,17 @@ async def request(
         async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
             raw = await answer.read()
             status, retry_after = answer.status, answer.headers.get("Retry-After")
+    # The message names the reason, since several of these errors have no text of their own.
     except (aiohttp.ClientError, OSError) as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
             reason = f"no answer within {timeout:.0f} s"
+        # Only these mean that the server closed an idle connection before it read the request.
         gone = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
         raise HttpError(f"{method} {url}: {reason}", disconnected=gone) from error
     if status >= 400:
         raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
+    # A proxy may answer 200 with a page of its own, which must not reach the caller as an answer.
     content = decoded(raw)
     if form is not None and not isinstance(content, form):
         wanted = "a JSON object" if form is dict else "a JSON array"

@@ -65,8 +65,8 @@ class ServerKeys:
     def admits(self, path: str, authorization: str) -> bool:
         """Return whether a request with this ``Authorization`` header may be answered."""
         needed = self.for_path(path)
-        scheme, _, given = authorization.partition(" ")
-        as_bytes = given.strip().encode(errors="surrogateescape")
+        scheme, _, key = authorization.partition(" ")
+        as_bytes = key.strip().encode(errors="surrogateescape")
         return needed is None or (scheme.lower() == "bearer" and hmac.compare_digest(as_bytes, needed.encode()))
 
     def environment(self) -> dict[str, str]:

@@ -203,8 +203,8 @@ def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:
 
 def exempt_from_proxy(host: str) -> dict[str, str]:
     """Return environment variables with which only ``host`` and this machine are reached without a proxy."""
-    given = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    exempt = ",".join(dict.fromkeys(filter(None, (*given, "localhost", "127.0.0.1", "::1", host))))
+    exempt_before = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    exempt = ",".join(dict.fromkeys(filter(None, (*exempt_before, "localhost", "127.0.0.1", "::1", host))))
     return {"NO_PROXY": exempt, "no_proxy": exempt}
 
 

@@ -12,9 +12,8 @@ import logging
 import re
 import socket
 import traceback
-from collections.abc import Iterable
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
@@ -80,40 +79,6 @@ def _refusal(request: web.Request, own: set[str], keys: ServerKeys) -> tuple[int
     if request.body_exists and request.content_type != "application/json":
         return 415, f"the body must be sent with Content-Type: application/json, not {request.content_type!r}"
     return None
-
-
-def add_routes(app: web.Application, routes: Iterable[web.RouteDef]) -> None:
-    """Add routes whose requests get :func:`answer_expect`.
-
-    aiohttp answers ``Expect`` before it asks the guard. Its own answer repeats the header, and fails with 500 if that
-    is not UTF-8.
-    """
-    for route in routes:
-        options = {**route.kwargs, "expect_handler": answer_expect}
-        app.add_routes([web.RouteDef(route.method, route.path, route.handler, options)])
-
-
-def add_last_route(app: web.Application) -> None:
-    """Add the route of all other paths and methods (404 or 405). No route can be added after it."""
-    add_routes(app, [web.route("*", "/{path:.*}", _no_route)])
-
-
-async def answer_expect(request: web.Request) -> None:
-    """Ask for the body that a client with ``Expect: 100-continue`` holds back; refuse any other ``Expect`` (417)."""
-    if request.version != HttpVersion11:
-        return
-    if request.headers.get("Expect", "").lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="of Expect, this server knows 100-continue only\n")
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # the answer itself has not begun
-
-
-async def _no_route(request: web.Request) -> web.StreamResponse:
-    allowed: set[str] = set()
-    for resource in request.app.router.resources():
-        if resource is not request.match_info.route.resource:
-            allowed |= (await resource.resolve(request))[1]
-    raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound()
 
 
 def names_this_server(host: str, own: set[str]) -> bool:

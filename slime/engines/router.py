@@ -17,8 +17,8 @@ from slime.config.engine import DEFAULT_MODEL, WorkerType
 from slime.config.process import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import CONTROL_VARIABLE, send_key, worker_key
+from slime.engines.launch import RouterSettings
 from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port, without_proxy
-from slime.engines.settings import RouterSettings
 
 WORKER_SECONDS = 60.0
 READY_SECONDS = 60.0
@@ -149,18 +149,22 @@ def start_router(
         ServerFailed: The router did not come up, or did not accept a worker.
     """
     port = port or free_port(host)
+    # The guard ends the router with this process, which the router cannot watch itself.
     command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
     command += [*module_command("slime.engines.router_server"), "--host", host, "--port", str(port)]
     # The page of metrics cannot be turned off and has no key, so it is not on the address of this node in the cluster.
     metrics_port = free_port()
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), *FORCED]
+    # What the user has given comes last and so takes precedence.
     command += ["--request-timeout-secs", str(settings.request_seconds), *settings.words]
     if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
         command.append("--pd-disaggregation")
     url = f"http://{host}:{port}"
+    # The keys reach the router in its environment, which other users cannot read, unlike a command line.
     send_key(url, settings.keys)
     env = without_proxy() | settings.keys.environment() | {CONTROL_VARIABLE: "\n".join(settings.control_keys)}
     router = RouterProcess("sglang-router", command, url, log_path, env, [("127.0.0.1", metrics_port)])
+    # The router is up before the engines are registered, and is not left behind if either fails.
     try:
         router._wait(lambda: router.answers(PING_SECONDS), lambda: "come up", READY_SECONDS)
         router.add_workers([Worker(worker) if isinstance(worker, str) else worker for worker in workers])
@@ -258,7 +262,7 @@ class Routers:
         A router has failed if its process ended, or if it did not answer :data:`MOST_MISSED_PINGS` consecutive pings.
         The description contains the last log lines. Each call of this method sends one ping to each router.
         """
-        found = []
+        failed = []
         for model, router in {**self.by_model, **self.by_share}.items():
             if not isinstance(router, RouterProcess):
                 continue
@@ -272,8 +276,8 @@ class Routers:
                 if self._missed[model] < MOST_MISSED_PINGS:
                     continue
                 what = f"did not answer {MOST_MISSED_PINGS} times within {PING_SECONDS:.0f} s"
-            found.append((model, f"the router (pid {router.pid}) {what}:\n{router.log_tail()}"))
-        return found
+            failed.append((model, f"the router (pid {router.pid}) {what}:\n{router.log_tail()}"))
+        return failed
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
         """Start a router that ended or hangs again, at the same address, which clients keep using.

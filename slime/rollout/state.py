@@ -18,7 +18,7 @@ from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
 from slime.data.tokenizers import end_ids, load_processor, load_tokenizer
-from slime.engines.plan import engine_count
+from slime.engines.launch import engine_count
 from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
 from slime.types import SamplingParams, Tokenizer

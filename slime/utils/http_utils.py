@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slime.engines import http
 from slime.engines.http import HttpError, get, init_http_client
 from slime.engines.keys import auth_headers
-from slime.engines.plan import engine_count
+from slime.engines.launch import engine_count
 from slime.utils.misc import get_current_node_ip
 
 if TYPE_CHECKING:

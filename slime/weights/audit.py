@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slime.config.seeds import derive_seed
-from slime.engines.fan_out import on_each
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, on_each
 from slime.engines.sglang_api import EngineInfo
 from slime.weights.settings import WeightSyncSettings
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from slime.config.cluster import inline_engine
 from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_adapter
-from slime.engines.settings import fp8_format
+from slime.engines.launch import fp8_format
 from slime.models.fp8_format import Fp8Format
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.engines.flat import NamedTensor
     from slime.engines.handle import EngineHandle
+    from slime.engines.payload import NamedTensor
 
 _RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
 _DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up

@@ -33,9 +33,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slime.engines.background import background_loop, run
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket, NamedTensor
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket, NamedTensor
 from slime.engines.sglang_api import EngineInfo
 from slime.models.cpu_memory import no_collections
 from slime.models.fp8_format import layout_of

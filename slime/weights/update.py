@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from slime.engines.flat import Bucket, NamedTensor
+from slime.engines.payload import Bucket, NamedTensor
 from slime.models.fp8_format import FUSED, layout_of
 from slime.weights.settings import AdapterSource, WeightSyncSettings
 

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from slime.config.engine import OUTER_CACHE, outer_caches
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.sglang_api import EngineError, EngineInfo, PauseMode
 from slime.weights import audit
 from slime.weights.transports import SendResult

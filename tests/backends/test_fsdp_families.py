@@ -13,6 +13,7 @@ from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_qwen3,
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engines"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "plugins" / "embedded"))
 from engine_drivers import finish, load, make
 from every_family import FAMILIES, save_tiny
 from safetensors.torch import load_file, save_file

@@ -10,9 +10,8 @@ import pytest
 
 import slime.cluster.engine as module
 from slime.config.args import Args
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import ServerFailed
-from slime.engines.settings import EngineSettings
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(module, "door", lambda: SimpleNamespace(address=lambda: "127.0.0.1", log_to=lambda *_: None))
     monkeypatch.setattr("slime.engines.launch.start_engine", lambda *_: server)
-    monkeypatch.setattr("slime.engines.sglang.sampler.warm_up", warm_up)
+    monkeypatch.setattr("slime.engines.sglang.launch.warm_up", warm_up)
     return server
 
 

@@ -23,10 +23,9 @@ from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.http import close_session, post
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.process import EngineProcess, ServerFailed
 from slime.engines.router import Worker
-from slime.engines.settings import EngineSettings, RouterSettings
 from slime.plugins.embedded.launch import start_embedded_engine
 from slime.utils.async_utils import run
 from slime.weights.settings import WeightSyncSettings

@@ -14,7 +14,7 @@ import pytest
 from slime.cluster import health
 from slime.cluster.engine import Engine
 from slime.cluster.health import EngineLoads
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec
 from slime.engines.process import free_port
 
 

@@ -12,9 +12,8 @@ from make_args import make_args, rule_problems
 from slime.config import rules, trainer
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
-from slime.engines.plan import EngineSpec
-from slime.engines.settings import EngineSettings, fp8_format
-from slime.engines.sglang.options import ServerPlace, server_options
+from slime.engines.launch import EngineSettings, EngineSpec, fp8_format
+from slime.engines.sglang.launch import ServerPlace, server_options
 from slime.models.fp8_format import Fp8Format
 from slime.weights.settings import WeightSyncSettings
 

@@ -13,7 +13,7 @@ from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.machine import Machine
 from slime.config.rules import Run, idle_flags
-from slime.engines.plan import plan_engines
+from slime.engines.launch import plan_engines
 from slime.rollout.state import concurrency
 
 TWO_MODELS = """

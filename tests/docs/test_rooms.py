@@ -96,7 +96,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
     ("slime.engines.embedded.server", "slime.plugins.embedded.server"): "the documented command",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
-    ("slime.plugins.agents.environments.registry", "slime.environments.base"): "the name that a message tells users",
+    ("slime.plugins.agents.environments.base", "slime.environments.base"): "the name that a message tells users",
     (
         "slime.engines.sglang_api",
         "slime.plugins.delta.loader",

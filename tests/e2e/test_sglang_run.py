@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from make_args import make_args
 
-from slime.engines.launch import start_engine
-from slime.engines.plan import plan_engines
+from slime.engines.launch import EngineSettings, plan_engines, start_engine
 from slime.engines.process import EngineProcess
-from slime.engines.settings import EngineSettings
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 

@@ -7,56 +7,28 @@ handle's ``Capabilities``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_parts import KEYS, ContractEngine, engine_settings, save_tiny_llama
 
-from slime.config.machine import installed
-from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine as launch_engine
-from slime.engines.plan import EngineSpec
-from slime.engines.process import EngineProcess
-from slime.utils.async_utils import run
+for _room in (".", "../plugins/embedded"):
+    sys.path.append(str(Path(__file__).resolve().parent / _room))
 
+from engine_fixtures import other_tiny_llama, start_engine, tiny_llama  # noqa: E402
+from engine_parts import KEYS, ContractEngine  # noqa: E402
+
+from slime.config.machine import installed  # noqa: E402
+from slime.engines.handle import EngineHandle  # noqa: E402
+from slime.engines.process import EngineProcess  # noqa: E402
+from slime.utils.async_utils import run  # noqa: E402
+
+__all__ = ["other_tiny_llama", "start_engine", "tiny_llama"]
 ENGINE_KINDS: list[Any] = ["embedded"]
 if installed("sglang"):
     ENGINE_KINDS.append(pytest.param("sglang", marks=pytest.mark.sglang))
-START_SECONDS = 500.0
-
-
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-@pytest.fixture(scope="session")
-def other_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights: what an update brings."""
-    return save_tiny_llama(tmp_path_factory.mktemp("other-tiny-llama"), seed=1)
-
-
-@pytest.fixture(scope="session")
-def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
-    """``start_engine(model, **args)``: an engine that is up, the embedded one unless the arguments say otherwise; all
-    are stopped by pid at the end."""
-    started: list[EngineProcess] = []
-    logs = tmp_path_factory.mktemp("engine-logs")
-
-    def start(model: Path, wait: bool = True, **changes: Any) -> EngineProcess:
-        index = len(started)
-        settings = engine_settings(model, **changes)
-        process = launch_engine(settings, EngineSpec(index, str(model)), log_path=logs / f"{index}.log")
-        started.append(process)
-        if wait:
-            process.wait_ready(START_SECONDS)
-        return process
-
-    yield start
-    for process in started:
-        process.stop()
 
 
 @pytest.fixture(scope="session", params=ENGINE_KINDS)

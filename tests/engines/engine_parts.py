@@ -9,8 +9,8 @@ from typing import Any
 from make_args import make_args
 
 from slime.engines.keys import NO_KEYS, ServerKeys
+from slime.engines.launch import EngineSettings, RouterSettings
 from slime.engines.process import EngineProcess
-from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang_api import Capabilities
 
 KEYS = ServerKeys("sesame-of-the-run", "sesame-of-the-admin")

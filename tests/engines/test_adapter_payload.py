@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.engines.adapter_payload import adapter_payload, sglang_config, shared_memory
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket, adapter_payload, sglang_config, shared_memory
 
 
 def test_factors_are_in_shared_memory_before_they_are_encoded() -> None:

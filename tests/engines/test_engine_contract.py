@@ -21,9 +21,9 @@ from engine_parts import KEYS, ContractEngine
 from slime.config.hf_config import context_length, read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.engines import http
-from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.engines.keys import ServerKeys, auth_headers, send_key
+from slime.engines.payload import Bucket
 from slime.engines.process import free_port
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.rollout.rm_hub.outcome import says_too_long
@@ -387,7 +387,7 @@ def test_an_update_that_a_dead_trainer_left_open_is_taken_over(
 
 def test_stock_tensor_payload(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
     """A list of (name, tensor) pickled as SGLang's clients do it; the embedded engine takes no pickles."""
-    from slime.engines.tensor_payload import pickled
+    from slime.engines.payload import pickled
 
     body = {"serialized_named_tensors": [pickled(list(tensors(contract_engine.other_model).items()))]}
     before = greedy_ids(handle.url)

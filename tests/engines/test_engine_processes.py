@@ -17,8 +17,8 @@ import pytest
 import torch
 from engine_parts import engine_settings, router_settings
 
-from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.engines.payload import Bucket
 from slime.engines.process import EngineProcess, ServerFailed
 from slime.plugins.embedded.launch import start_embedded_engine
 from slime.utils.async_utils import run

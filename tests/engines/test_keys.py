@@ -19,17 +19,15 @@ from slime.engines import keys as module
 from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, get, post, request_blocking
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys, auth_headers, control_key, send_key, worker_key
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, start_engine
 from slime.engines.process import EngineProcess
 from slime.engines.router import RouterProcess, start_router
-from slime.engines.settings import EngineSettings, RouterSettings
-from slime.plugins.embedded import routes_control, routes_generate, routes_openai, routes_weights
+from slime.plugins.embedded import app, routes_generate, routes_openai, routes_weights
 from slime.utils.async_utils import run
 
 ROUTES = [
     (route.method, route.path)
-    for part in (routes_control, routes_generate, routes_openai, routes_weights)
+    for part in (app, routes_generate, routes_openai, routes_weights)
     for route in part.routes  # type: ignore[attr-defined]
     if route.path != "/health"
 ]
@@ -104,7 +102,7 @@ def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
     engine, router = EngineSettings.from_args(args, keys.engine), RouterSettings.from_args(args, keys)
     assert pickle.loads(pickle.dumps(engine)).keys.api == router.keys.api == "sesame"
     assert "sesame" not in repr((keys, engine, router, router.words))
-    from slime.engines.sglang.options import ServerPlace, server_words
+    from slime.engines.sglang.launch import ServerPlace, server_words
 
     assert "sesame" not in " ".join(server_words(engine, EngineSpec(0, "m"), ServerPlace("127.0.0.1", 1)))
 
@@ -151,7 +149,7 @@ def test_a_router_and_a_pair_of_servers_behind_it_have_one_key() -> None:
 
 
 def test_servers_that_cannot_have_a_key_are_started_without_and_told() -> None:
-    from slime.engines.sglang.options import takes_keys
+    from slime.engines.sglang.launch import takes_keys
 
     args = make_args(sglang={"tokenizer_worker_num": 2}, rollout_backend="sglang")
     assert not check(args) and "--sglang-tokenizer-worker-num" in " ".join(args.notices)

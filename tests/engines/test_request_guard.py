@@ -127,13 +127,6 @@ def statuses(url: str, line: str, headers: str = "", body: bytes = b"") -> list[
     return [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
 
 
-@pytest.mark.parametrize("value", ["\udcff\udcfe", "200-ok"])
-def test_an_odd_expectation_is_refused(server: tuple[str, str, str], value: str) -> None:
-    url, get, post = server
-    for line in (f"GET {get}", f"POST {post}", "GET /nowhere", f"DELETE {post}"):
-        assert statuses(url, line, f"Expect: {value}\r\n") == [417], line
-
-
 def test_a_client_may_ask_before_it_sends_a_body(server: tuple[str, str, str]) -> None:
     url, _, post = server
     headers = "Expect: 100-continue\r\nContent-Type: application/json\r\n"

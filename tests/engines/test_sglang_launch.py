@@ -15,11 +15,10 @@ from engine_parts import engine_settings
 
 from slime.config.machine import installed
 from slime.engines import launch, process
-from slime.engines.plan import EngineSpec
-from slime.engines.settings import EngineSettings, RouterSettings
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.sglang.check import check_launch, problems_of
-from slime.engines.sglang.cpu_kernels import PACKAGES
-from slime.engines.sglang.options import BALANCE_CHECK, ServerPlace, server_environment, server_options, server_words
+from slime.engines.sglang.kernels import PACKAGES
+from slime.engines.sglang.launch import BALANCE_CHECK, ServerPlace, server_environment, server_options, server_words
 
 SPEC = EngineSpec(3, "/m", num_gpus=4)
 PLACE = ServerPlace("127.0.0.1", 4000)
@@ -209,7 +208,7 @@ def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").write_text("real = True\n")
     code = (
         "import sys; before = list(sys.meta_path);"
-        "from slime.engines.sglang.cpu_kernels import install;"
+        "from slime.engines.sglang.kernels import install;"
         "absent = install(); import triton, sgl_kernel;"
         "assert absent == [] and sys.meta_path == before and triton.real and sgl_kernel.real, absent"
     )
@@ -220,7 +219,7 @@ def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
 def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
     """As with one: SGLang pins the factors of an adapter, and must not keep the trainer's shared memory."""
     code = (
-        "import torch; from slime.engines.sglang.cpu_kernels import pin_nothing; pin_nothing();"
+        "import torch; from slime.engines.sglang.kernels import pin_nothing; pin_nothing();"
         "given = torch.ones(3); pinned = given.pin_memory();"
         "assert torch.equal(given, pinned) and given.data_ptr() != pinned.data_ptr();"
         "assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]"
@@ -240,7 +239,7 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
         "_cdiv = _next_power_of_2 = _triton_key = lambda *a: 1\nclass _Config: pass\n"
     )
     code = (
-        "import json; from slime.engines.sglang.cpu_kernels import install;"
+        "import json; from slime.engines.sglang.kernels import install;"
         "absent = install(); install();"
         "import triton.language, sgl_kernel;"
         "value = triton.language.constexpr(7).value\n"

@@ -13,8 +13,7 @@ import psutil
 import pytest
 from engine_parts import engine_settings
 
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSpec, start_engine
 from slime.engines.process import ServerFailed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
@@ -26,8 +25,8 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from engine_parts import engine_settings
 from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
-from slime.engines.sglang.sampler import warm_up
+from slime.engines.launch import EngineSpec
+from slime.engines.sglang.launch import warm_up
 model = Path({model!r})
 engine = start_engine(engine_settings(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
 engine.wait_ready(500)

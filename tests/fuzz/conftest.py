@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for _room in ("engines", "config", "plugins/agents", "examples"):
+for _room in ("engines", "config", "plugins/agents", "plugins/embedded", "examples"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _room))
 
 from config_parts import workplace  # noqa: E402

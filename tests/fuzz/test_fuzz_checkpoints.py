@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from slime.models.checked import check_checkpoint_once
 from slime.models.loading import load_hf_model
 from slime.models.shards import INDEX, ModelError, read_headers
-from slime.plugins.embedded.weights import WeightError, Weights
+from slime.plugins.embedded.fields import WeightError
+from slime.plugins.embedded.weights import Weights
 
 CHUNKS = 10
 BUILT = 5  # every so many cases the whole model is built to compare the headers with it: that takes longest

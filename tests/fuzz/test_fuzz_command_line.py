@@ -13,7 +13,7 @@ from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.parser import check_args
 from slime.data.validate import check_data
-from slime.engines.plan import plan_engines
+from slime.engines.launch import plan_engines
 from slime.rollout.rm_hub import check_label
 from slime.rollout.rm_hub.checks import check_rewards
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from odd_values import TEXTS, numbers, value
 
-from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.registry import Spec, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
 
 CHUNKS = 10
 OWN = """
@@ -46,7 +45,7 @@ def spec(random_: Random, folder: Path) -> str:
     pairs = []
     for _ in range(random_.randrange(4)):
         key = random_.choice(KEYS)
-        # As many terms as it is told, until memory ends: before a run starts, try_sizes bounds what a package builds.
+        # A package builds as many terms as it is told, until memory ends.
         found = random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
         text = yaml.safe_dump(found, default_flow_style=True).removesuffix("...\n").strip()
         text = text if random_.random() < 0.8 or key in TERMS else random_.choice(TEXTS)

@@ -94,8 +94,8 @@ async def test_prompts_and_parameters_that_are_refused_are_no_error_of_the_run(s
 
 
 async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, tmp_path):
+    from slime.engines.launch import RouterSettings
     from slime.engines.router import start_router
-    from slime.engines.settings import RouterSettings
 
     args = run_arguments(
         smollm2, engine.url, rollout_batch_size=1, over_sampling_batch_size=2, n_samples_per_prompt=2,

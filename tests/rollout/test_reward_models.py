@@ -73,7 +73,7 @@ async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
 
 @pytest.fixture(scope="module")
 def judge(smollm2, tmp_path_factory):
-    from slime.engines.settings import EngineSettings
+    from slime.engines.launch import EngineSettings
     from slime.plugins.embedded.launch import start_embedded_engine
 
     args = arguments(

@@ -14,9 +14,7 @@ class served:
 
     def __init__(self, model, folder, **options):
         from slime.config.args import Args
-        from slime.engines.launch import start_engine
-        from slime.engines.plan import EngineSpec
-        from slime.engines.settings import EngineSettings
+        from slime.engines.launch import EngineSettings, EngineSpec, start_engine
 
         args = Args(hf_checkpoint=str(model), rollout_backend="sglang", train_dtype="float32", rollout_dtype="float32")
         args.threads_per_process = 1

@@ -10,8 +10,8 @@ from make_args import make_args
 
 from slime.config.args import Args
 from slime.engines.handle import EngineHandle
+from slime.engines.launch import EngineSettings
 from slime.engines.process import EngineProcess
-from slime.engines.settings import EngineSettings
 from slime.plugins.embedded.launch import start_embedded_engine
 from slime.weights.settings import WeightSyncSettings
 

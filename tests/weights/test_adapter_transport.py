@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest
-from slime.engines.flat import Bucket
+from slime.engines.payload import AdapterPayload, AdapterRequest, Bucket
 from slime.engines.sglang_api import SGLANG_0_5_15, SGLANG_0_5_23, ApiVersion, EngineError
 from slime.weights.transports.adapter import AdapterTransport
 from slime.weights.transports.base import OpenWindow, SendResult

@@ -15,7 +15,7 @@ import pytest
 import quick_processes
 import torch
 
-from slime.engines.flat import Bucket, layout
+from slime.engines.payload import Bucket, layout
 from slime.engines.process import address_towards
 from slime.engines.sglang_api import Broadcast, Capabilities, EngineError, EngineInfo
 from slime.models.digest import tensor_digest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 from slime.models.shards import INDEX, ModelError
 from slime.weights.transports.disk import require_whole, write_index, write_shard
 

@@ -20,7 +20,7 @@ import pytest
 import quick_processes
 import torch
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 from slime.engines.sglang_api import EngineError
 from slime.models.digest import tensor_digest
 from slime.weights.transports import ipc, shared_memory
@@ -194,7 +194,7 @@ KILLED = """
 import socket, sys, time, torch
 from slime.weights.transports.ipc import stage
 from slime.weights.transports.shared_memory import FileList
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 files = FileList()
 staged = stage(Bucket(0, [("a", torch.ones(1000))]), [], files)
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [f"{files.path} {staged.buffer.path}".encode()], [files._fd])

@@ -16,9 +16,8 @@ import torch
 from real_engines import sync_settings
 from torch.distributed import TCPStore
 
-from slime.engines.flat import NamedTensor
+from slime.engines.payload import NamedTensor, payload
 from slime.engines.sglang_api import Capabilities, EngineError, EngineInfo
-from slime.engines.tensor_payload import payload
 from slime.weights.sync import sync_weights
 from slime.weights.transports import ipc
 from slime.weights.transports.peers import PeerError, PeerLink, connect_store

@@ -14,10 +14,8 @@ from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_m
 
 from slime.config.args import Args
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, start_engine
 from slime.engines.process import EngineProcess
-from slime.engines.settings import EngineSettings
 from slime.models.fp8 import dequantize, quantize
 from slime.models.fp8_format import layout_of
 from slime.utils.async_utils import run
@@ -141,7 +139,8 @@ def test_an_engine_with_other_values_is_found(process: EngineProcess, model: Pat
 
 
 def test_values_without_scales_are_refused(process: EngineProcess) -> None:
-    from slime.plugins.embedded.weights import WeightError, Weights
+    from slime.plugins.embedded.fields import WeightError
+    from slime.plugins.embedded.weights import Weights
 
     weights = Weights(new_model(0))
     name = "model.layers.0.mlp.up_proj.weight"

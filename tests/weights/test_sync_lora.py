@@ -14,9 +14,8 @@ from real_engines import VOCAB, Engines, save_tiny_model, sync_args
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import score_probe
-from slime.engines.adapter_payload import adapter_payload, shared_memory
-from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.engines.payload import Bucket, adapter_payload, shared_memory
 from slime.engines.sglang_api import EngineError
 from slime.models.peft_files import named_factors
 from slime.utils.async_utils import run

@@ -15,8 +15,8 @@ import pytest
 import torch
 from real_engines import VOCAB, Engines, log_probs, named_weights, new_model, save_tiny_model, sync_args, sync_settings
 
-from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
+from slime.engines.payload import Bucket
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError

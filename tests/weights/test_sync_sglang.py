@@ -17,11 +17,9 @@ import torch
 from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model, sync_args
 
 from slime.config.machine import installed
-from slime.engines.flat import by_element_size, flatten, layout
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings, EngineSpec, start_engine
+from slime.engines.payload import by_element_size, flatten, layout
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
@@ -231,7 +229,7 @@ def test_a_refused_tensor_is_told_in_sglangs_words(
     dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
     """An update outside its brackets is refused and changes nothing."""
-    from slime.engines.flat import Bucket
+    from slime.engines.payload import Bucket
 
     before = run(engine.checksum())
     with pytest.raises(EngineError, match="begin_weight_update"):

@@ -21,9 +21,7 @@ from slime.backends.train_loop import score_probe
 from slime.config.lora import ADAPTER_NAME
 from slime.config.machine import installed
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings, EngineSpec, start_engine
 from slime.engines.sglang_api import EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
@@ -233,7 +231,7 @@ def test_damaged_factors_are_found_before_they_are_loaded(
     model: Path, engine: EngineHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is the last test of the module: SGLang's check of the digests ends its server."""
-    from slime.engines.adapter_payload import AdapterPayload
+    from slime.engines.payload import AdapterPayload
 
     whole = AdapterPayload.body
 

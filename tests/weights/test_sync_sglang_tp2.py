@@ -18,12 +18,10 @@ from torch.distributed import TCPStore
 
 from slime.config.machine import installed
 from slime.engines.background import run
-from slime.engines.flat import NamedTensor
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, start_engine
+from slime.engines.payload import NamedTensor
 from slime.engines.process import EngineProcess
-from slime.engines.settings import EngineSettings
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
 from slime.weights.settings import WeightSyncSettings

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 from slime.weights.settings import AdapterSource
 from slime.weights.update import (
     Handoff,

@@ -22,8 +22,7 @@ from slime.config.machine import cache_folder, installed, remember, version_of
 from slime.config.process import import_environment, module_command
 
 if TYPE_CHECKING:
-    from slime.engines.plan import EngineSpec
-    from slime.engines.settings import EngineSettings, RouterSettings
+    from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 
 CHECK_SECONDS = 300.0
 _MARK = "@@slime "
@@ -35,8 +34,9 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     Nothing is checked if the user gave no options, or for software that is not installed on this host. Options that
     these versions have accepted before are not checked again, since importing SGLang takes seconds.
     """
-    from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
+    from slime.engines.sglang.launch import ServerPlace, runs_on_cpu, server_words
 
+    # Only what the user has given can be wrong. Groups with the same options are asked about once.
     lines: dict[str, list[str]] = {}
     if settings.backend == "sglang" and installed("sglang"):
         for spec in specs:
@@ -46,10 +46,12 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
     router_lines = [router.words] if router.options else []
     if not lines and not router_lines:
         return []
+    # The process must import SGLang as the server will, also on a CPU.
     cpu = bool(lines) and runs_on_cpu(settings, specs[0])
     env = {**os.environ, **import_environment(), **({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})}
     command = module_command("slime.engines.sglang.check")
     asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
+    # Importing SGLang takes seconds, so options that were accepted before are not asked again.
     accepted = _mark_of_acceptance(asked, cpu)
     if accepted.is_file():
         return []
@@ -59,11 +61,12 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
         )
     except subprocess.TimeoutExpired:
         return [f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they have"]
-    said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
-    if said is None:
+    # Other output of SGLang may surround the line with the result.
+    result = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
+    if result is None:
         tail = answer.stderr.strip()[-2000:]
         return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
-    problems: list[str] = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
+    problems: list[str] = list(dict.fromkeys(json.loads(result.removeprefix(_MARK))))
     if not problems:
         remember(accepted)
     return problems
@@ -133,7 +136,7 @@ def main() -> None:
 
 def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from slime.engines.sglang.cpu_kernels import install
+        from slime.engines.sglang.kernels import install
 
         install()
     from importlib.metadata import version

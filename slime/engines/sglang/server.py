@@ -18,7 +18,7 @@ from slime.engines.keys import ServerKeys
 from slime.engines.sglang.kernels import compile_meanwhile
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.cpu_kernels import install, pin_nothing
+    from slime.engines.sglang.kernels import install, pin_nothing
 
     install()
     pin_nothing()
@@ -27,9 +27,9 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 def add_keys(words: list[str]) -> None:
     """Append the keys of the environment to the arguments. The command line that other users see lacks them."""
     keys = ServerKeys.take_from_environment()
-    given = {"--api-key": keys.api, "--admin-api-key": keys.admin}
-    words += [f"{option}={key}" for option, key in given.items() if key]
-    hide_in_logs([key for key in given.values() if key])
+    options = {"--api-key": keys.api, "--admin-api-key": keys.admin}
+    words += [f"{option}={key}" for option, key in options.items() if key]
+    hide_in_logs([key for key in options.values() if key])
 
 
 def hide_in_logs(secrets: Sequence[str]) -> None:

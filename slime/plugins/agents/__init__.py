@@ -19,6 +19,6 @@ def parts() -> None:
     register(
         "check",
         "environment",
-        "slime.plugins.agents.environments.check:check_environment",
+        "slime.plugins.agents.environments.source:check_environment",
         when=("environment", "mcp_server"),
     )

@@ -22,8 +22,7 @@ from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.data.sample import Sample
 from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.fields import ApiError, note
-from slime.plugins.agents.messages import Ask
+from slime.plugins.agents.messages import ApiError, Ask, note
 from slime.plugins.agents.openai_api import Chat, Responses
 from slime.plugins.agents.server import AgentServer, Dialect
 from slime.plugins.agents.session import Place, Session
@@ -127,14 +126,14 @@ class BaseAdapter:
         """
         if sid in self._server.sessions:
             raise ValueError(f"session {sid!r} is open already: finish or drop it first")
-        given = dict(sampling_defaults or {})
+        defaults = dict(sampling_defaults or {})
         args = self.args.with_values(
             rollout_max_context_len=max_context_tokens or self.args.rollout_max_context_len,
-            rollout_max_response_len=given.get("max_new_tokens") or self.args.rollout_max_response_len,
+            rollout_max_response_len=defaults.get("max_new_tokens") or self.args.rollout_max_response_len,
         )
         state = GenerateState(args)
         state.__dict__["tokenizer"] = self.tokenizer
-        params = cast("SamplingParams", {**state.sampling_params, **given})
+        params = cast("SamplingParams", {**state.sampling_params, **defaults})
         self._server.sessions[sid] = _Session(sid, args, params, self.max_turns)
         return sid
 

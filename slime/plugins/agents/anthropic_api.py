@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 
 from slime.plugins.agents.demands import anthropic_choice, demand_of, schema_of
-from slime.plugins.agents.fields import (
+from slime.plugins.agents.messages import (
+    COMMON_FIELDS,
     CONTENT,
-    FLAG,
     LIST,
     OBJECT,
-    TEXT,
     ApiError,
+    Ask,
+    Message,
     Reply,
+    Tool,
+    call,
     check_fields,
     event,
+    fold_system,
     inner_object,
     note,
     objects,
     strings,
+    text_of,
+    tool,
     whole_number,
 )
-from slime.plugins.agents.messages import Ask, Message, Tool, call, fold_system, text_of, tool
 from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject, JsonValue
 
-_FIELDS = {
-    **dict.fromkeys(("messages", "tools", "stop_sequences"), LIST),
-    **dict.fromkeys(("tool_choice", "thinking", "output_config", "output_format"), OBJECT),
-    "system": CONTENT,
-    "stream": FLAG,
-    "model": TEXT,
-}
-_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -49,7 +46,7 @@ class Messages:
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, _FIELDS)
+        check_fields(body, {**COMMON_FIELDS, "stop_sequences": LIST, "system": CONTENT})
         messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
         for raw in objects(body, "messages"):
             messages += _messages(raw)
@@ -196,19 +193,22 @@ def _tools(body: JsonObject) -> list[Tool]:
 def _messages(raw: JsonObject) -> list[Message]:
     """Convert a message with content blocks to common messages. Each tool result becomes a separate message before the
     others."""
-    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"unknown role {role!r}")
+    # A text is the short form of one text block.
     text: JsonObject = {"type": "text", "text": content}
     blocks = [text] if isinstance(content, str) else objects(raw, "content", required=content != [])
+    # Results of tools are messages of their own in the common form, and stand before the rest.
     results: list[Message] = [
         {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
         for block in blocks
         if block.get("type") == "tool_result"
     ]
+    # What is left of the blocks is text; media become placeholders.
     hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
     texts: list[JsonValue] = [block for block in blocks if block.get("type") not in hidden]
+    # The calls of the model in an earlier turn, as the client sends them back.
     calls = [
         call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
         for block in blocks
@@ -217,6 +217,7 @@ def _messages(raw: JsonObject) -> list[Message]:
     message: Message = {"role": str(role), "content": text_of(texts)}
     if calls:
         message["tool_calls"] = calls
+    # Reasoning is kept apart: it is not compared, since clients may leave it out.
     thoughts = [thought for block in blocks if isinstance(thought := block.get("thinking"), str)]
     if thoughts and role == "assistant":
         message["reasoning_content"] = "".join(thoughts)

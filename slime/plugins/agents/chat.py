@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 
 from slime.data.json_text import clean
-from slime.plugins.agents.fields import ApiError
-from slime.plugins.agents.messages import Message, Tool, fold_system
+from slime.plugins.agents.messages import ApiError, Message, Tool, fold_system
 from slime.plugins.agents.tool_parsers import tools_in_words
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
@@ -53,9 +52,9 @@ class ChatTemplate:
         Returns:
             The ids, or None if the template fails on the placeholder or does not render it.
         """
-        said: Message = {"role": "assistant", "content": _MARK}
+        marked: Message = {"role": "assistant", "content": _MARK}
         try:
-            text = self._render([*messages[: known - 1], said, *messages[known:]], tools)
+            text = self._render([*messages[: known - 1], marked, *messages[known:]], tools)
         except ApiError:
             return None
         _, found, after = text.partition(_MARK)

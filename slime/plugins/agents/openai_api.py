@@ -7,47 +7,32 @@ import time
 from collections.abc import Iterable
 
 from slime.plugins.agents.demands import demand_of, openai_choice, schema_of
-from slime.plugins.agents.fields import (
-    CHOICE,
+from slime.plugins.agents.messages import (
+    COMMON_FIELDS,
     CONTENT,
-    FLAG,
-    LIST,
-    OBJECT,
-    STOPS,
     TEXT,
     ApiError,
+    Ask,
+    Message,
     Reply,
+    Tool,
+    ToolCall,
+    call,
     check_fields,
     event,
     inner_object,
     note,
     objects,
     strings,
+    text_of,
+    tool,
     whole_number,
 )
-from slime.plugins.agents.messages import Ask, Message, Tool, ToolCall, call, text_of, tool
 from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject
 
 _MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}
-_CHAT_FIELDS = {
-    **dict.fromkeys(("messages", "tools"), LIST),
-    **dict.fromkeys(("stream_options", "response_format"), OBJECT),
-    "stop": STOPS,
-    "stream": FLAG,
-    "tool_choice": CHOICE,
-    "model": TEXT,
-}
-_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT, "tool_calls": LIST, "tool_call_id": TEXT}
-_RESPONSES_FIELDS = {
-    **dict.fromkeys(("input", "instructions"), CONTENT),
-    **dict.fromkeys(("previous_response_id", "model"), TEXT),
-    "tools": LIST,
-    "tool_choice": CHOICE,
-    "stream": FLAG,
-    "text": OBJECT,
-}
 
 
 def openai_error(error: ApiError) -> Reply:
@@ -76,7 +61,7 @@ class Chat(_OpenAi):
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, _CHAT_FIELDS)
+        check_fields(body, COMMON_FIELDS)
         if body.get("logprobs"):
             note("logprobs", "are not sent to the program; they are only recorded for training")
         if body.get("functions"):
@@ -167,13 +152,11 @@ def _tools(functions: Iterable[JsonObject]) -> list[Tool]:
 
 
 def _chat_message(raw: JsonObject) -> Message:
-    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role = _ROLES.get(str(raw.get("role")), raw.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(400, f"unknown role {role!r}")
     message: Message = {"role": str(role), "content": text_of(raw.get("content"))}
-    entries = raw.get("tool_calls")
-    calls = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    calls = objects(raw, "tool_calls", required=False)
     if calls:
         message["tool_calls"] = [_chat_call(entry) for entry in calls]
     reasoning = raw.get("reasoning_content")
@@ -221,12 +204,12 @@ class Responses(_OpenAi):
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, _RESPONSES_FIELDS)
+        check_fields(body, {**COMMON_FIELDS, "previous_response_id": TEXT, "instructions": CONTENT})
         if body.get("background") or body.get("conversation"):
             raise ApiError(400, "background and conversation are not supported: use previous_response_id")
-        given = body.get("input")
-        question: JsonObject = {"role": "user", "content": given}
-        items = [question] if isinstance(given, str) else objects(body, "input")
+        text_or_items = body.get("input")
+        question: JsonObject = {"role": "user", "content": text_or_items}
+        items = [question] if isinstance(text_or_items, str) else objects(body, "input")
         messages = _from_items(items)
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
@@ -310,10 +293,10 @@ class Responses(_OpenAi):
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
             # The complete answer must contain the text that was streamed, also where that of the turn differs.
-            said = _message_item(turn, text)
-            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
+            message = _message_item(turn, text)
+            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=message))
             thought = [item for item in items if item["type"] == "reasoning"]
-            items = [*thought, said, *(item for item in items if item["type"] == "function_call")]
+            items = [*thought, message, *(item for item in items if item["type"] == "function_call")]
         for index, item in enumerate(items):
             if item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": index}

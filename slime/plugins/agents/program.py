@@ -14,18 +14,69 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.config.hooks import is_async, load_function
 from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
-from slime.plugins.agents.settings import AgentSettings
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Settings for running agent programs and answering their requests.
+
+    Attributes:
+        function_path: Path of the program as a function (``--agent-function-path``).
+        command: The program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
+            over ``function_path``.
+        environment: Names of variables that a command gets in addition to those that it needs to run (``--agent-env``).
+        timeout: Deadline of a program in seconds.
+        host: Address on which the endpoint listens.
+        tool_parser: Name or path of the tool parser; ``auto`` selects it by the model.
+        reasoning_parser: Name of the reasoning parser, ``auto`` or ``none``.
+        constrains: Whether the engine constrains answers to ``tool_choice`` and ``response_format``
+            (``--agent-constrained-decoding``).
+        max_turns: Maximum number of turns of a conversation; None or 0 for no limit.
+        max_context_len: Maximum number of tokens of a conversation (``--rollout-max-context-len``); None for the
+            limit of the engines.
+    """
+
+    function_path: str | None
+    command: str | None
+    environment: tuple[str, ...]
+    timeout: float
+    host: str
+    tool_parser: str
+    reasoning_parser: str
+    constrains: bool
+    max_turns: int | None
+    max_context_len: int | None
+
+    @classmethod
+    def from_args(cls, args: Args) -> AgentSettings:
+        return cls(
+            function_path=args.agent_function_path,
+            command=args.agent_command,
+            environment=tuple(args.agent_env or ()),
+            timeout=args.agent_timeout,
+            host=args.agent_host,
+            tool_parser=args.agent_tool_parser,
+            reasoning_parser=args.agent_reasoning_parser,
+            constrains=args.agent_constrained_decoding,
+            max_turns=args.max_turns,
+            max_context_len=args.rollout_max_context_len,
+        )
+
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)
 _POLL_SECONDS = 0.5
 _REST_SECONDS = 1.0  # time to read the rest of the pipes after a command has ended
 _STOP_SECONDS = 3.0  # time for the guard to end a command
+T = TypeVar("T")
 Reward = float | dict[str, Any] | None
 
 
@@ -96,7 +147,7 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
         running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
         result = await asyncio.wrap_future(running)
     else:
-        result = await _in_thread(fn, task)
+        result = await in_thread(lambda: fn(task))
     return reward_of(result, settings.function_path)
 
 
@@ -124,27 +175,35 @@ async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> obj
         raise RuntimeError(f"the program ended with {raised!r}") from raised
 
 
-async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
-    """Run the program in its own daemon thread.
+async def in_thread(
+    call: Callable[[], T], name: str = "slime-agent", abandon: Callable[[T], object] = lambda result: None
+) -> T:
+    """Run a call that may block in its own daemon thread.
 
-    A thread pool would be blocked by programs that never end, and Python waits for pool threads at exit."""
+    A thread pool would be blocked by calls that never end, and Python waits for pool threads at exit.
+
+    Args:
+        abandon: Called in a thread with a result that comes after the caller was cancelled.
+    """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[object] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: object, error: BaseException | None) -> None:
-        if not future.done():  # it is done if the caller was cancelled
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
+        elif error is None:
+            threading.Thread(target=abandon, args=(result,), name=name, daemon=True).start()
 
     def work() -> None:
         result, error = None, None
         try:
-            result = fn(task)
-        except BaseException as raised:
+            result = call()
+        except BaseException as raised:  # any error is raised in the caller
             error = raised if isinstance(raised, Exception) else RuntimeError(f"the program ended with {raised!r}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, name="slime-agent", daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
     return await future
 
 
@@ -180,10 +239,10 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
         raise ProgramError(f"exit status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
     last = output.text.rstrip().rpartition("\n")[2]
     try:
-        found = json.loads(last)
+        result = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    return found.get("reward") if isinstance(found, dict) else None
+    return result.get("reward") if isinstance(result, dict) else None
 
 
 class _Tail:

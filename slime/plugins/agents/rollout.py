@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.program import Reward, Task, run_program
+from slime.plugins.agents.program import AgentSettings, Reward, Task, run_program
 from slime.plugins.agents.server import agent_server
 from slime.plugins.agents.session import Session
-from slime.plugins.agents.settings import AgentSettings
-from slime.rollout.prompts import prompt_ids
+from slime.plugins.agents.trajectory import without_response
 from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 from slime.types import SamplingParams
@@ -45,10 +44,12 @@ async def generate(
     Raises:
         Exception: An engine failed. Errors of the program, of a request, or in the model's text are not raised.
     """
+    # A retry begins anew, but keeps the id by which engines find the cached prefix.
     session_id = sample.session_id
     sample.reset_response()
     sample.session_id = session_id
     sample.metadata.pop(FAILURE_KEY, None)
+    # The program reaches the model at an address of its own, which identifies its session.
     settings = AgentSettings.from_args(args)
     server = await agent_server(settings.host)
     session = server.open(args, sample, sampling_params, evaluation)
@@ -62,6 +63,7 @@ async def generate(
         api_key=session.id,
         evaluation=evaluation,
     )
+    # Run the program. The session is closed in any case, so that late requests are refused.
     began = time.monotonic()
     try:
         with trace_span(sample, "agent") as span:
@@ -69,15 +71,18 @@ async def generate(
             span.set(**session.counts)
     finally:
         server.close(session)
+    # An engine that failed concerns the whole rollout, and an abort leaves the sample for later.
     if session.fault is not None:
         raise session.fault
     if session.aborted:
         sample.status = Sample.Status.ABORTED
         return sample
+    # Each leaf of the tree is a sample with the reward of the session.
     samples = _samples(session)
     for leaf in samples:
         leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
         leaf.reward = copy.copy(reward)
+    # A program that failed has no reward: its samples are counted and left out.
     if not session.tree.turns and failure is None:
         failure = "error", "the agent program ended without any answer from the model"
     if failure is not None:
@@ -94,6 +99,7 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
     """Run the program; return its reward and None, or None and a failure (its kind and a message).
 
     Both are None if the rollout was aborted or an engine failed."""
+    # The program runs beside this loop, which watches everything else that may end it.
     program = asyncio.ensure_future(run_program(settings, task))
     deadline = time.monotonic() + settings.timeout
     try:
@@ -103,10 +109,12 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
                 late = f"the agent program did not end within {settings.timeout:g} s (--agent-timeout)"
                 return None, ("timeout", late)
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
+        # The session has ended for a reason of its own: a request failed, an abort, or an engine.
         if session.error is not None:
             return None, ("error", f"a request failed: {type(session.error).__name__}: {session.error}"[:2000])
         if not program.done():
             return None, None
+        # The program has ended by itself.
         error = program.exception()
         if error is None:
             return program.result(), None
@@ -114,6 +122,7 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
             logger.warning("agent program of sample %s: %s: %s", session.sample.index, type(error).__name__, error)
         return None, ("error", f"the agent program raised {type(error).__name__}: {error}"[:2000])
     finally:
+        # However it ended, no request of it may reach the engines from now on.
         session.close()
         if not program.done():
             program.cancel()
@@ -124,14 +133,8 @@ def _samples(session: Session) -> list[Sample]:
     samples = session.tree.samples(session.state.args, session.sample, session.state.tokenizer)
     if samples:
         return samples
-    # The program never got an answer. The prompt and one untrained token make a valid sample.
-    sample = session.sample
-    end = session.state.tokenizer.eos_token_id
-    assert end is not None, "a model that answers in turns ends them with a token"
-    # Conversations are text only, and the model may have no processor for the media of a prompt.
-    sample.tokens = ([] if sample.multimodal_inputs else prompt_ids(session.state, sample)) or [end]
-    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
-    return [sample]
+    without_response(session.state, session.sample)
+    return [session.sample]
 
 
 async def _score_once(args: Args, samples: list[Sample]) -> None:

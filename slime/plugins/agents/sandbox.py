@@ -274,11 +274,11 @@ async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] 
                 # Not wait_for: in Python 3.11 it can swallow a cancellation.
                 async with asyncio.timeout(START_SECONDS):
                     began = await ready.read(1)
-                    said = b"" if began else await outputs[1]
+                    error_output = b"" if began else await outputs[1]
             except TimeoutError as error:
                 raise SandboxUnavailable(f"a sandbox was not set up within {START_SECONDS:g} s") from error
             if not began:
-                lines = said.decode(errors="replace").splitlines()
+                lines = error_output.decode(errors="replace").splitlines()
                 raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")
             start = time.monotonic()
             stopped = await _until_end(process, over, limits.seconds)
@@ -322,6 +322,7 @@ async def _process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
     """Start the launcher in a new session; yield it with the stream that reports the start of the code. The process is
     killed at the end of the block. ``passed`` are file descriptors for the launcher, which are closed here."""
+    # The pipe on which the launcher reports that the code starts.
     ours, theirs = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -336,10 +337,12 @@ async def _process(
                 env=_environment(), cwd="/", pass_fds=[theirs, *passed], start_new_session=True,
             )  # fmt: skip
         finally:
+            # The child has its own copies, and ours would keep the pipes open after its end.
             for descriptor in (theirs, *passed):
                 os.close(descriptor)
         yield process, reader
     finally:
+        # A process that is left over is killed with all that it has started.
         transport.close()
         if process is not None:
             _kill(process)

@@ -32,43 +32,46 @@ NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is n
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+_NEWNS, _NEWUTS, _NEWIPC = 0x20000, 0x4000000, 0x8000000
+_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000, 2, 4
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
-# System call -> its number on x86_64 and on aarch64 (None if it does not exist there).
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "fsopen": (430, 430), "fsmount": (432, 432), "move_mount": (429, 429),
-    "open_tree": (428, 428), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180),  # these allocate memory that no limit counts
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "init_module": (175, 105),
-    "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142), "personality": (135, 92),
-}  # fmt: skip
+Numbers = tuple[int | None, int | None]
+"""The numbers of a system call on x86_64 and on aarch64; None if it does not exist there."""
+
+
+def _numbers(table: str) -> dict[str, Numbers]:
+    """Read a table of system calls: name, number on x86_64, number on aarch64 (``-``: it does not exist there)."""
+    rows = [row.split() for row in table.split(",")]
+    return {name: (int(x86), None if arm == "-" else int(arm)) for name, x86, arm in rows}
+
+
+# memfd_create, memfd_secret, shmget, msgget, semget and mq_open allocate memory that no limit counts.
+_REFUSED = _numbers("""
+socket 41 198, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+pidfd_open 434 434, pidfd_getfd 438 438, pidfd_send_signal 424 424, mount 165 40, umount2 166 39,
+pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, fsopen 430 430, fsmount 432 432,
+move_mount 429 429, open_tree 428 428, mount_setattr 442 442, open_by_handle_at 304 265, memfd_create 319 279,
+memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180, bpf 321 280,
+perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, add_key 248 217, request_key 249 218,
+keyctl 250 219, init_module 175 105, finit_module 313 273, kexec_load 246 104, reboot 169 142,
+personality 135 92
+""")
 # Without namespaces, the code could reach other processes and the files of the machine. These calls send signals to
 # other processes, change them, or modify files.
-_REFUSED_OUTSIDE: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440),
-    "truncate": (76, 45), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None),
-    "mkdirat": (258, 34), "rmdir": (84, None), "creat": (85, None), "link": (86, None), "linkat": (265, 37),
-    "unlink": (87, None), "unlinkat": (263, 35), "symlink": (88, None), "symlinkat": (266, 36),
-    "mknod": (133, None), "mknodat": (259, 33), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "fchmodat2": (452, 452), "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88),
-    "execve": (59, 221), "execveat": (322, 281),
-}  # fmt: skip
+_REFUSED_OUTSIDE = _numbers("""
+kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+setpriority 141 140, sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+sched_setattr 314 274, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, process_madvise 440 440,
+truncate 76 45, rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -,
+creat 85 -, link 86 -, linkat 265 37, unlink 87 -, unlinkat 263 35, symlink 88 -, symlinkat 266 36, mknod 133 -,
+mknodat 259 33, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -,
+fchown 93 55, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14,
+lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88,
+execve 59 221, execveat 322 281
+""")
 # Commands that let a file or pipe send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP,
 # FIOASYNC.
 _FCNTL, _IOCTL = (72, 25), (16, 29)
@@ -205,6 +208,7 @@ def enter_namespaces(order: Order) -> None:
     Root with CAP_SYS_ADMIN creates them directly and changes its user id afterwards. Other users, and root without this
     capability (for example in a container), create a user namespace as well.
     """
+    # Create the namespaces: directly as root, otherwise inside a user namespace.
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     uid, gid = os.geteuid(), os.getegid()
     powerful = uid == 0
@@ -218,9 +222,12 @@ def enter_namespaces(order: Order) -> None:
         for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
             with open(f"/proc/self/{file}", "w", encoding="ascii") as out:
                 out.write(text)
+    # Mounts of the new namespace must not reach the machine's own.
     call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    # The new root is an empty file system in memory, whose size is the limit of all files.
     options = f"size={order['disk_bytes']},nr_inodes=4096,mode=755"
     call("mount", b"tmpfs", NEW_ROOT.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
+    # Show what the code may read, a few devices, and folders that it may write to.
     for path in visible(order["readable"]):
         show(path)
     for name in ("null", "zero", "random", "urandom"):
@@ -228,6 +235,7 @@ def enter_namespaces(order: Order) -> None:
     for folder in ("/tmp", WORK):
         os.makedirs(NEW_ROOT + folder, exist_ok=True)  # it exists if a readable folder is below it
         os.chmod(NEW_ROOT + folder, 0o777)
+    # Enter the new root, and take the old one away.
     os.chdir(NEW_ROOT)
     call("pivot_root", b".", b".")
     call("umount2", b".", _MNT_DETACH)
@@ -318,17 +326,19 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     if machine not in _ARCHITECTURES:
         raise OSError(f"no system call numbers for {machine}: the sandbox knows {', '.join(_ARCHITECTURES)}")
     column, audit = _ARCHITECTURES[machine]
+    # Instructions of the classic BPF machine: load a word, compare, and give the verdict.
     load, jump_equal, jump_set, jump_ge, give = 0x20, 0x15, 0x45, 0x35, 0x06
     low_word = lambda argument: 16 + 8 * argument  # noqa: E731  # little-endian
+    # First the architecture, since the numbers of another one mean other calls.
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, audit), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":
         program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # x32 calls would bypass the checked numbers
 
-    def refuse(numbers: tuple[int | None, int | None], answer: int = _EPERM) -> None:
+    def refuse(numbers: Numbers, answer: int = _EPERM) -> None:
         if numbers[column] is not None:
             program.extend([(jump_equal, 0, 1, numbers[column]), (give, 0, 0, answer)])  # type: ignore[list-item]
 
-    def refuse_if(numbers: tuple[int | None, int | None], argument: int, test: int, value: int, wanted: bool) -> None:
+    def refuse_if(numbers: Numbers, argument: int, test: int, value: int, wanted: bool) -> None:
         """Refuse the call if the test of the argument's low word gives ``wanted``; allow it otherwise."""
         if numbers[column] is not None:
             yes, no = (0, 1) if wanted else (1, 0)
@@ -342,7 +352,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
         for value in values:
             program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
-        program.append((give, 0, 0, _ALLOW))
+            program.append((give, 0, 0, _ALLOW))
 
     for numbers in _REFUSED.values():
         refuse(numbers)
@@ -354,6 +364,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         refuse(_FORK)
         refuse(_VFORK)
         refuse_if(_CLONE, 0, jump_set, _CLONE_THREAD, False)
+    # Without namespaces: signals to other processes, and everything that writes to files.
     if outside:
         for numbers in _REFUSED_OUTSIDE.values():
             refuse(numbers)
@@ -366,6 +377,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     refuse_if(_PRCTL, 0, jump_equal, _PR_SET_PDEATHSIG, True)
     program.append((give, 0, 0, _ALLOW))
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # Install the filter. It needs the promise to gain no privileges, and cannot be taken back.
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     filters = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
@@ -375,10 +387,10 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
 def call(name: str, *arguments: int | bytes | None) -> None:
     """Call a function of the C library that returns 0 or -1. An error is raised as an OSError with its name."""
-    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    c_arguments = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     if name == "pivot_root":
-        name, words = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *words]
-    if getattr(_libc, name)(*words) != 0:
+        name, c_arguments = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *c_arguments]
+    if getattr(_libc, name)(*c_arguments) != 0:
         code = ctypes.get_errno()
         shown = ", ".join(repr(word) for word in arguments if not isinstance(word, bytes) or len(word) < 80)
         raise OSError(code, f"{name}({shown}): {os.strerror(code)}")

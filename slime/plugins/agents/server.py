@@ -18,10 +18,9 @@ from aiohttp import web
 
 from slime.data.json_text import too_deep
 from slime.data.sample import Sample
-from slime.engines.request_guard import add_last_route, add_routes, request_guard
+from slime.engines.request_guard import request_guard
 from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.fields import ApiError, guarded, note, to_json
-from slime.plugins.agents.messages import Ask
+from slime.plugins.agents.messages import ApiError, Ask, guarded, note, to_json
 from slime.plugins.agents.openai_api import Chat, Responses
 from slime.plugins.agents.session import Place, Session
 from slime.plugins.agents.trajectory import Turn
@@ -57,14 +56,13 @@ class AgentServer:
             if Messages in dialects.values():
                 routes.append(web.post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count)))
             routes.append(web.get(f"{prefix}/v1/models", self._handler(Chat, self._models)))
-        add_routes(app, routes)
+        app.add_routes(routes)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
 
     async def start(self) -> AgentServer:
         """Listen on a free port of the host."""
-        add_last_route(self.app)  # not before: whoever serves ``app`` without this method may add routes
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, 0).start()
         self.port = self._runner.addresses[0][1]
@@ -98,6 +96,7 @@ class AgentServer:
                 session = self._session(request)
                 session.tasks.add(task)
                 return await answer(request, dialect, session)
+            # A mistake of the client, or a session that has ended: an answer in the form of its API.
             except ApiError as error:
                 return _refusal(dialect, error)
             except ConnectionError:  # the client has disconnected, so nobody reads this response
@@ -181,6 +180,7 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send the turn as server-sent events while it is generated. An error before the first token becomes an HTTP
     status; after the response has begun, an error can be sent only as an event."""
+    # The turn puts its parts into a queue, whose end is None.
     parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
 
     def show(reasoning: str, text: str) -> None:
@@ -192,19 +192,23 @@ async def _stream(
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     sent = _Sent(encoder, ask)
     try:
+        # Wait for the first part, because an error can still become a status until then.
         part = await _next(parts)
         if part is None:
             task.result()  # raises the error if the turn failed
         await response.prepare(request)
         await response.write(encoder.begin())
+        # Then send part by part, and a ping where the model takes long.
         while part is not None:
             await response.write(sent.events(*part) if part else encoder.ping())
             part = await _next(parts)
+        # The end: what was held back, tool calls and counts, or the error.
         turn = _result(task)
         last = encoder.failed(turn) if isinstance(turn, ApiError) else sent.rest(turn) + encoder.end(turn)
         await response.write(last)
         await response.write_eof()
     except (ConnectionError, asyncio.CancelledError):
+        # The client has gone. A complete turn that it did not receive is no part of the conversation.
         if task.done() and not task.cancelled() and task.exception() is None:
             _undelivered(session, [task.result()])
         raise

@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from slime.config.agent import choose_parser
-from slime.config.hf_config import read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
 from slime.data.reasoning import opened_by_ids, reasoning_tags
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.chat import ChatTemplate
-from slime.plugins.agents.constraints import structural_tag
-from slime.plugins.agents.demands import UNMET
-from slime.plugins.agents.fields import ApiError, Reply, note
-from slime.plugins.agents.messages import Ask, Message
-from slime.plugins.agents.reasoning import StreamSplit, parse_answer, split_reasoning
-from slime.plugins.agents.settings import AgentSettings
+from slime.plugins.agents.demands import UNMET, structural_tag
+from slime.plugins.agents.messages import ApiError, Ask, Message, Reply, note
+from slime.plugins.agents.program import AgentSettings
 from slime.plugins.agents.tool_formats import KNOWN_MARKS, NoCalls
-from slime.plugins.agents.tool_parsers import Shown, ToolParser, tool_parser
+from slime.plugins.agents.tool_parsers import (
+    Shown,
+    StreamSplit,
+    ToolParser,
+    parse_answer,
+    parser_name,
+    split_reasoning,
+    tool_parser,
+)
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.abort import retry_delay
 from slime.rollout.end_token import end_text
@@ -76,9 +79,7 @@ class Session:
         self.settings = AgentSettings.from_args(args)
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
-        model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
-        template = str(self.state.tokenizer.chat_template)
-        self.parser_name = choose_parser(self.settings.tool_parser, template, model_type)
+        self.parser_name = parser_name(self.settings.tool_parser, self.state.tokenizer, args.hf_checkpoint)
         tool_parser(self.parser_name)  # raise an error for an unknown name here, and not in the first request
         self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
         self.context = self.state.served
@@ -136,10 +137,10 @@ class Session:
             new = ask.messages
             # In the Responses API, instructions are not inherited: those of this request replace the earlier ones.
             system = [message for message in new if message["role"] == "system"]
-            said = before.conversation()
-            if system and said[0]["role"] == "system":
-                said = said[1:]
-            ask.messages = [*system, *said, *(message for message in new if message["role"] != "system")]
+            earlier = before.conversation()
+            if system and earlier[0]["role"] == "system":
+                earlier = earlier[1:]
+            ask.messages = [*system, *earlier, *(message for message in new if message["role"] != "system")]
         parent = self.tree.find(ask)
         if parent is not None and before is not None and before.all_keys() == parent.all_keys():
             parent = before  # the conversations are equal, but not the reasoning, which the keys leave out
@@ -244,11 +245,11 @@ class Session:
         demand."""
         if ask.demand is None or not self.settings.constrains:
             return None
-        found = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
-        if found is None:
+        tag = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
+        if tag is None:
             what = f"--agent-tool-parser {self.parser_name}"
             note(what, "has no grammar, so answers are not constrained but only checked")
-        return found
+        return tag
 
     def _check_demand(self, ask: Ask, turn: Turn) -> None:
         """Raise an error for an answer that does not meet the client's demand, unless it was truncated."""
@@ -299,8 +300,8 @@ class Session:
         if len(outputs) == 1 and not isinstance(matched, str):
             text = str(outputs[0]["text"])
         else:
-            said = ids[:-1] if isinstance(matched, int) else ids
-            text = str(self.state.tokenizer.decode(said, skip_special_tokens=bool(params.get("skip_special_tokens"))))
+            shown = ids[:-1] if isinstance(matched, int) else ids
+            text = str(self.state.tokenizer.decode(shown, skip_special_tokens=bool(params.get("skip_special_tokens"))))
         if matched is None and ids:  # an end token may be the last one for which there is room
             text = text.removesuffix(end_text(self.state, ids[-1], stopped=False))
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text

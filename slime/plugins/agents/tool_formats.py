@@ -41,13 +41,13 @@ class Format:
         calls: list[ToolCall] = []
         done, unreadable, start = 0, 0, self._find(text, 0)
         while start >= 0 and unreadable < _MOST_UNREADABLE:
-            found = self.read(text, start)
-            unreadable += found is None
-            if found is not None:
+            block = self.read(text, start)
+            unreadable += block is None
+            if block is not None:
                 kept.append(text[done:start])
-                done, entries = found
+                done, entries = block
                 calls += entries
-            start = self._find(text, done if found is not None else start + 1)
+            start = self._find(text, done if block is not None else start + 1)
         return "".join([*kept, text[done:]]), calls
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
@@ -55,8 +55,8 @@ class Format:
         raise NotImplementedError
 
     def _find(self, text: str, start: int) -> int:
-        found = [at for mark in self.marks if (at := text.find(mark, start)) >= 0]
-        return min(found, default=-1)
+        starts = [at for mark in self.marks if (at := text.find(mark, start)) >= 0]
+        return min(starts, default=-1)
 
 
 class NoCalls(Format):
@@ -69,10 +69,10 @@ class Hermes(Format):
     marks = ("<tool_call>",)
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        found = _json_at(text, start + len("<tool_call>"))
-        if found is None:
+        decoded = _json_at(text, start + len("<tool_call>"))
+        if decoded is None:
             return None
-        value, end = found
+        value, end = decoded
         end, calls = _after_space(text, end), read_calls(value)
         return (end + len("</tool_call>"), calls) if calls and text.startswith("</tool_call>", end) else None
 
@@ -162,11 +162,11 @@ class DeepSeek(_Sections):
     one = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 
     def entry(self, text: str) -> ToolCall | None:
-        name, found, arguments = text.partition("<｜tool▁sep｜>")
+        name, separator, arguments = text.partition("<｜tool▁sep｜>")
         if "```json" in arguments:
             name, _, arguments = arguments.partition("```json")
             arguments = arguments.rstrip().removesuffix("```")
-        return _entry(name, arguments) if found else None
+        return _entry(name, arguments) if separator else None
 
 
 class Kimi(_Sections):
@@ -179,9 +179,9 @@ class Kimi(_Sections):
     _id = re.compile(r"(?:functions\.)?([\w.\-]+):\d+")
 
     def entry(self, text: str) -> ToolCall | None:
-        call_id, found, arguments = text.partition("<|tool_call_argument_begin|>")
+        call_id, separator, arguments = text.partition("<|tool_call_argument_begin|>")
         known = self._id.fullmatch(call_id.strip())
-        entry = _entry(known[1], arguments) if found and known else None
+        entry = _entry(known[1], arguments) if separator and known else None
         return None if entry is None else {**entry, "id": call_id.strip()}
 
 
@@ -197,8 +197,8 @@ class Llama3(Format):
         position = tag + len("<|python_tag|>") if tag >= 0 else start
         calls: list[ToolCall] = []
         end = position
-        while (found := _json_at(text, position)) is not None:
-            value, end_of_value = found
+        while (decoded := _json_at(text, position)) is not None:
+            value, end_of_value = decoded
             read = read_calls(value) if isinstance(value, dict) and {"parameters", "arguments"} & value.keys() else None
             if read is None:
                 break
@@ -237,10 +237,10 @@ class Mistral(Format):
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         begin = start + len("[TOOL_CALLS]")
         named = self._compact.match(text, begin)
-        found = _json_at(text, named.end() if named else begin)
-        if found is None:
+        decoded = _json_at(text, named.end() if named else begin)
+        if decoded is None:
             return None
-        value, end = found
+        value, end = decoded
         if named is None:
             calls = read_calls(value)
             return (end, calls) if calls else None
@@ -305,8 +305,8 @@ def _json_at(text: str, start: int) -> tuple[JsonValue, int] | None:
 
 
 def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> JsonValue:
@@ -334,14 +334,14 @@ def _python_value(text: str, kind: str | None) -> JsonValue:
 
 def _type_of(schema: JsonObject, key: str) -> str | None:
     properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, dict) else None
-    others = (found.get("anyOf") or found.get("oneOf")) if isinstance(found, dict) else None
-    for option in (_referred(schema, part) for part in [found, *(others if isinstance(others, list) else [])]):
+    field = properties.get(key) if isinstance(properties, dict) else None
+    others = (field.get("anyOf") or field.get("oneOf")) if isinstance(field, dict) else None
+    for option in (_referred(schema, part) for part in [field, *(others if isinstance(others, list) else [])]):
         kinds = option.get("type") if isinstance(option, dict) else None
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if isinstance(kind, str) and kind != "null":
                 return kind
-    return "string" if isinstance(found, dict) and "enum" in found else None
+    return "string" if isinstance(field, dict) and "enum" in field else None
 
 
 def _referred(schema: JsonObject, part: JsonValue) -> JsonValue:
@@ -350,10 +350,10 @@ def _referred(schema: JsonObject, part: JsonValue) -> JsonValue:
     path = part.get("$ref") if isinstance(part, dict) else None
     if not isinstance(path, str) or not path.startswith("#/"):
         return part
-    found: JsonValue = schema
+    definition: JsonValue = schema
     for name in path.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        definition = definition.get(name) if isinstance(definition, dict) else None
+    return definition
 
 
 def _deep_brackets(text: str) -> bool:

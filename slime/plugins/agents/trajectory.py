@@ -18,6 +18,8 @@ from slime.data.tokenizers import end_ids
 from slime.plugins.agents.messages import Ask, Message, Tool, key_of
 from slime.rollout.end_token import text_of
 from slime.rollout.generate import append_output
+from slime.rollout.prompts import prompt_ids
+from slime.rollout.state import GenerateState
 from slime.types import GenerateOutput, Tokenizer
 
 if TYPE_CHECKING:
@@ -144,6 +146,15 @@ def _deepest(roots: Sequence[Turn], keys: list[Key]) -> Turn | None:
             best = turn if best is None or turn.depth >= best.depth else best
             open_turns += [(child, end) for child in reversed(turn.children)]
     return best
+
+
+def without_response(state: GenerateState, sample: Sample) -> None:
+    """Make a valid sample of one that got no answer of the model: its prompt, and one token that is not trained."""
+    end = state.tokenizer.eos_token_id
+    assert end is not None, "a model that answers in turns ends them with a token"
+    # Conversations are text only, and the model may have no processor for the media of a prompt.
+    sample.tokens = ([] if sample.multimodal_inputs else prompt_ids(state, sample)) or [end]
+    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
 
 
 def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.engines.flat import Bucket, Entry, NamedTensor, flatten, layout
+from slime.engines.payload import Bucket, Entry, NamedTensor, flatten, layout
 from slime.plugins.delta.published import Encoding
 
 if TYPE_CHECKING:

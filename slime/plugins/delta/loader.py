@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
-from slime.engines.flat import NamedTensor
+from slime.engines.payload import NamedTensor
 from slime.plugins.delta.delta import Changes, HostBucket, HostCopy, digests, unpack
 from slime.plugins.delta.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
 from slime.plugins.delta.published import Manifest, PublishedBucket, Request, Status, read_request

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from slime.engines.flat import ALIGNMENT, Entry
+from slime.engines.payload import ALIGNMENT, Entry
 
 MANIFEST = "slime_weights.json"
 Encoding = Literal["xor", "overwrite"]

@@ -16,9 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket
 from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.plugins.delta.published import Manifest, PublishedBucket, Status, reports_folder, request

@@ -1,20 +1,165 @@
-"""The HTTP application of one engine, without the process around it."""
+"""The HTTP application of one engine, and its routes for pauses, memory, and the description of the server."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
 
+import torch
 from aiohttp import web
 
 from slime.engines.keys import NO_KEYS, ServerKeys
-from slime.engines.request_guard import add_last_route, add_routes, request_guard
-from slime.plugins.embedded import routes_adapters, routes_control, routes_generate, routes_openai, routes_weights
+from slime.engines.request_guard import request_guard
+from slime.plugins.embedded import adapters, routes_generate, routes_openai, routes_weights
+from slime.plugins.embedded.fields import LOADED, body_of, errors_as_json, json_answer, list_of, one_of, take
 from slime.plugins.embedded.loading import Loaded
-from slime.plugins.embedded.web import LOADED, errors_as_json
+from slime.plugins.embedded.protocol import API_VERSION
+from slime.plugins.embedded.weights import TAGS
+
+routes = web.RouteTableDef()
+FLUSHED = "Cache flushed.\n"
+NOT_FLUSHED = "Cache not flushed: requests are running or waiting.\n"
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+@routes.post("/pause_generation")
+async def pause_generation(request: web.Request) -> web.Response:
+    """Pause generation, and answer when no step is running. The field ``mode`` is one of :data:`PAUSE_MODES`."""
+    mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
+    engine = request.app[LOADED].engine
+    await engine.call(engine.pause, mode)
+    return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+
+
+@routes.post("/continue_generation")
+async def continue_generation(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    await engine.call(engine.scheduler.resume)
+    return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@routes.post("/flush_cache")
+@routes.get("/flush_cache")
+async def flush_cache(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    flushed = await engine.call(engine.scheduler.flush)
+    return web.Response(text=FLUSHED if flushed else NOT_FLUSHED, status=200 if flushed else 400)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@routes.post("/release_memory_occupation")
+@routes.get("/release_memory_occupation")
+@routes.post("/resume_memory_occupation")
+@routes.get("/resume_memory_occupation")
+async def memory_occupation(request: web.Request) -> web.Response:
+    """Release memory, or take it again. Without ``tags`` this concerns all memory."""
+    engine = request.app[LOADED].engine
+    change = engine.release if request.path == "/release_memory_occupation" else engine.resume
+    tags = take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
+    await engine.call(change, tags)
+    return json_answer(None)
+
+
+# --- description and state -----------------------------------------------------------------------
+
+
+@routes.get("/model_info")
+@routes.get("/get_model_info")
+async def model_info(request: web.Request) -> web.Response:
+    loaded = request.app[LOADED]
+    return json_answer(
+        {
+            "model_path": loaded.options.model_path,
+            "served_model_name": loaded.options.model_path,
+            "tokenizer_path": loaded.options.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": loaded.engine.scheduler.weight_version,
+            "has_image_understanding": loaded.images is not None,
+            "has_audio_understanding": False,
+            "model_type": getattr(loaded.config, "model_type", None),
+            "architectures": getattr(loaded.config, "architectures", None),
+        }
+    )
+
+
+@routes.get("/server_info")
+@routes.get("/get_server_info")
+async def server_info(request: web.Request) -> web.Response:
+    """Answer with options and state.
+
+    ``engine`` distinguishes this engine from SGLang, and ``version`` is the SGLang release whose interface it serves.
+    """
+    loaded = request.app[LOADED]
+    engine, options = loaded.engine, loaded.options
+    state = {
+        "weight_version": engine.scheduler.weight_version,
+        "paused": engine.scheduler.paused,
+        "halted": sorted(engine.halted),
+        "released": sorted(engine.memory.released),
+        "steps": engine.steps,
+        "generated_tokens": engine.generated_tokens,
+    }
+    return json_answer(
+        {
+            "engine": "embedded",
+            "version": API_VERSION,
+            "model_path": options.model_path,
+            "served_model_name": options.model_path,
+            "dtype": options.dtype,
+            "device": options.device,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "context_length": loaded.context_len,
+            "max_running_requests": options.max_running_requests,
+            "max_total_num_tokens": engine.scheduler.max_total_tokens,
+            "enable_deterministic_inference": options.deterministic,
+            "deterministic_row_counts": list(engine.runner.row_counts) if options.deterministic else [],
+            "torch_threads": torch.get_num_threads(),
+            "internal_states": [state],
+        }
+    )
+
+
+@routes.get("/v1/loads")
+async def loads(request: web.Request) -> web.Response:
+    """Answer with the core section of SGLang's ``/v1/loads``."""
+    scheduler = request.app[LOADED].engine.scheduler
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    used = sum(sequence.computed for sequence in list(scheduler.running))  # a copy: the model thread changes the list
+    core = {
+        "dp_rank": 0,
+        "timestamp": time.time(),
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": used,
+        "num_held_reqs": scheduler.held,
+        "max_total_num_tokens": scheduler.max_total_tokens,
+        "max_running_requests": scheduler.max_running,
+        "token_usage": used / scheduler.max_total_tokens,
+    }
+    return json_answer({"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]})
+
+
+# --- the application, without the process around it ------------------------------------------------
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
+SERVING: dict[str, Any] = {
+    "access_log": None,
+    "shutdown_timeout": 0.2,
+    "handler_cancellation": True,
+    "keepalive_timeout": 3600.0,
+    "auto_decompress": False,
+}
+"""How aiohttp serves the application, in a process of its own and on a thread."""
 
 
 def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS) -> web.Application:
@@ -30,9 +175,8 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS
     app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
-    modules = (routes_generate, routes_control, routes_weights, routes_adapters, routes_openai)
-    add_routes(app, [route for module in modules for route in module.routes if isinstance(route, web.RouteDef)])
-    add_last_route(app)
+    for table in (routes, *(module.routes for module in (adapters, routes_generate, routes_openai, routes_weights))):
+        app.add_routes(table)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:
         loaded.engine.start(asyncio.get_running_loop())

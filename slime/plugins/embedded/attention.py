@@ -25,7 +25,7 @@ from slime.models.masked_attention import ScoreChanges, masked_attention, same_i
 from slime.plugins.embedded.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from slime.plugins.embedded.named_adapters import NamedAdapters
+    from slime.plugins.embedded.linear import NamedAdapters
 
 NAME = "slime_slots"
 QUERIES_AT_ONCE = 512
@@ -217,7 +217,7 @@ def slots_attention(
     Args:
         query: ``[1, heads, rows, head_dim]``. ``key`` and ``value`` are ``[1, kv_heads, rows, head_dim]``.
         indices: What the layer's indexer has selected. transformers passes it under this name.
-        bounds: What :mod:`slime.plugins.embedded.row_attention` passes through the attention module.
+        bounds: What :mod:`slime.plugins.embedded.states` passes through the attention module.
 
     Returns:
         The outputs, ``[1, rows, heads, value_dim]``, and None for the attention weights.
@@ -225,11 +225,13 @@ def slots_attention(
     Raises:
         NotImplementedError: The model uses an option of attention that is not implemented here.
     """
+    # The health check sees that a long prompt makes progress.
     global _progressed_at
     _progressed_at = time.monotonic()
     step = _step
     if step is None:
         raise RuntimeError("the attention function was called outside of an engine step")
+    # Options that would change the result are refused, never ignored.
     unsupported = [name for name in ("sinks", "position_bias") if kwargs.get(name) is not None]
     if unsupported or not getattr(module, "is_causal", True):
         what = ", ".join(unsupported) or "attention that is not causal"
@@ -238,6 +240,7 @@ def slots_attention(
     # Keys and values are written first: each row also attends to itself and to the other new rows of its slot.
     step.cache.write(layer, step.write_index, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = step.cache.keys[layer], step.cache.values[layer]
+    # Rows of all groups and segments write into one output.
     heads, rows = query.shape[1], query.shape[2]
     out = query.new_empty(rows, heads, values.shape[3])
     changes = ScoreChanges(s_aux, softcap)
@@ -303,6 +306,7 @@ def _attend_segment(
     segment: Segment,
     out: torch.Tensor,
 ) -> None:
+    # The queries of the segment, and the keys of its whole slot, repeated for each query head.
     q = query[:, :, segment.start : segment.end]
     repeat = query.shape[1] // keys.shape[2]
     k = keys[segment.slot, : segment.length].transpose(0, 1)[None]

@@ -12,13 +12,13 @@ from typing import TypeVar, TypeVarTuple
 
 import torch
 
-from slime.plugins.embedded.memory import Memory
+from slime.plugins.embedded.fields import TooManyRequests, WeightError
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.runner import Logits, Runner
 from slime.plugins.embedded.sampling import sample_tokens, score_prompt
 from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.plugins.embedded.sequence import FinishReason, Sequence, aborted
-from slime.plugins.embedded.weights import WeightError, Weights
+from slime.plugins.embedded.weights import Memory, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,14 +33,6 @@ HALF_WRITTEN = "half-written"
 """The weight version after an update that failed before it had written all tensors."""
 MAX_WAITING = 65536  # requests
 MAX_UNEXPLAINED = 3  # after so many failed steps that no single sequence causes again, the engine stops
-
-
-class TooManyRequests(RuntimeError):
-    """The queue is full. A retry, later or on another engine, may succeed."""
-
-
-class StepFailed(RuntimeError):
-    """The computation of a sequence raised an exception."""
 
 
 class Engine:
@@ -127,7 +119,7 @@ class Engine:
         sequence = Sequence(request, 0, self._seed(request))
 
         def add() -> None:
-            sequence.adapter_key = self.runner.adapters.key(request.adapter)
+            sequence.adapter_key = self.runner.adapters.key(request.lora_path)
             self.scheduler.add(sequence)
             self._listeners[sequence] = listener
 

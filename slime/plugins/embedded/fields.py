@@ -1,10 +1,20 @@
-"""Checks for the types and ranges of request fields."""
+"""Bodies and answers of the HTTP routes: the errors that are answers, checks of fields, and JSON."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import orjson
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from slime.plugins.embedded.loading import Loaded
+
+logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -14,8 +24,34 @@ Check: TypeAlias = Callable[[object, str], T]
 _SHOWN = 80  # the most characters of a wrong value in an error message
 
 
-class BadRequest(ValueError):
-    """The request is invalid. The engine answers with status 400 and this message."""
+class Refused(Exception):
+    """An error that is the answer to a request, with this status and the message.
+
+    Attributes:
+        status: The HTTP status.
+    """
+
+    status = 400
+
+
+class BadRequest(Refused, ValueError):
+    """The request is invalid."""
+
+
+class WeightError(Refused, ValueError):
+    """An update does not fit this model. The message names the tensor."""
+
+
+class TooManyRequests(Refused, RuntimeError):
+    """The queue is full. A retry, later or on another engine, may succeed."""
+
+    status = 503
+
+
+class StepFailed(Refused, RuntimeError):
+    """The computation of a sequence raised an exception, which the engine has logged."""
+
+    status = 500
 
 
 def refuse(name: str, rule: str, value: object) -> BadRequest:
@@ -128,3 +164,52 @@ def need(body: Mapping[str, object], name: str, check: Check[T], where: str = ""
     if body.get(name) is None:
         raise BadRequest(f"the field {where + name!r} is missing")
     return check(body[name], where + name)
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+LOADED: web.AppKey[Loaded] = web.AppKey("loaded")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_answer(content: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+
+def outcome(success: bool, message: str, **more: object) -> web.Response:
+    """Return the response to a control call, in SGLang's format."""
+    return json_answer({"success": success, "message": message, **more}, 200 if success else 400)
+
+
+async def body_of(request: web.Request) -> dict[str, object]:
+    """Return the JSON object in the body of a request; an empty body is an empty object.
+
+    Raises:
+        BadRequest: The body is not a JSON object.
+    """
+    raw = await request.read()
+    if not raw.strip():
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except (orjson.JSONDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert exceptions to JSON responses: 400 for mistakes of the client, 503 for a full queue, 500 for the rest."""
+    try:
+        return await handler(request)
+    except Refused as error:
+        status = error.status
+        message = str(error)
+    except web.HTTPException as error:
+        return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        status, message = 500, f"{type(error).__name__}: {error}"
+    return json_answer({"error": {"message": message}, "success": False, "message": message}, status)

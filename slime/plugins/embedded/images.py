@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,18 +22,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 class ImageReader:
     """Prepares images with the processor of the checkpoint."""
 
-    def __init__(
-        self,
-        model_path: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        trust_remote_code: bool,
-        allow_urls: bool = False,
-    ) -> None:
+    def __init__(self, model_path: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> None:
         from transformers import AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        self.allow_urls = allow_urls
         self.device = device
         self.dtype = dtype
         tokenizer = self.processor.tokenizer
@@ -56,7 +47,7 @@ class ImageReader:
         """
         if len(images) > MAX_IMAGES:
             raise BadRequest(f"image_data contains {len(images)} images, but at most {MAX_IMAGES} are allowed")
-        pictures = [load_image(item, self.allow_urls) for item in images]
+        pictures = [load_image(item) for item in images]
         if text is not None:
             made = self.processor(text=[text], images=pictures, return_tensors="pt")
             ids = made["input_ids"][0].tolist()
@@ -96,12 +87,11 @@ class ImageReader:
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
 
-def load_image(item: object, allow_urls: bool = False) -> Image:
+def load_image(item: object) -> Image:
     """Return a PIL image in RGB from base64, a ``data:`` URL, or ``{"url": …}`` with one of these.
 
-    Args:
-        allow_urls: Accept ``http(s)`` and ``file:`` URLs and file paths too. Then everyone who can reach the port can
-            read files of this machine and access its network.
+    Other URLs and paths are refused: with them, everyone who can reach the port could read files of this machine and
+    access its network.
 
     Raises:
         BadRequest: The item has another form, is too large, or is not an image.
@@ -114,52 +104,18 @@ def load_image(item: object, allow_urls: bool = False) -> Image:
         raise BadRequest("image_data must be base64 or data: URLs")
     shown = repr(item[:60])
     try:
-        image = Image.open(io.BytesIO(_image_bytes(item, allow_urls)), formats=FORMATS)
+        encoded = item.partition(",")[2] if item.startswith("data:") else item
+        image = Image.open(io.BytesIO(_decoded(encoded)), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise BadRequest(f"image {shown} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
         return image.convert("RGB")
     except BadRequest:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadRequest(f"cannot read image {shown}: {error}") from error
-
-
-def _image_bytes(item: str, allow_urls: bool) -> bytes:
-    if item.startswith("data:"):
-        return _decoded(item.partition(",")[2])
-    is_file = len(item) < 4096 and allow_urls and Path(item).expanduser().is_file()
-    if allow_urls and (item.startswith(("http://", "https://", "file:")) or is_file):
-        return _fetched(item)
-    # Base64 has none of these characters. Without allow_urls the file system is not accessed, not even to test whether
-    # a file exists.
-    if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:
-        raise BadRequest("image_data must be base64 or data: URLs; other URLs and paths need --allow-image-urls")
-    return _decoded(item)
+        raise BadRequest(f"cannot read image {shown} ({error}): image_data must be base64 or data: URLs") from error
 
 
 def _decoded(text: str) -> bytes:
     if len(text) > MAX_BYTES * 4 // 3 + 4:
         raise BadRequest(f"an image has {len(text)} characters of base64, but at most {MAX_BYTES} bytes are allowed")
     return base64.b64decode(text, validate=True)
-
-
-def _fetched(item: str) -> bytes:
-    """Return the content of a URL or file.
-
-    Raises:
-        BadRequest: The content is larger than :data:`MAX_BYTES`, or the path is not a regular file.
-    """
-    if item.startswith(("http://", "https://")):
-        from urllib.request import urlopen
-
-        with urlopen(item, timeout=20) as answer:
-            content = bytes(answer.read(MAX_BYTES + 1))
-    else:
-        path = Path(item.removeprefix("file://")).expanduser()
-        if not path.is_file():  # reading a device or a pipe may never end
-            raise BadRequest(f"image {str(path)!r} is not a file")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise BadRequest(f"image {item[:60]!r} has more than {MAX_BYTES} bytes")
-    return content

@@ -1,12 +1,185 @@
-"""The tensors of the slots: keys and values of attention layers, keys of indexers, and states of recurrent layers."""
+"""The KV slots: which contents they have, and their tensors.
+
+A slot is a row of the KV cache with space for ``capacity`` tokens. Running sequences always use the slots
+``0 .. active-1``, so that a decode step reads one contiguous block. The slots after them keep the KV of finished
+sequences, as prefixes to share, until they are needed. The table of the slots has no tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from slime.plugins.embedded.slots import Copy, Move, Swap
+CAPACITY_STEP = 64
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy the first ``length`` tokens of slot ``source`` to ``target``, before the forward."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Exchange slots ``a`` and ``b``, which have ``length_a`` and ``length_b`` valid tokens."""
+
+    a: int
+    b: int
+    length_a: int
+    length_b: int
+
+
+Move = Copy | Swap
+
+
+@dataclass
+class Slot:
+    """The contents of one slot. ``tokens[:valid]`` have their KV here."""
+
+    tokens: np.ndarray = field(default_factory=lambda: _NOTHING)
+    valid: int = 0
+    stale: bool = False  # the KV was computed with old weights and is never shared
+    used: int = 0  # the clock of the table at the last use
+
+
+@dataclass
+class SlotTable:
+    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a prefix.
+
+    With ``whole_prefixes``, a slot is shared only with all of its tokens, because the model has a state that belongs to
+    them. The state of a running sequence moves on with each token, so only free slots are shared then.
+    """
+
+    max_slots: int
+    max_total_tokens: int
+    whole_prefixes: bool = False
+    capacity: int = 0
+    active: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    clock: int = 0
+
+    def fits(self, reserve: int) -> bool:
+        """Return whether one more sequence of up to ``reserve`` tokens can run now."""
+        capacity = self._capacity_for(reserve)
+        return self.active < self._count_for(capacity)
+
+    def _capacity_for(self, reserve: int) -> int:
+        rounded = -(-reserve // CAPACITY_STEP) * CAPACITY_STEP
+        return max(rounded, self.capacity if self.active else 0)
+
+    def _count_for(self, capacity: int) -> int:
+        return min(self.max_slots, self.max_total_tokens // capacity)
+
+    def make_room(self, reserve: int) -> None:
+        """Give every slot space for ``reserve`` tokens. :meth:`fits` must be true."""
+        need = self._capacity_for(reserve)
+        wanted = max(need, self.capacity)
+        if need > self.capacity:
+            # Growing copies the whole cache, so the capacity is doubled to make this rare, unless there would then be
+            # too few slots for the running sequences.
+            doubled = max(need, 2 * self.capacity)
+            wanted = doubled if self.active < self._count_for(doubled) else need
+        if self.active == 0 and self._count_for(wanted) < self.max_slots:
+            wanted = need  # no sequence needs long slots any more, so shorter ones allow more sequences again
+        if wanted != self.capacity or not self.slots:
+            if wanted < self.capacity:
+                self.slots = []  # their contents may be longer than the new capacity
+            self.capacity = wanted
+            count = self._count_for(wanted)
+            self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
+
+    def best_prefix(self, tokens: np.ndarray, limit: int) -> tuple[int, int]:
+        """Return slot and length of the longest prefix of ``tokens[:limit]`` with KV in a slot, or (-1, 0)."""
+        best, best_length = -1, 0
+        for index, slot in enumerate(self.slots):
+            # A longer match must include the token at the best length so far. Comparing this token first skips most
+            # slots without comparing whole arrays.
+            room = min(slot.valid, limit)
+            if slot.stale or room <= best_length or slot.tokens[best_length] != tokens[best_length]:
+                continue
+            differs = slot.tokens[:room] != tokens[:room]
+            length = int(differs.argmax()) if differs.any() else room
+            if self.whole_prefixes and (index < self.active or length < slot.valid):
+                continue
+            if length > best_length:
+                best, best_length = index, length
+        return best, best_length
+
+    def allocate(self, tokens: np.ndarray, share_limit: int) -> tuple[int, int, list[Move]]:
+        """Allocate the slot after those of the running sequences.
+
+        Returns:
+            The slot, the number of its tokens that already have KV from a shared prefix, and the copies to make before
+            the next forward.
+        """
+        target = self.active
+        source, length = self.best_prefix(tokens, share_limit)
+        moves: list[Move] = []
+        self.clock += 1
+        if source >= 0:
+            self.slots[source].used = self.clock
+        # Moves are executed in order, so the contents of the target are saved before the copy overwrites them. If the
+        # target itself is the source, the prefix is there already.
+        if source != target and self.slots[target].valid:
+            self._keep_elsewhere(target, source, moves)
+        if source >= 0 and source != target:
+            moves.append(Copy(source, target, length))
+        self.slots[target] = Slot(tokens, length, used=self.clock)
+        self.active += 1
+        return target, length, moves
+
+    def _keep_elsewhere(self, target: int, source: int, moves: list[Move]) -> None:
+        """Move the contents of the target slot to the least recently used free slot, if that was used earlier."""
+        free = range(target + 1, len(self.slots))
+        victim = min(free, key=lambda i: self.slots[i].used, default=-1)
+        # The source must not be overwritten before it is copied. And of two prefixes, the one used later is more likely
+        # to be shared again.
+        if victim < 0 or victim == source or self.slots[victim].used > self.slots[target].used:
+            return
+        moves.append(Copy(target, victim, self.slots[target].valid))
+        self.slots[victim] = self.slots[target]
+
+    def free(self, slot: int, tokens: np.ndarray, computed: int, last_computed: int) -> list[Move]:
+        """Free the slot of a running sequence, and move the last running sequence to it.
+
+        Args:
+            tokens: The tokens of the sequence that ends.
+            computed: Keep so many of the tokens as a prefix to share; 0 for none.
+            last_computed: The number of tokens with KV in the last running slot.
+        """
+        self.clock += 1
+        kept = self.slots[slot]
+        computed = 0 if kept.stale else computed  # a new sequence must not use KV of old weights
+        kept.tokens, kept.valid = tokens[:computed], computed
+        kept.stale = False
+        kept.used = self.clock
+        self.active -= 1
+        last = self.active
+        if slot == last:
+            return []
+        other = self.slots[last]
+        self.slots[slot], self.slots[last] = other, kept
+        return [Swap(slot, last, kept.valid, last_computed)]
+
+    def forget_free(self) -> None:
+        """Drop all prefixes that could be shared."""
+        for slot in self.slots[self.active :]:
+            slot.valid = 0
+        # Running sequences may continue with their own KV (pause mode in_place), but no other sequence may share it.
+        for slot in self.slots[: self.active]:
+            slot.stale = True
+
+    def note_computed(self, slot: int, computed: int) -> None:
+        """Record that more tokens of a running slot have KV. Only tokens known at allocation can be shared."""
+        entry = self.slots[slot]
+        entry.valid = min(computed, len(entry.tokens))
 
 
 class KVCache:

@@ -100,10 +100,10 @@ class GenerateRequest:
     return_text_in_logprobs: bool = False
     return_top_p_token_ids: bool = False  # ids each token was sampled from; its log-prob is then over these ids only
     stream: bool = False
-    images: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
+    image_data: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
     image_inputs: Mapping[str, object] | None = None  # the tensors that the processor made from the images
-    adapter: str | None = None  # the name of the adapter (lora_path); None for the engine's own
-    version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version for it and the tokens after it)
+    lora_path: str | None = None  # the name of the adapter; None for the engine's own
+    weight_version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version from this token on)
 
 
 @dataclass
@@ -126,16 +126,16 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
         BadRequest: A name is unknown, a value has the wrong type or is out of range, or a constraint is not supported.
     """
     raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
-    given = {key: value for key, value in raw.items() if value is not None}
+    present = {key: value for key, value in raw.items() if value is not None}
     for name in CONSTRAINTS:
-        if given.pop(name, None):
+        if present.pop(name, None):
             raise BadRequest(f"{where}{name} is not supported by the embedded engine")
     for name in ("custom_params", "stream_interval"):
-        given.pop(name, None)
-    unknown = sorted(set(given) - set(SAMPLING_CHECKS))
+        present.pop(name, None)
+    unknown = sorted(set(present) - set(SAMPLING_CHECKS))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
-    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in given.items()}
+    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in present.items()}
     values["stop"] = tuple(text for text in values.get("stop", ()) if text)
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
@@ -169,6 +169,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         BadRequest: A field is missing, unknown, or has a wrong value.
     """
     body = fields.json_object(body, "the body")
+    # One prompt or several, as text or as token ids.
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise BadRequest("pass either text or input_ids")
@@ -177,24 +178,31 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
             raise BadRequest(f"{name} is not supported by the embedded engine")
     if text is not None and not isinstance(text, str | list):
         raise refuse("text", "must be a string or a list of strings", text)
-    given = input_ids if text is None else text
-    is_single = isinstance(given, str) or (text is None and _is_flat(given))
-    prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
+    raw = input_ids if text is None else text
+    is_single = isinstance(raw, str) or (text is None and _is_flat(raw))
+    prompts: list[object] = [raw] if is_single or not isinstance(raw, list) else raw
     if not prompts:
         raise BadRequest("the batch of prompts is empty")
+    # The fields besides the prompts, and one request for each sample of each prompt.
     stream = fields.take(body, "stream", fields.truth, False)
+    checks = _checks(vocab_size)
+    per_prompt = ("rid", "sampling_params", *checks)
     requests: list[GenerateRequest] = []
     texts: list[str | None] = []
     for index, prompt in enumerate(prompts):
-        one = {key: _pick(body, key, index, len(prompts), is_single) for key in _PER_PROMPT}
-        one["rid_is_shared"] = not is_single and isinstance(body.get("rid"), str)
-        params = parse_sampling_params(one["sampling_params"], vocab_size)
+        # Each field is one value for all prompts, or a list with one for each.
+        one = {name: _pick(body, name, index, len(prompts), is_single) for name in per_prompt}
+        params = parse_sampling_params(one.pop("sampling_params"), vocab_size)
+        rid = fields.take(one, "rid", fields.text(1024), "")
+        if rid and not is_single and isinstance(body["rid"], str):
+            rid = f"{rid}_{index}"
+        values = {name: check(one[name], name) for name, check in checks.items() if one[name] is not None}
         if len(requests) + params.n > MAX_REQUESTS:
             raise BadRequest(f"one request can have at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
         ids = _checked_ids(prompt, vocab_size) if text is None else []
         prompt_text = None if text is None else _checked_text(prompt)
         for sample in range(params.n):
-            requests.append(_one_request(one, ids, params, sample, index, vocab_size))
+            requests.append(_one_request(values, rid, ids, params, sample))
             texts.append(prompt_text)
     single = is_single and len(requests) == 1
     return GenerateBody(requests, texts, single, stream)
@@ -218,39 +226,34 @@ def check_scores(requests: Sequence[GenerateRequest], context_len: int) -> None:
         )
 
 
-_PER_PROMPT = (
-    "rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
-    "image_data", "return_text_in_logprobs", "return_top_p_token_ids", "stream", "weight_version_plan",
-    "lora_path",
-)  # fmt: skip
+def _checks(vocab_size: int) -> dict[str, Check[object]]:
+    """Return the checks of the fields of a body that a :class:`GenerateRequest` has under the same names."""
+    return {
+        "return_logprob": fields.truth,
+        "logprob_start_len": fields.whole(-1, _INT32),
+        "top_logprobs_num": fields.whole(0, vocab_size),
+        "token_ids_logprob": _ids(vocab_size),
+        "return_text_in_logprobs": fields.truth,
+        "return_top_p_token_ids": fields.truth,
+        "stream": fields.truth,
+        "lora_path": fields.text(4096),
+        "weight_version_plan": _version_plan,
+        "image_data": lambda value, name: value if isinstance(value, list) else [value],
+    }
 
 
 def _one_request(
-    one: Mapping[str, object], ids: list[int], params: SamplingParams, sample: int, index: int, vocab_size: int
+    values: Mapping[str, Any], rid: str, ids: list[int], params: SamplingParams, sample: int
 ) -> GenerateRequest:
-    rid = fields.take(one, "rid", fields.text(1024), "") or uuid.uuid4().hex
-    if one["rid"] and one["rid_is_shared"]:
-        rid = f"{rid}_{index}"
+    """Return the request of one sample of a prompt, with the checked ``values`` of :func:`_checks`."""
+    rid = rid or uuid.uuid4().hex
     if params.n > 1:
         rid = f"{rid}_{sample}"
         seed = None if params.sampling_seed is None else _wrapped(params.sampling_seed + sample)
         params = replace(params, sampling_seed=seed)
-    images = one["image_data"]
-    return GenerateRequest(
-        rid=rid,
-        input_ids=list(ids),
-        params=params,
-        return_logprob=fields.take(one, "return_logprob", fields.truth, False),
-        logprob_start_len=fields.take(one, "logprob_start_len", fields.whole(-1, _INT32), -1),
-        top_logprobs_num=fields.take(one, "top_logprobs_num", fields.whole(0, vocab_size), 0),
-        token_ids_logprob=fields.take(one, "token_ids_logprob", _ids(vocab_size), []),
-        return_text_in_logprobs=fields.take(one, "return_text_in_logprobs", fields.truth, False),
-        return_top_p_token_ids=fields.take(one, "return_top_p_token_ids", fields.truth, False) and params.filtered,
-        stream=fields.take(one, "stream", fields.truth, False),
-        images=[] if images is None else images if isinstance(images, list) else [images],
-        adapter=fields.take(one, "lora_path", fields.text(4096), None),
-        version_plan=fields.take(one, "weight_version_plan", _version_plan, ()),
-    )
+    request = GenerateRequest(rid, list(ids), params, **values)
+    request.return_top_p_token_ids &= params.filtered
+    return request
 
 
 def _wrapped(seed: int) -> int:

@@ -13,20 +13,11 @@ import orjson
 from aiohttp import web
 
 from slime.plugins.embedded import attention, fields
-from slime.plugins.embedded.answers import Answer, build_answer
-from slime.plugins.embedded.engine import Engine, Listener, StepFailed, TooManyRequests
+from slime.plugins.embedded.engine import Engine, Listener
+from slime.plugins.embedded.fields import LOADED, BadRequest, Refused, StepFailed, body_of, json_answer
 from slime.plugins.embedded.loading import Loaded
-from slime.plugins.embedded.protocol import (
-    BadRequest,
-    GenerateBody,
-    GenerateRequest,
-    SamplingParams,
-    check_scores,
-    parse_generate,
-)
-from slime.plugins.embedded.sequence import FinishReason, Sequence
-from slime.plugins.embedded.text import StreamedText
-from slime.plugins.embedded.web import LOADED, body_of, json_answer
+from slime.plugins.embedded.protocol import GenerateBody, GenerateRequest, SamplingParams, check_scores, parse_generate
+from slime.plugins.embedded.sequence import Answer, FinishReason, Sequence, StreamedText, build_answer
 
 routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
@@ -57,12 +48,12 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
     for single, text in zip(parsed.requests, parsed.texts, strict=True):
         if text is not None:
             check_length(loaded, text)
-        if single.images:
+        if single.image_data:
             if loaded.images is None:
                 raise BadRequest("image_data: this model does not support images")
             read = loaded.images.prepare
-            single.input_ids, single.image_inputs = await in_thread(read, single.input_ids, text, single.images)
-            single.images = []
+            single.input_ids, single.image_inputs = await in_thread(read, single.input_ids, text, single.image_data)
+            single.image_data = []
         elif text is not None:
             single.input_ids = await encode(loaded, text)
             if not single.input_ids:
@@ -200,10 +191,9 @@ async def send_events(
         async for number, answer in answers:
             content = {"index": number, **answer} if index else answer
             await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
-    except (BadRequest, StepFailed, TooManyRequests) as error:  # status 200 was sent already, so the error is an event
-        code = 503 if isinstance(error, TooManyRequests) else 500 if isinstance(error, StepFailed) else 400
-        kind = "invalid_request_error" if code == 400 else "server_error"
-        failure = {"error": {"message": str(error), "type": kind, "code": code}}
+    except Refused as error:  # status 200 was sent already, so the error is an event
+        kind = "invalid_request_error" if error.status == 400 else "server_error"
+        failure = {"error": {"message": str(error), "type": kind, "code": error.status}}
         await response.write(b"data: " + orjson.dumps(failure) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

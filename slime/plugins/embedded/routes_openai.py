@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Literal
 from aiohttp import web
 
 from slime.plugins.embedded import fields
-from slime.plugins.embedded.answers import Answer
+from slime.plugins.embedded.fields import LOADED, BadRequest, body_of, json_answer
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import (
     CONSTRAINTS,
     SAMPLING_CHECKS,
-    BadRequest,
     GenerateBody,
     parse_generate,
     parse_sampling_params,
-)  # fmt: skip
+)
 from slime.plugins.embedded.routes_generate import (
     answers_as_they_come,
     check_length,
@@ -29,7 +28,7 @@ from slime.plugins.embedded.routes_generate import (
     run_all,
     send_events,
 )  # fmt: skip
-from slime.plugins.embedded.web import LOADED, body_of, json_answer
+from slime.plugins.embedded.sequence import Answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,18 +132,21 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
     Raises:
         BadRequest: A value is wrong, or the body asks for something that would be left out.
     """
+    # A wish that would silently be left out is refused.
     wanted_form = fields.take(body, "response_format", fields.json_object, {})
     left_out = [name for name in _NOT_SUPPORTED if body.get(name)]
     if wanted_form.get("type", "text") != "text":
         left_out.append("response_format")
     if left_out:
         raise BadRequest(f"{left_out[0]} is not supported by the embedded engine")
+    # Sampling parameters have the same names, but for the limits and the seed.
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     parse_sampling_params(sampling, vocab_size, where="")  # for errors with the names that the client used
     limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
     sampling["max_new_tokens"] = next((limit for limit in limits if limit), most_tokens)
     sampling["min_new_tokens"] = fields.take(body, "min_tokens", _COUNT, 0)
     sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
+    # logprobs is a switch in chats and a number of alternatives in completions.
     wanted, most = body.get("logprobs"), fields.whole(0, vocab_size)
     if wanted is not None and type(wanted) is not bool:
         most(wanted, "logprobs")

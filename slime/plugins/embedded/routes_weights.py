@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from aiohttp import web
@@ -20,11 +19,25 @@ from torch.distributed.rendezvous import rendezvous
 from slime.config.hooks import load_function
 from slime.engines.sglang_api import DELTA_LOADER
 from slime.plugins.embedded import adapters
-from slime.plugins.embedded.fields import json_object, list_of, need, one_of, refuse, take, text, truth, whole
-from slime.plugins.embedded.protocol import BadRequest
+from slime.plugins.embedded.fields import (
+    LOADED,
+    BadRequest,
+    WeightError,
+    body_of,
+    json_answer,
+    json_object,
+    list_of,
+    need,
+    one_of,
+    outcome,
+    refuse,
+    take,
+    text,
+    truth,
+    whole,
+)
 from slime.plugins.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
-from slime.plugins.embedded.web import LOADED, body_of, json_answer, outcome
-from slime.plugins.embedded.weights import WeightError, overall_checksum
+from slime.plugins.embedded.weights import overall_checksum
 
 routes = web.RouteTableDef()
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -66,7 +79,7 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
 
 @routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
-    """Load tensors from handles (see :mod:`slime.engines.tensor_payload`), or load a published delta."""
+    """Load tensors from handles (see :mod:`slime.engines.payload`), or load a published delta."""
     body = await body_of(request)
     delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
     version = take(body, "weight_version", _NAME, None)
@@ -105,10 +118,12 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     body = await body_of(request)
     name = _group_name(body)
     groups = request.app[GROUPS]
+    # A name stands for one group, and their number is limited.
     if name in groups:
         raise BadRequest(f"the process group {name!r} exists already; destroy it first")
     if len(groups) >= MAX_GROUPS:
         raise BadRequest(f"there are {len(groups)} process groups already; destroy one first")
+    # All fields are checked before the name is reserved.
     world_size = need(body, "world_size", whole(1, 2**20))
     arguments = (
         need(body, "master_address", text(253)),
@@ -167,14 +182,22 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     one broadcast with the bytes of all tensors, without gaps.
     """
     body = await body_of(request)
+    # What is about to come, tensor by tensor.
     names = need(body, "names", list_of(_NAME, MAX_TENSORS))
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the same number")
-    receive = _receive_flat if take(body, "load_format", one_of(FLAT), None) else _receive
-    if receive is _receive_flat:
-        _require_aligned(names, dtypes, shapes)
+    tensors = [
+        _Announced(name, DTYPES[dtype], torch.Size(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+    # One broadcast for each tensor, or one for all.
+    receive = _receive
+    if take(body, "load_format", one_of(FLAT), None):
+        _require_aligned(tensors)
+        receive = _receive_flat
+    # The group and the update must be open, since the broadcast waits for all members.
     version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
@@ -183,8 +206,9 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 
+    # On the model's thread, between two steps.
     def write() -> int:
-        return engine.weights.load(receive(names, dtypes, shapes, group, engine.runner.device))
+        return engine.weights.load(receive(tensors, group, engine.runner.device))
 
     try:
         await engine.call(engine.change_weights, write, version)
@@ -193,38 +217,44 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     return outcome(True, "Succeeded to update parameter online.")
 
 
-def _receive(
-    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
-) -> list[tuple[str, torch.Tensor]]:
-    tensors, waits = [], []
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
-        waits.append(torch.distributed.broadcast(tensor, src=0, group=group, async_op=True))
-        tensors.append((name, tensor))
+class _Announced(NamedTuple):
+    """A tensor that rank 0 is about to broadcast."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * self.shape.numel()
+
+
+def _receive(announced: list[_Announced], group: ProcessGroup, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+    tensors = [(one.name, torch.empty(one.shape, dtype=one.dtype, device=device)) for one in announced]
+    waits = [torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
     for wait in waits:
         wait.wait()
     return tensors
 
 
-def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+def _require_aligned(announced: list[_Announced]) -> None:
     """Check that each tensor of a buffer without gaps starts at a multiple of its element size, which a view needs."""
     offset = 0
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        size = DTYPES[dtype].itemsize
+    for name, dtype, shape in announced:
+        size = dtype.itemsize
         if offset % size:
             raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}")
-        offset += size * math.prod(shape)
+        offset += size * shape.numel()
 
 
 def _receive_flat(
-    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
+    announced: list[_Announced], group: ProcessGroup, device: torch.device
 ) -> list[tuple[str, torch.Tensor]]:
-    described = [(DTYPES[dtype], torch.Size(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    sizes = [dtype.itemsize * shape.numel() for dtype, shape in described]
+    sizes = [one.nbytes for one in announced]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     torch.distributed.broadcast(flat, src=0, group=group)
-    parts = zip(names, described, flat.split(sizes), strict=True)
-    return [(name, part.view(dtype).view(shape)) for name, (dtype, shape), part in parts]
+    parts = zip(announced, flat.split(sizes), strict=True)
+    return [(one.name, part.view(one.dtype).view(one.shape)) for one, part in parts]
 
 
 @routes.post("/destroy_weights_update_group")

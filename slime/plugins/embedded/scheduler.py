@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slime.plugins.embedded.protocol import BadRequest
+from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.embedded.kv_cache import Move, SlotTable
 from slime.plugins.embedded.sequence import FinishReason, Sequence, VersionEvent, aborted
-from slime.plugins.embedded.slots import Move, SlotTable
 
 MatchStop = Callable[[Sequence], str | None]
 """Returns the stop string that the end of a sequence's output contains, or None."""
@@ -127,7 +127,7 @@ class Scheduler:
 
     def waits(self, sequence: Sequence) -> bool:
         """Return whether the next token of a sequence must come from weights that are not loaded yet."""
-        planned = sequence.planned_version if sequence.request.version_plan else None
+        planned = sequence.planned_version if sequence.request.weight_version_plan else None
         return planned is not None and planned != self.weight_version
 
     @property

@@ -31,8 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on the rest of the batch")
     parser.add_argument("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, else the cores")
     parser.add_argument("--trust-remote-code", action="store_true")
-    urls = "take images by URL and file path: everyone who reaches the port can then read files and the network"
-    parser.add_argument("--allow-image-urls", action="store_true", help=urls)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--random-seed", type=int, default=0)
     parser.add_argument("--parent-pid", type=int, help="end when this process, our parent, is gone")
@@ -61,33 +59,23 @@ def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> Non
         import torch
         from aiohttp import web
 
-        from slime.plugins.embedded.app import make_app
+        from slime.plugins.embedded.app import SERVING, make_app
         from slime.plugins.embedded.loading import EngineOptions, load_engine
 
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.multiprocessing.set_sharing_strategy("file_system")
     sys.setswitchinterval(0.001)  # the model thread needs the interpreter lock again after each operator
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
-    loaded = load_engine(EngineOptions(**{field.name: getattr(options, field.name) for field in fields(EngineOptions)}))
+    loaded = load_engine(
+        EngineOptions.of(**{field.name: getattr(options, field.name) for field in fields(EngineOptions)})
+    )
     app = make_app(loaded, options.host, keys)
 
     async def announce(app: web.Application) -> None:
         logging.getLogger(__name__).info("ready after %.1f s", time.perf_counter() - started)
 
     app.on_startup.append(announce)
-    web.run_app(
-        app,
-        host=options.host,
-        port=options.port,
-        print=None,
-        access_log=None,
-        shutdown_timeout=0.2,
-        handler_cancellation=True,
-        keepalive_timeout=3600.0,
-        auto_decompress=False,
-    )
+    web.run_app(app, host=options.host, port=options.port, print=None, **SERVING)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Open the buffers of ``/update_weights_from_tensor``; see :mod:`slime.engines.tensor_payload`.
+"""Open the buffers of ``/update_weights_from_tensor``; see :mod:`slime.engines.payload`.
 
 Such a request contains data only: JSON with the name of a shared memory file (CPU) or a CUDA IPC handle, and the dtype,
 shape and place of each tensor. Nothing in it is unpickled or imported. With pickles, which SGLang accepts, everyone who
@@ -14,14 +14,15 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slime.engines import local
-from slime.engines.flat import Entry
-from slime.engines.tensor_payload import HANDLES
+from slime.engines.payload import HANDLES, Entry
 from slime.plugins.embedded.fields import (
     BadRequest,
+    Check,
     json_object,
     list_of,
     need,
@@ -46,7 +47,7 @@ _DTYPE = one_of(*DTYPES)
 
 
 def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a body made by :func:`slime.engines.tensor_payload.handles`, as views of its buffer.
+    """Return the tensors of a body made by :func:`slime.engines.payload.handles`, as views of its buffer.
 
     Raises:
         BadRequest: The body has another format, or a handle does not fit the memory that it names.
@@ -122,29 +123,30 @@ def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     """Open memory of another process on a GPU that both processes see. torch checks the handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    device = need(buffer, "device", _ascii, "buffer.")
+    # Every field is checked here, because torch takes the handle apart in C++.
+    handle: dict[str, Any] = {name: need(buffer, name, check, "buffer.") for name, check in _CUDA_HANDLE.items()}
+    # The index of a GPU may differ between the two processes, so it is named by its UUID.
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    if device not in seen:
-        raise BadRequest(f"the tensors are on GPU {device}, but this engine sees {', '.join(seen) or 'none'}")
-    counter = need(buffer, "ref_counter_handle", _base64, "buffer.")
-    if not _FILE_NAME.match(counter.rstrip(b"\0").decode("ascii", "replace")):
+    if handle["device"] not in seen:
+        raise BadRequest(f"the tensors are on GPU {handle['device']}, but this engine sees {', '.join(seen) or 'none'}")
+    if not _FILE_NAME.match(handle["ref_counter_handle"].rstrip(b"\0").decode("ascii", "replace")):
         raise BadRequest("buffer.ref_counter_handle is not the name of a shared memory file of torch")
     tensor: torch.Tensor = rebuild_cuda_tensor(
         torch.Tensor,
         (nbytes,),
         (1,),
-        need(buffer, "offset", _SIZE, "buffer."),
+        handle["offset"],
         torch.storage.TypedStorage,
         torch.uint8,
-        seen.index(device),
-        need(buffer, "handle", _base64, "buffer."),
-        need(buffer, "storage_nbytes", _SIZE, "buffer."),
-        need(buffer, "storage_offset", _SIZE, "buffer."),
+        seen.index(handle["device"]),
+        handle["handle"],
+        handle["storage_nbytes"],
+        handle["storage_offset"],
         False,
-        counter,
-        need(buffer, "ref_counter_offset", _SIZE, "buffer."),
-        need(buffer, "event_handle", _base64, "buffer."),
-        need(buffer, "event_sync_required", truth, "buffer."),
+        handle["ref_counter_handle"],
+        handle["ref_counter_offset"],
+        handle["event_handle"],
+        handle["event_sync_required"],
     )
     return tensor
 
@@ -160,3 +162,17 @@ def _base64(value: object, name: str) -> bytes:
         return base64.b64decode(_ascii(value, name), validate=True)
     except binascii.Error as error:
         raise BadRequest(f"{name} must be base64: {error}") from error
+
+
+_CUDA_HANDLE: dict[str, Check[object]] = {
+    "device": _ascii,
+    "offset": _SIZE,
+    "handle": _base64,
+    "storage_nbytes": _SIZE,
+    "storage_offset": _SIZE,
+    "ref_counter_handle": _base64,
+    "ref_counter_offset": _SIZE,
+    "event_handle": _base64,
+    "event_sync_required": truth,
+}
+"""The check of each field of a CUDA IPC handle."""

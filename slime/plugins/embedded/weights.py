@@ -1,8 +1,9 @@
-"""Load, hash and compare the weights of a model by the tensor names of its checkpoint."""
+"""Load, hash and compare the weights of a model by the tensor names of its checkpoint, and release its memory."""
 
 from __future__ import annotations
 
 import difflib
+import gc
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.engines.flat import NamedTensor
+from slime.engines.payload import NamedTensor
 from slime.models.digest import tensor_digest
 from slime.models.fp8 import DTYPE as FP8
 from slime.models.fp8 import block_sizes, dequantize
@@ -18,16 +19,15 @@ from slime.models.lora import lora_layers
 from slime.models.peft_files import factor_names
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
+from slime.plugins.embedded.fields import WeightError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from slime.plugins.embedded.runner import Runner
+
 
 SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale")
-
-
-class WeightError(ValueError):
-    """An update does not fit this model. The message names the tensor."""
 
 
 class Weights:
@@ -166,8 +166,8 @@ class Weights:
         shapes, where = stored.shapes(), str(stored.folder)
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}
-        found = set(names.values())
-        known = found | set(self.factors)
+        stored_views = set(names.values())
+        known = stored_views | set(self.factors)
         missing = sorted(name for name in self.views if name not in known and _is_weight(self.model, name))
         if missing:
             raise WeightError(f"{where!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
@@ -277,3 +277,69 @@ def _strided_view(name: str, parameter: torch.Tensor, numbers: torch.Tensor) -> 
     if not torch.equal(expected, numbers):
         raise WeightError(f"tensor {name!r} is not a regular part of a parameter, so it cannot be updated in place")
     return flat.as_strided(numbers.shape, strides, flat.storage_offset() + offset)
+
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+"""``cuda_graph`` is accepted because SGLang has it; this engine has no CUDA graphs."""
+
+
+class Memory:
+    """Releases memory by tag.
+
+    Weights are not lost. On CUDA they are moved to pinned host memory and come back unchanged. On the CPU only their
+    packed copies are freed.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.released: set[str] = set()
+        self._host: dict[str, torch.Tensor] = {}
+
+    def release(self, tags: list[str]) -> None:
+        new = set(tags) - self.released
+        if "kv_cache" in new:
+            self.runner.cache.clear()
+        if "weights" in new:
+            if self.runner.packed is not None:
+                self.runner.packed.drop()
+            if self.runner.device.type == "cuda":
+                self._to_host()
+        self.released |= new
+        gc.collect()
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self, tags: list[str]) -> None:
+        back = set(tags) & self.released
+        if "weights" in back and self._host:
+            self._to_device()
+        self.released -= back
+
+    def _storages(self) -> dict[str, torch.UntypedStorage]:
+        """Return the storages of the model, each of them once, because tied tensors share a storage.
+
+        Resizing a storage keeps all views into it valid, so no tensor of the model has to be replaced.
+        """
+        model = self.runner.model
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        unique = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in tensors}
+        return {name: tensor.untyped_storage() for name, tensor in unique.values()}
+
+    def _to_host(self) -> None:
+        for name, storage in self._storages().items():
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            self._host[name] = host
+        torch.cuda.synchronize(self.runner.device)  # the copies must be complete before the storages are freed
+        for storage in self._storages().values():
+            storage.resize_(0)
+
+    def _to_device(self) -> None:
+        for name, storage in self._storages().items():
+            host = self._host[name]
+            storage.resize_(host.numel())
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            flat.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(self.runner.device)
+        self._host.clear()

@@ -1,6 +1,6 @@
 """Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by another transport.
 
-The last bucket of an update has all factors (:attr:`slime.engines.flat.Bucket.adapter`). The buckets before it, if
+The last bucket of an update has all factors (:attr:`slime.engines.payload.Bucket.adapter`). The buckets before it, if
 there are any, are weights of the base. In most updates there are none.
 """
 
@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.engines.adapter_payload import AdapterPayload, AdapterRequest, adapter_payload, shared_memory
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import AdapterPayload, AdapterRequest, Bucket, adapter_payload, shared_memory
 from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
 from slime.weights.transports.disk import publishing

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slime.engines.fan_out import Failures
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures
+from slime.engines.payload import Bucket
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.update import WeightUpdate
 

@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TextIO
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket
 from slime.models.fp8 import name_quantization
 from slime.models.fp8_format import Fp8Layout, layout_of
 from slime.models.shards import ModelError, copy_side_files, read_headers, shorten

@@ -25,9 +25,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket, NamedTensor, by_element_size, flatten, layout
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket, NamedTensor, by_element_size, flatten, layout
 from slime.engines.process import address_towards
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.weights.transports.base import OpenWindow, SendResult, stream

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.flat import Bucket, flatten, layout
-from slime.engines.handle import EngineHandle
-from slime.engines.tensor_payload import entry
+from slime.engines.handle import EngineHandle, Failures, on_each
+from slime.engines.payload import Bucket, entry, flatten, layout
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.peers import PeerLink, contribute
 from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory

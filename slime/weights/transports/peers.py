@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slime.engines.flat import Bucket
+from slime.engines.payload import Bucket
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "engines"))
+sys.path += [str(Path(__file__).resolve().parents[2] / part) for part in ("engines", "plugins/embedded")]
 
 
 def compare(rank: int, ports: Any, folders: dict[str, tuple[Path, Path]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from launch import run_ranks
 from tiny_families import CONFIGS, save_family
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "engines"))
+sys.path += [str(Path(__file__).resolve().parents[2] / part) for part in ("engines", "plugins/embedded")]
 from engine_parts import make_tokenizer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow]

@@ -16,17 +16,15 @@ from needs import of_all
 from slime.data.reasoning import THINK
 from slime.data.sample import Sample
 from slime.observability.samples import write_samples
-from slime.plugins.agents import fields
+from slime.plugins.agents import messages as common
 from slime.plugins.agents.anthropic_api import Messages
 from slime.plugins.agents.chat import ChatTemplate
-from slime.plugins.agents.fields import ApiError, guarded, to_json
-from slime.plugins.agents.messages import Ask, call, fold_system
+from slime.plugins.agents.messages import ApiError, Ask, call, fold_system, guarded, to_json
 from slime.plugins.agents.openai_api import Chat, Responses
-from slime.plugins.agents.reasoning import StreamSplit, parse_answer, split_reasoning
 from slime.plugins.agents.server import AgentServer
 from slime.plugins.agents.session import Session
 from slime.plugins.agents.tool_formats import FORMATS
-from slime.plugins.agents.tool_parsers import Shown
+from slime.plugins.agents.tool_parsers import Shown, StreamSplit, parse_answer, split_reasoning
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.multi_turn import tool_calls
 from slime.rollout.state import GenerateState
@@ -200,7 +198,7 @@ async def test_what_real_clients_send_is_served(
 async def test_template_arguments_of_a_client_are_ignored_and_the_log_says_so(
     endpoint: AgentServer, checkpoint: Path, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    fields._noted.clear()
+    common._noted.clear()
     async with ScriptedEngine(make_tokenizer(), ["ok"]) as engine:
         talk = Talk(endpoint, checkpoint, engine)
         with caplog.at_level(logging.WARNING):

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.plugins.agents.program import ProgramError, Task, reward_of, run_program
-from slime.plugins.agents.settings import AgentSettings
+from slime.plugins.agents.program import AgentSettings, ProgramError, Task, reward_of, run_program
 
 TASK = Task(prompt="p", label="l", metadata={}, openai_base_url="http://x", anthropic_base_url="http://x", api_key="k")
 

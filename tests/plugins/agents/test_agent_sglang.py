@@ -15,9 +15,7 @@ from agent_parts import arguments
 
 from slime.data.sample import Sample
 from slime.engines.http import get
-from slime.engines.launch import start_engine
-from slime.engines.plan import EngineSpec
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings, EngineSpec, start_engine
 from slime.plugins.agents.server import AgentServer
 from slime.rollout.state import GenerateState
 

@@ -22,12 +22,11 @@ from test_agent_tools import QUESTION, Scripted
 from slime.config.agent import choose_parser
 from slime.config.hooks import HookError
 from slime.data.reasoning import THINK, reasoning_tags
-from slime.plugins.agents import fields
+from slime.plugins.agents import messages as common
 from slime.plugins.agents import server as server_module
-from slime.plugins.agents.reasoning import StreamSplit, parse_answer, split_reasoning
 from slime.plugins.agents.server import AgentServer
 from slime.plugins.agents.tool_formats import FORMATS, Hermes
-from slime.plugins.agents.tool_parsers import Shown, tool_parser
+from slime.plugins.agents.tool_parsers import Shown, StreamSplit, parse_answer, split_reasoning, tool_parser
 
 THINKING = CHAT.replace(
     "<|assistant|> {% endif %}", "<|assistant|> {% if think %}<think>\n{% endif %}{# </think> #}{% endif %}"
@@ -82,7 +81,7 @@ def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
 
 
 READ_BY_SGLANG = """
-from slime.engines.sglang.cpu_kernels import install
+from slime.engines.sglang.kernels import install
 install()
 import json, sys
 from call_forms import FORMS, TOOLS
@@ -288,7 +287,7 @@ async def test_a_template_that_opens_the_reasoning(endpoint: AgentServer, checkp
 async def test_calls_in_another_form_are_told_of(
     endpoint: AgentServer, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields._noted.clear()
+    common._noted.clear()
     tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
     async with ScriptedEngine(make_tokenizer(THINKING), ['[TOOL_CALLS]add[ARGS]{"a": 1}']) as engine:
         talk = Scripted(endpoint, checkpoint, engine)

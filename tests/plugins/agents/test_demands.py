@@ -15,9 +15,8 @@ from make_args import make_args, rule_problems
 from test_agent_tools import ADD, CALL, QUESTION, Scripted
 
 from slime.data.reasoning import THINK
-from slime.plugins.agents.constraints import structural_tag
-from slime.plugins.agents.demands import Demand, demand_of
-from slime.plugins.agents.fields import ApiError, guarded
+from slime.plugins.agents.demands import Demand, demand_of, structural_tag
+from slime.plugins.agents.messages import ApiError, guarded
 from slime.plugins.agents.server import DIALECTS, AgentServer
 from slime.types import JsonObject
 

@@ -13,7 +13,7 @@ import torch
 from test_delta import hf_folder, make, send
 from test_node_copy import RANKS, Ranks
 
-from slime.engines.flat import layout
+from slime.engines.payload import layout
 from slime.plugins.delta import loader as delta_loader
 from slime.plugins.delta.delta import HostBucket
 from slime.plugins.delta.node_copy import shared_buckets

@@ -8,23 +8,21 @@ episode has an environment of its own, whose calls run in a thread, since they m
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from slime.config.seeds import derive_seed
-from slime.data.sample import Message
 from slime.plugins.agents.environments.base import (
     Environment,
     EnvironmentProblem,
     Episode,
+    SeededTasks,
     Step,
     StepFailed,
     StepLimits,
-    Task,
+    missing_package,
 )
-from slime.plugins.agents.environments.registry import missing_package
+from slime.plugins.agents.program import in_thread
 from slime.types import JsonValue
 
 T = TypeVar("T")
@@ -51,9 +49,6 @@ def make(
         import gymnasium
     except ImportError as error:
         raise missing_package("gymnasium", error) from error
-    if tasks < 1:
-        raise EnvironmentProblem(f"tasks={tasks}: must be at least 1")
-
     keywords: dict[str, Any] = dict(options)  # gymnasium checks them
 
     def create() -> Any:
@@ -67,28 +62,19 @@ def make(
     return made
 
 
-class Gymnasium(Environment):
+class Gymnasium(SeededTasks):
     """Text environments that ``create`` makes. The other arguments are as in :func:`make`."""
 
     def __init__(self, create: Callable[[], Any], tasks: int, seed: int, system: str, tag: str) -> None:
-        self._create, self._count, self._seed, self._system, self._tag = create, tasks, seed, system, tag
+        super().__init__("gymnasium", tasks, seed, system, tag)
+        self._create = create
         self._first = create()  # shows the first observations
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return self._count
-
-    def task(self, number: int) -> Task:
+    def first(self, number: int) -> str:
         with self._lock:
             observation, _ = self._first.reset(seed=self.reset_seed(number))
-        prompt: list[Message] = [{"role": "user", "content": _text(observation)}]
-        if self._system:
-            prompt.insert(0, {"role": "system", "content": self._system})
-        return Task(prompt)
-
-    def reset_seed(self, number: int) -> int:
-        """The seed of ``reset`` for a task."""
-        return derive_seed(self._seed, "gymnasium", number)
+        return _text(observation)
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         def begin() -> Any:
@@ -100,24 +86,22 @@ class Gymnasium(Environment):
                 raise
             return made
 
-        return _Episode(await in_thread(begin, limits.seconds, lambda made: made.close()), self._tag, limits)
+        return _Episode(self, await _call(begin, limits, lambda made: made.close()), limits)
 
 
 class _Episode(Episode):
-    def __init__(self, made: Any, tag: str, limits: StepLimits) -> None:
-        self.made, self.limits = made, limits
-        self._inside = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL) if tag else None
+    def __init__(self, tasks: Gymnasium, made: Any, limits: StepLimits) -> None:
+        self.tasks, self.made, self.limits = tasks, made, limits
 
     async def step(self, text: str) -> Step:
-        found = self._inside.findall(text) if self._inside else []
-        action = (found[-1] if found else text).strip()
-        observation, reward, ended, cut, _ = await in_thread(lambda: self.made.step(action), self.limits.seconds)
+        action = self.tasks.action(text)
+        observation, reward, ended, cut, _ = await _call(lambda: self.made.step(action), self.limits)
         if ended or cut:
             return Step(reward=float(reward), done=True)
         return Step([{"role": "user", "content": _text(observation)}], float(reward))
 
     async def close(self) -> None:
-        await in_thread(self.made.close, self.limits.seconds)
+        await _call(self.made.close, self.limits)
 
 
 def _text(observation: object) -> str:
@@ -129,36 +113,14 @@ def _text(observation: object) -> str:
     )
 
 
-async def in_thread(call: Callable[[], T], seconds: float, abandon: Callable[[T], object] = lambda result: None) -> T:
-    """Run a call that may block in a daemon thread.
-
-    Args:
-        abandon: Called in a thread with a result that comes after ``seconds``, or after the caller was cancelled.
+async def _call(call: Callable[[], T], limits: StepLimits, abandon: Callable[[T], object] = lambda result: None) -> T:
+    """Run a call that may block in a thread; see :func:`in_thread`.
 
     Raises:
-        StepFailed: It took longer than ``seconds``. The thread is abandoned, since a thread cannot be ended.
+        StepFailed: It took longer than the limit. The thread is abandoned, since a thread cannot be ended.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
-        elif error is None:
-            threading.Thread(target=abandon, args=(result,), name="slime-environment", daemon=True).start()
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except BaseException as raised:  # any error is raised in the caller
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"it raised {raised!r}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name="slime-environment", daemon=True).start()
     try:
-        async with asyncio.timeout(seconds):
-            return await future
+        async with asyncio.timeout(limits.seconds):
+            return await in_thread(call, "slime-environment", abandon)
     except TimeoutError as error:
-        raise StepFailed("timeout", f"no answer in {seconds:g} s (--environment-timeout)") from error
+        raise StepFailed("timeout", f"no answer in {limits.seconds:g} s (--environment-timeout)") from error

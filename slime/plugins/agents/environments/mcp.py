@@ -18,15 +18,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.agent import choose_parser
-from slime.config.hf_config import read_config
 from slime.data.sample import Message, Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed
-from slime.plugins.agents.environments.registry import missing_package
+from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed, missing_package
 from slime.plugins.agents.environments.rollout import give_up, said
 from slime.plugins.agents.messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
 from slime.plugins.agents.sandbox import Limits, SandboxUnavailable, program_command
-from slime.plugins.agents.tool_parsers import ToolParser, tool_parser, tools_in_words
+from slime.plugins.agents.tool_parsers import ToolParser, parser_name, tool_parser, tools_in_words
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.state import GenerateState
@@ -53,7 +50,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
         servers = await Servers.connect(stack, args.mcp_server or [], args.environment_timeout)
         return await _converse(args, sample, servers, sampling_params, evaluation)
     except StepFailed as failed:
-        return give_up(args, sample, failed)
+        return give_up(GenerateState(args), sample, failed)
     finally:
         # Not as a context of the code above: the tasks of a client would wrap an error of an engine in a group.
         with contextlib.suppress(Exception):  # The conversation does not depend on how a server ends.
@@ -63,9 +60,10 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
 async def _converse(
     args: Args, sample: Sample, servers: Servers, sampling_params: SamplingParams, evaluation: bool
 ) -> Sample:
-    _show_tools(args, sample, servers.schemas)
+    tokenizer = GenerateState(args).tokenizer
+    _show_tools(str(tokenizer.chat_template), sample, servers.schemas)
     talk = Conversation(args, sample, sampling_params, evaluation)
-    parser = tool_parser(_parser_name(args), servers.schemas)
+    parser = tool_parser(parser_name(args.agent_tool_parser, tokenizer, args.hf_checkpoint), servers.schemas)
     # An aborted sample continues: the new servers are brought to where the old ones were. Servers over HTTP still are.
     past = [entry["function"] for turn in talk.turns if turn["answered"] for entry in _calls(parser, said(talk, turn))]
     for function in past:
@@ -75,6 +73,7 @@ async def _converse(
         sample.status = Sample.Status.FAILED  # an aborted sample would be generated again and again
         mark_unscored(sample, "error", servers.lost)
         return sample
+    # The conversation goes on until the model calls no tool or has no room left.
     while await talk.turn() is not None:
         calls = _calls(parser, said(talk, talk.turns[-1]))
         if not calls:
@@ -83,6 +82,7 @@ async def _converse(
         if servers.lost is not None:
             mark_unscored(sample, "error", servers.lost)
             break
+        # Each result is a message of its own, in the order of the calls.
         names = [entry["function"]["name"] for entry in calls]
         messages = [{"role": "tool", "name": n, "content": r} for n, r in zip(names, results, strict=True)]
         if not talk.reply(messages):
@@ -123,7 +123,7 @@ class Servers:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        found = cls()
+        servers = cls()
         for address in addresses:
             target: Any = address
             try:
@@ -138,10 +138,10 @@ class Servers:
                     cause = cause.exceptions[0]
                 raise StepFailed("error", f"--mcp-server {address}: {type(cause).__name__}: {cause}"[:2000]) from error
             for tool in listed:
-                found.add(tool, client, address)
+                servers.add(tool, client, address)
             if target is not address:
-                found.started |= {tool.name for tool in listed}
-        return found
+                servers.started |= {tool.name for tool in listed}
+        return servers
 
     def add(self, tool: Any, client: Any, address: str) -> None:
         """Add a tool of a client."""
@@ -234,26 +234,20 @@ def check_servers(addresses: Sequence[str]) -> None:
             raise EnvironmentProblem(f"{address}: {error}") from error
 
 
-def _show_tools(args: Args, sample: Sample, schemas: list[Tool]) -> None:
+def _show_tools(template: str, sample: Sample, schemas: list[Tool]) -> None:
     """Put the tools into the prompt, unless the sample has them there already."""
     if sample.tokens:
         return
     prompt: list[Message] = sample.prompt if isinstance(sample.prompt, list) else []
     if not prompt:
         prompt = [{"role": "user", "content": sample.prompt}]
-    if "tools" in str(GenerateState(args).tokenizer.chat_template):
+    if "tools" in template:
         sample.metadata = {**sample.metadata, "tools": schemas}
     else:
-        words = tools_in_words(schemas)
+        description = tools_in_words(schemas)
         if prompt[0].get("role") == "system":
             known, prompt = str(prompt[0]["content"]), prompt[1:]
             # A discarded response leaves the prompt as it is: it has the words already.
-            words = known if known.endswith(words) else f"{known}\n\n{words}"
-        prompt = [{"role": "system", "content": words}, *prompt]
+            description = known if known.endswith(description) else f"{known}\n\n{description}"
+        prompt = [{"role": "system", "content": description}, *prompt]
     sample.prompt = prompt
-
-
-def _parser_name(args: Args) -> str:
-    template = str(GenerateState(args).tokenizer.chat_template or "")
-    model_type = (read_config(args.hf_checkpoint) or {}).get("model_type") if args.hf_checkpoint else None
-    return choose_parser(args.agent_tool_parser, template, model_type)

@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import aiohttp
 
-from slime.config.seeds import derive_seed
-from slime.data.sample import Message
 from slime.plugins.agents.environments.base import (
     Environment,
     EnvironmentProblem,
     Episode,
+    SeededTasks,
     Step,
     StepFailed,
     StepLimits,
-    Task,
 )
 from slime.types import JsonValue
 
@@ -55,8 +52,6 @@ def make(
     """
     if not what.startswith(("http://", "https://")):
         raise EnvironmentProblem(f"openenv:{what}: the form is openenv:http://HOST:PORT")
-    if tasks < 1:
-        raise EnvironmentProblem(f"tasks={tasks}: must be at least 1")
     url = what.rstrip("/")
     fields = sorted(_http(url, "schema")["action"].get("properties", {}).keys() - {"metadata"})
     if action and action not in (*fields, "json"):
@@ -71,29 +66,22 @@ def make(
     return made
 
 
-class OpenEnv(Environment):
+class OpenEnv(SeededTasks):
     """An environment server. Arguments as in :func:`make`."""
 
     def __init__(self, url: str, action: str, show: str, tasks: int, seed: int, system: str, tag: str) -> None:
-        self.url, self.action, self.show, self.tag = url, action, show, tag
-        self._count, self._seed, self._system = tasks, seed, system
+        super().__init__("openenv", tasks, seed, system, tag)
+        self.url, self.field, self.show = url, action, show
         self._first: dict[int, str] = {}  # the first observation of each task, as far as it was shown
 
-    def __len__(self) -> int:
-        return self._count
-
-    def task(self, number: int) -> Task:
+    def first(self, number: int) -> str:
         if number not in self._first:
             data = _http(self.url, "reset", {"seed": self.reset_seed(number)})
             self._first[number] = self.text(data["observation"])
-        prompt: list[Message] = [{"role": "user", "content": self._first[number]}]
-        if self._system:
-            prompt.insert(0, {"role": "system", "content": self._system})
-        return Task(prompt)
+        return self._first[number]
 
     def reset_seed(self, number: int) -> int:
-        """The seed of ``reset`` for a task."""
-        return derive_seed(self._seed, "openenv", number) % 2**31
+        return super().reset_seed(number) % 2**31
 
     def text(self, observation: dict[str, JsonValue]) -> str:
         """What the model sees of an observation."""
@@ -137,7 +125,6 @@ class OpenEnvEpisode(Episode):
 
     def __init__(self, made: OpenEnv, limits: StepLimits) -> None:
         self.made, self.limits = made, limits
-        self._inside = re.compile(f"<{re.escape(made.tag)}>(.*?)</{re.escape(made.tag)}>", re.DOTALL)
         self._session = aiohttp.ClientSession()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -155,14 +142,13 @@ class OpenEnvEpisode(Episode):
         answer = await self._socket.receive_json()
         if answer["type"] == "error":
             raise _Refused(answer["data"])
-        found: dict[str, Any] = answer["data"]
-        return found
+        result: dict[str, Any] = answer["data"]
+        return result
 
     async def step(self, text: str) -> Step:
-        found = self._inside.findall(text) if self.made.tag else []
-        said = (found[-1] if found else text).strip()
+        turn = self.made.action(text)
         try:
-            action: Any = json.loads(said) if self.made.action == "json" else {self.made.action: said}
+            action: Any = json.loads(turn) if self.made.field == "json" else {self.made.field: turn}
         except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
@@ -198,8 +184,8 @@ def _http(url: str, path: str, body: dict[str, JsonValue] | None = None) -> dict
         request.data = json.dumps(body).encode()
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_HTTP_SECONDS) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            content: dict[str, Any] = json.load(answer)
+            return content
     except (OSError, ValueError) as error:  # URLError is an OSError
         raise EnvironmentProblem(
             f"no OpenEnv server answers at {url}/{path} ({error}): start it first, or correct the URL"

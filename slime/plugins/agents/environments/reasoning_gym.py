@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from slime.data.sample import Message
 from slime.plugins.agents.environments.base import (
     Environment,
     EnvironmentProblem,
@@ -20,13 +18,13 @@ from slime.plugins.agents.environments.base import (
     StepFailed,
     StepLimits,
     Task,
+    missing_package,
+    opening,
 )
-from slime.plugins.agents.environments.registry import missing_package
-from slime.rollout.verifier import VerifierPool, shared_pool
+from slime.rollout.verifier import shared_pool
 from slime.types import JsonValue
 
 SCORE = "slime.plugins.agents.environments.reasoning_gym.score"
-GENERATE = "slime.plugins.agents.environments.reasoning_gym.generate"
 SYSTEM = "none"
 
 
@@ -61,11 +59,8 @@ class ReasoningGym(Environment):
 
     def task(self, number: int) -> Task:
         entry = self._tasks[number]
-        prompt: list[Message] = [{"role": "user", "content": entry["question"]}]
-        if self._system:
-            prompt.insert(0, {"role": "system", "content": self._system})
         answer = entry["answer"]
-        return Task(prompt, None if answer is None else str(answer))
+        return Task(opening(self._system, entry["question"]), None if answer is None else str(answer))
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         return _Question(self._key, number, limits)
@@ -100,40 +95,8 @@ def score(key: str, number: int, text: str) -> float:
     from reasoning_gym.utils import extract_answer
 
     tasks = _tasks(key)
-    found = extract_answer(text)
-    return float(tasks.score_answer(text.strip() if found is None else found, tasks[number]))
-
-
-def try_sizes(what: str, options: Mapping[str, JsonValue], seconds: float) -> None:
-    """Generate the first task in a process with bounded time and memory.
-
-    A data set generates what its options ask for: with ``max_terms=1000000000``, until the memory of the machine ends.
-    Mistakes in names and options are not looked for here: :func:`make` reports them.
-
-    Raises:
-        EnvironmentProblem: The task takes more than ``seconds`` or more than the memory of a verifier process.
-    """
-    own = {name: value for name, value in options.items() if name != "system"}
-    try:
-        key = json.dumps([what, own])
-    except TypeError:  # a date, which no option can be
-        return
-    pool = VerifierPool(1)
-    try:
-        verdict = pool.submit(GENERATE, key, 0, timeout=seconds).result()
-    finally:
-        pool.close()
-    if verdict.status in ("timeout", "crashed") or verdict.detail.startswith(("MemoryError", "OverflowError")):
-        why = "MemoryError" if verdict.detail.startswith("MemoryError") else verdict.detail or verdict.status
-        raise EnvironmentProblem(
-            f"reasoning_gym:{what} cannot generate a task within {seconds:g} s (--environment-timeout) and "
-            f"{pool.memory_bytes / 2**30:g} GiB of memory ({why}): choose smaller sizes in its options"
-        )
-
-
-def generate(key: str, number: int) -> int:
-    """Generate a task in a verifier process; returns the length of its question. ``key`` as in :func:`score`."""
-    return len(_tasks(key)[number]["question"])
+    extracted = extract_answer(text)
+    return float(tasks.score_answer(text.strip() if extracted is None else extracted, tasks[number]))
 
 
 @functools.cache

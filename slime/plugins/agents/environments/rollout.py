@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.data.reasoning import after_thinking, opened_by_ids
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.environments.base import Episode, Step, StepFailed, StepLimits
-from slime.plugins.agents.environments.registry import environment
-from slime.plugins.agents.environments.source import NUMBER, SPEC
+from slime.plugins.agents.environments.base import NUMBER, SPEC, Episode, Step, StepFailed, StepLimits, environment
+from slime.plugins.agents.trajectory import without_response
 from slime.rollout.end_token import text_of
 from slime.rollout.generate import generate as generate_text
 from slime.rollout.multi_turn import Conversation, ModelTurn
 from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
     try:
         episode = await _start(sample, limits)
     except StepFailed as failed:
-        return give_up(args, sample, failed)
+        return give_up(GenerateState(args), sample, failed)
     try:
         total = await _converse(Conversation(args, sample, sampling_params, evaluation), episode, limits)
     except StepFailed as failed:
@@ -93,29 +95,17 @@ def said(talk: Conversation, turn: ModelTurn) -> str:
 
 async def _start(sample: Sample, limits: StepLimits) -> Episode:
     made = environment(sample.metadata[SPEC])
-    try:
+    with _failures("an episode cannot begin: ", "no episode began", limits):
         async with asyncio.timeout(limits.seconds):
             return await made.start(int(sample.metadata[NUMBER]), limits)
-    except StepFailed:
-        raise
-    except TimeoutError as error:
-        raise StepFailed("timeout", _late("no episode began", limits)) from error
-    except Exception as error:  # Environments are programs of others, and one sample must not end the run.
-        raise StepFailed("error", f"an episode cannot begin: {type(error).__name__}: {error}"[:2000]) from error
 
 
 async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits) -> Step:
     began = asyncio.get_running_loop().time()
     try:
-        with trace_span(sample, "environment"):
+        with _failures("", "no answer", limits), trace_span(sample, "environment"):
             step = await episode.step(text)
-        step = replace(step, reward=float(step.reward))  # NumPy's numbers cannot be written as JSON
-    except StepFailed:
-        raise
-    except TimeoutError as error:
-        raise StepFailed("timeout", _late("no answer", limits)) from error
-    except Exception as error:  # As above.
-        raise StepFailed("error", f"{type(error).__name__}: {error}"[:2000]) from error
+            step = replace(step, reward=float(step.reward))  # NumPy's numbers cannot be written as JSON
     finally:
         sample.non_generation_time += asyncio.get_running_loop().time() - began
     if not math.isfinite(step.reward):
@@ -123,29 +113,35 @@ async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits)
     return step
 
 
-def _late(what: str, limits: StepLimits) -> str:
-    return f"{what} in {limits.seconds:g} s (--environment-timeout)"
+@contextlib.contextmanager
+def _failures(what: str, late: str, limits: StepLimits) -> Iterator[None]:
+    """Turn any error into a :class:`StepFailed`: environments are programs of others, and one sample must not end the
+    run.
+
+    Args:
+        what: Begins the message of an error.
+        late: Begins the message when the deadline has passed.
+    """
+    try:
+        yield
+    except StepFailed:
+        raise
+    except TimeoutError as error:
+        raise StepFailed("timeout", f"{late} in {limits.seconds:g} s (--environment-timeout)") from error
+    except Exception as error:
+        raise StepFailed("error", f"{what}{type(error).__name__}: {error}"[:2000]) from error
 
 
-def give_up(args: Args, sample: Sample, failed: StepFailed) -> Sample:
-    """Leave out a sample whose episode could not begin: its prompt and one token that is not trained."""
-    from slime.rollout.prompts import prompt_ids
-    from slime.rollout.state import GenerateState
-
-    state = GenerateState(args)
+def give_up(state: GenerateState, sample: Sample, failed: StepFailed) -> Sample:
+    """Leave out a sample whose episode could not begin."""
     sample.reset_response()
-    end = state.tokenizer.eos_token_id
-    assert end is not None, "a model that answers in turns ends them with a token"
-    sample.tokens = prompt_ids(state, sample)
-    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
+    without_response(state, sample)
     sample.status = Sample.Status.FAILED
     mark_unscored(sample, failed.status, str(failed))
     return sample
 
 
 async def _close(episode: Episode) -> None:
-    try:
+    with contextlib.suppress(Exception):  # The episode has ended, and its result does not depend on this.
         async with asyncio.timeout(_CLOSE_SECONDS):
             await episode.close()
-    except Exception:  # The episode has ended, and its result does not depend on this.
-        return

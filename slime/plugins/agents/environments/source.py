@@ -1,4 +1,4 @@
-"""The data source of ``--environment``: its tasks in the place of the rows of a file.
+"""The data source of ``--environment``: its tasks in the place of the rows of a file. And the check of the flag.
 
 The order of an epoch depends only on ``--rollout-seed`` and the epoch, as with a file, so the state that is saved for a
 file is all that an exact resume needs.
@@ -9,28 +9,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from slime.config.hf_config import read_chat_template
 from slime.config.seeds import derive_seed
 from slime.data.order import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.agents.environments.registry import environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
 from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+
 logger = logging.getLogger(__name__)
-SPEC, NUMBER = "environment", "environment_task"
-"""Keys of ``Sample.metadata``: the environment in its full form, and the number of the task."""
-
-
-def task_sample(spec: str, number: int) -> Sample:
-    """Return the task ``number`` of an environment (in its full form, see :func:`own_seed`) as a sample."""
-    task = environment(spec).task(number)
-    tools = {"tools": [dict(tool) for tool in task.tools]} if task.tools else {}
-    return Sample(prompt=task.prompt, label=task.label, metadata={**task.metadata, **tools, SPEC: spec, NUMBER: number})
 
 
 class EnvironmentTasks:
@@ -99,3 +92,32 @@ class EnvironmentSource(RolloutDataSourceWithBuffer):
         if before != self.spec:
             logger.warning("the run was saved with %s and continues with --environment %s", before, self.spec)
         super().load_state_dict(state)
+
+
+# --- the check of --environment and --mcp-server before any process starts --------------------------
+
+
+def check_environment(args: Args) -> list[str]:
+    """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
+    if args.mcp_server:
+        return _check_mcp(args.mcp_server)
+    if args.environment is None:
+        return []
+    try:
+        first = task_sample(own_seed(args.environment, args.rollout_seed), 0)
+    except EnvironmentProblem as error:
+        return [f"--environment {args.environment}: {error}"]
+    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
+    if template == "" and not isinstance(first.prompt, str):
+        return [f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which --environment needs"]
+    return []
+
+
+def _check_mcp(servers: list[str]) -> list[str]:
+    from slime.plugins.agents.environments.mcp import check_servers
+
+    try:
+        check_servers(servers)
+    except EnvironmentProblem as error:
+        return [f"--mcp-server: {error}"]
+    return []

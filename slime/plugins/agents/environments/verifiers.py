@@ -21,8 +21,9 @@ from slime.plugins.agents.environments.base import (
     StepFailed,
     StepLimits,
     Task,
+    environment,
+    missing_package,
 )
-from slime.plugins.agents.environments.registry import environment, missing_package
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonV
     except ImportError as error:
         raise missing_package("verifiers", error) from error
     try:
+        # The taskset says itself which options it has.
         config_type = taskset_config_type(what)
         fields = config_type.model_fields
         if seed is not None and "seed" in fields:
@@ -62,6 +64,7 @@ def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonV
     except ValidationError as error:
         known = ", ".join(sorted({*fields, "tasks"} - {"id"}))
         raise EnvironmentProblem(f"verifiers:{what}: {error}; its options are {known}") from error
+    # What slime cannot run is refused before the run, not in its first episode.
     if environment_class(what) is not SingleAgentEnv:
         raise EnvironmentProblem(
             f"verifiers:{what} has an environment class of its own; slime runs tasksets of one agent"
@@ -70,6 +73,7 @@ def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonV
         raise EnvironmentProblem(
             f"verifiers:{what} has tools that all its tasks share; slime runs those of single tasks"
         )
+    # An infinite taskset needs a number of prompts of an epoch.
     if not tasks and not taskset.bounded:
         tasks = _COUNTED
     return Verifiers(taskset.take(tasks) if tasks else taskset, what)
@@ -119,7 +123,7 @@ class Verifiers(Environment):
 
 async def run(program: Program) -> float:
     """Play the episode that the metadata of a row name: the agent program of ``--environment verifiers:…``."""
-    from slime.plugins.agents.environments.source import NUMBER, SPEC
+    from slime.plugins.agents.environments.base import NUMBER, SPEC
 
     made = environment(program.metadata[SPEC])
     assert isinstance(made, Verifiers), "only tasks of verifiers are sent to this program"
@@ -152,12 +156,14 @@ def _harness_class() -> Any:
         async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore[no-untyped-def]
             system, prompt = self.resolve_prompt(data)
             messages: list[Any] = list(_messages(system, prompt))
+            # The tool servers of the task and the client of the model live as long as the conversation.
             stack = AsyncExitStack()
             try:
                 tools, call = await _tools(stack, mcp_urls, self.config.tool_timeout)
                 client = await stack.enter_async_context(
                     AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
                 )
+                # One turn of the model after another, until one calls no tool.
                 while True:
                     more: dict[str, Any] = {"tools": tools} if tools else {}
                     answer = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
@@ -168,6 +174,7 @@ def _harness_class() -> Any:
                     for one in message.tool_calls:
                         content = await call(one.function.name, one.function.arguments)
                         messages.append({"role": "tool", "tool_call_id": one.id, "content": content})
+            # A full context ends the conversation as the model left it; other errors fail the rollout.
             except APIStatusError as error:
                 if not is_context_overflow(error):
                     raise

@@ -168,7 +168,7 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
-        from slime.engines.settings import EngineSettings
+        from slime.engines.launch import EngineSettings
         from slime.plugins.embedded.launch import start_embedded_engine
 
         logging.disable_progress_bar()

@@ -19,7 +19,7 @@ import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from slime.engines.request_guard import add_last_route, add_routes, names_this_server
+from slime.engines.request_guard import names_this_server
 from slime.plugins.tools.ui import page
 from slime.plugins.tools.ui.runs import Runs
 from slime.plugins.tools.ui.site import NotFound, answer, as_json
@@ -118,8 +118,7 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             value, status = {"error": f"{type(error).__name__}: {error}"}, 500
         return _json(request, value, status)
 
-    add_routes(app, [web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)])
-    add_last_route(app)
+    app.add_routes([web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)])
     return app
 
 

@@ -10,9 +10,7 @@ from torch import Tensor
 from slime.config.args import Args
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
-from slime.engines.launch import start_engine
-from slime.engines.plan import plan_engines
-from slime.engines.settings import EngineSettings
+from slime.engines.launch import EngineSettings, plan_engines, start_engine
 from slime.plugins.tools.verify.batch import RandomSample
 from slime.weights.audit import score
 

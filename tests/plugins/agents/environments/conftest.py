@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parents[3] / "examples"), str(Path(__file__).
 from scripted_engine import Script, byte_tokenizer  # noqa: E402
 
 from slime.data.sample import Sample  # noqa: E402
-from slime.plugins.agents.environments.registry import own_seed  # noqa: E402
+from slime.plugins.agents.environments.base import own_seed  # noqa: E402
 from slime.plugins.agents.environments.rollout import generate  # noqa: E402
 from slime.plugins.agents.environments.source import task_sample  # noqa: E402
 

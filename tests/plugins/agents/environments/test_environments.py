@@ -16,8 +16,7 @@ from make_args import make_args, rule_problems
 from slime.config.agent import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.config.args import Args
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.registry import Spec, environment, own_seed
+from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
 from slime.plugins.agents.environments.rollout import generate
 from slime.plugins.agents.environments.source import EnvironmentSource
 from slime.registry import parts

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed, StepLimits
+from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed, StepLimits, environment
 from slime.plugins.agents.environments.gymnasium import Gymnasium
-from slime.plugins.agents.environments.registry import environment
 from slime.plugins.agents.environments.rollout import generate
 
 pytest.importorskip("gymnasium", reason="pip install 'slime-rl[gymnasium]'")

@@ -19,8 +19,8 @@ from slime.config.agent import MCP_GENERATE
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.check import check_environment
 from slime.plugins.agents.environments.mcp import check_servers, generate
+from slime.plugins.agents.environments.source import check_environment
 
 pytest.importorskip("mcp_types", reason="pip install 'slime-rl[mcp]'")
 pytestmark = [pytest.mark.real]

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepLimits
+from slime.plugins.agents.environments.base import EnvironmentProblem, StepLimits, environment
 from slime.plugins.agents.environments.openenv import OpenEnv, OpenEnvEpisode
-from slime.plugins.agents.environments.registry import environment
 from slime.utils.misc import get_free_port
 
 HERE = Path(__file__).parent

@@ -17,9 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.environments.registry import environment, own_seed
-from slime.plugins.agents.environments.source import task_sample
+from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None,

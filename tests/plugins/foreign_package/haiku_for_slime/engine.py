@@ -10,9 +10,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slime.engines.plan import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, free_port
-from slime.engines.settings import EngineSettings
 
 WORDS = ("a frog jumps into", "the sound of water", "rhythm")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.engines.fan_out import Failures, on_each
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
 from slime.weights.update import WeightUpdate

@@ -146,16 +146,3 @@ def test_the_command_prints_the_address(folder: Path, tmp_path: Path, words: tup
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
-
-
-@pytest.mark.parametrize("path", ["/", "/api/runs", "/nothing"])
-async def test_an_odd_expectation_is_refused(runs: Runs, path: str) -> None:
-    """The bytes were repeated in the answer, which failed."""
-    async with served(runs) as (address, _):
-        port = yarl.URL(address).port
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n".encode() + b"Expect: \xb0\r\n\r\n"
-        )
-        assert (await reader.read()).startswith(b"HTTP/1.1 417 ")
-        writer.close()

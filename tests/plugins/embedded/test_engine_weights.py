@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from slime.models.digest import tensor_digest
 from slime.models.stored import StoredWeights
+from slime.plugins.embedded.fields import WeightError
 from slime.plugins.embedded.loading import EngineOptions, load_engine
-from slime.plugins.embedded.weights import WeightError, Weights, overall_checksum
+from slime.plugins.embedded.weights import Weights, overall_checksum
 
 
 @pytest.fixture(params=["qwen3", "qwen3-moe", "mistral-window", "GLM-5", "Llama 4"])

@@ -16,9 +16,8 @@ import torch
 from served_engine import Served, served
 
 import slime.plugins.embedded
-from slime.engines.flat import Bucket
-from slime.engines.tensor_payload import handles
-from slime.plugins.embedded.protocol import BadRequest
+from slime.engines.payload import Bucket, handles
+from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.tensor_wire import read_tensors
 
 

@@ -9,10 +9,8 @@ from engine_parts import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.plugins.embedded.answers import build_answer
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
-from slime.plugins.embedded.sequence import Sequence
-from slime.plugins.embedded.text import Detokenizer, StreamedText
+from slime.plugins.embedded.sequence import Detokenizer, Sequence, StreamedText, build_answer
 
 TOKENIZER = make_tokenizer()
 DETOKENIZER = Detokenizer(TOKENIZER)

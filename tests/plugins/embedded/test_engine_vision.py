@@ -17,7 +17,7 @@ from engine_drivers import finish, load, make
 from engine_parts import make_tokenizer
 from PIL import Image
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "models"))
 from vision_families import END, IMAGE, START, image, save_tiny_vision
 
 from slime.engines import http

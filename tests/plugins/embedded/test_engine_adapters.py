@@ -16,10 +16,9 @@ from slime.models.lora import LoraLinear, LoraSettings, lora_layers, merged
 from slime.models.peft_files import Factors, factor_names, peft_config, read_config, read_factors, write_adapter
 from slime.plugins.embedded import routes_openai
 from slime.plugins.embedded.adapters import load_named, read_settings, set_layers
-from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.embedded.fields import BadRequest, WeightError
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import parse_generate
-from slime.plugins.embedded.weights import WeightError
 
 SETTINGS = LoraSettings(rank=3, alpha=6.0)
 NAMES = [
@@ -160,16 +159,17 @@ def test_requests_of_several_adapters_share_a_batch(tiny_llama: Path, tmp_path: 
     for turn in range(2):  # in the second turn, the prompts of the first are there to share
         for i, name in enumerate((None, "wide", "narrow", "wide")):
             sequence = make(prompt, f"{turn}-{i}", seed=i, max_new_tokens=6)
-            sequence.request.adapter, sequence.adapter_key = name, named.key(name)
+            sequence.request.lora_path, sequence.adapter_key = name, named.key(name)
             together.append(sequence)
         finish(loaded, together[4 * turn :])
     for sequence in together:
-        expected = reference_logprobs(references[sequence.request.adapter], sequence.tokens)[sequence.prompt_len - 1 :]
+        scores = reference_logprobs(references[sequence.request.lora_path], sequence.tokens)
+        expected = scores[sequence.prompt_len - 1 :]
         torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
     assert all(s.cached_tokens > 0 for s in together[4:])
     if deterministic:  # alone, each gives the same bits
         alone = make(prompt, "alone", seed=1, max_new_tokens=6)
-        alone.request.adapter, alone.adapter_key = "wide", named.key("wide")
+        alone.request.lora_path, alone.adapter_key = "wide", named.key("wide")
         finish(loaded, [alone])
         assert result(alone) == result(together[1])
     named.unload("wide")
@@ -197,11 +197,12 @@ def test_modules_that_compute_some_rows_at_a_time_have_adapters_too(family: str,
     together = []
     for i, name in enumerate((None, "a", None, "a")):
         together.append(make([7, *range(20, 40)], str(i), seed=i, max_new_tokens=6))
-        together[-1].request.adapter, together[-1].adapter_key = name, named.key(name)
+        together[-1].request.lora_path, together[-1].adapter_key = name, named.key(name)
     finish(loaded, together)
     references = {name: with_adapter(tmp_path / "model", folder) for name, folder in folders.items()}
     for sequence in together:
-        expected = reference_logprobs(references[sequence.request.adapter], sequence.tokens)[sequence.prompt_len - 1 :]
+        scores = reference_logprobs(references[sequence.request.lora_path], sequence.tokens)
+        expected = scores[sequence.prompt_len - 1 :]
         torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
 
 
@@ -232,7 +233,7 @@ def test_openai_requests_choose_an_adapter_too() -> None:
     for body, adapter in (({"prompt": [1, 2], "lora_path": "mine"}, "mine"), ({"prompt": [1, 2]}, None)):
         native = {**routes_openai.native_body(body, 100, 8), "input_ids": [1, 2]}
         (request,) = parse_generate(native, 100).requests
-        assert request.adapter == adapter
+        assert request.lora_path == adapter
 
 
 def test_a_layer_that_gets_an_adapter_again_applies_it_to_all_rows(tiny_llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.plugins.embedded import attention, routes_generate
-from slime.plugins.embedded.web import LOADED
+from slime.plugins.embedded.fields import LOADED
 
 
 class BusyEngine:

@@ -19,7 +19,7 @@ from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer
-from slime.plugins.embedded.answers import build_answer
+from slime.plugins.embedded.sequence import build_answer
 from slime.rollout.generate import append_output, build_generate_body
 from slime.rollout.settings import RequestSettings
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.protocol import (
     MAX_SCORES,
-    BadRequest,
     SamplingParams,
     check_scores,
     parse_generate,

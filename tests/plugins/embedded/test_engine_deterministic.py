@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from needs import of_all
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "models"))
 from every_family import save_tiny
 
-from slime.plugins.embedded import deterministic
+from slime.plugins.embedded import loading
 from slime.plugins.embedded.loading import Loaded
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None
 
 
 def test_row_by_row_is_the_last_resort(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deterministic, "agreeing_counts", lambda *arguments: ())
+    monkeypatch.setattr(loading, "agreeing_counts", lambda *arguments: ())
     loaded = load(tiny_llama, deterministic=True)
     assert loaded.engine.runner.row_counts == (1,)
     sequences = [make([5, 6, 7], seed=11, max_new_tokens=5), make([5, 6, 8], seed=12, max_new_tokens=5)]

@@ -12,7 +12,7 @@ import torch
 from engine_drivers import finish, load, make, step
 from engine_parts import make_tokenizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "models"))
 from every_family import save_tiny
 
 from slime.models.inputs import InputBuilder
@@ -20,7 +20,7 @@ from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer
-from slime.plugins.embedded import attention, row_attention, states
+from slime.plugins.embedded import attention, states
 from slime.plugins.embedded.kv_cache import KVCache
 
 SIZE = len(make_tokenizer())
@@ -163,7 +163,7 @@ def test_parts_of_prompts_are_shared(family: str, tmp_path: Path) -> None:
 def test_scores_of_an_indexer_are_held_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("DeepSeek V3.2", tmp_path)
     loaded = load(folder)
-    monkeypatch.setattr(row_attention, "SCORES_AT_ONCE", 32 * 30 * 7)  # 7 queries of 30 tokens
+    monkeypatch.setattr(states, "SCORES_AT_ONCE", 32 * 30 * 7)  # 7 queries of 30 tokens
     sequence = make(range(10, 40), max_new_tokens=4, start_len=0)
     finish(loaded, [sequence])
     check(folder, [sequence])

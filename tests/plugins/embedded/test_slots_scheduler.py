@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.plugins.embedded.protocol import BadRequest, GenerateRequest, SamplingParams
+from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.embedded.kv_cache import Copy
+from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.plugins.embedded.sequence import Sequence, VersionEvent, version_spans
-from slime.plugins.embedded.slots import Copy
 
 
 def sequence(rid: str, ids: list[int], **params: object) -> Sequence:
@@ -227,9 +228,9 @@ def test_a_planned_sequence_waits_at_a_token_for_its_weights(mode: str) -> None:
     """A replay: others go on meanwhile, and one that begins later does not block the queue."""
     scheduler, cache = Scheduler(4, 1024, 64, weight_version="0.1"), PretendedCache()
     planned = sequence("a", [1, 2, 3], max_new_tokens=5)
-    planned.request.version_plan = ((0, "0.1"), (2, "0.3"))
+    planned.request.weight_version_plan = ((0, "0.1"), (2, "0.3"))
     later = sequence("b", [1, 2, 3, 4])
-    later.request.version_plan = ((0, "0.2"),)
+    later.request.weight_version_plan = ((0, "0.2"),)
     free = sequence("c", [4, 5, 6])
     for seq in (planned, later, free):
         scheduler.add(seq)
