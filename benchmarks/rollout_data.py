@@ -35,11 +35,11 @@ from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.data.convert import each_part, samples_to_train_data
+from slime.data.fields import Ragged
 from slime.data.sample import Sample, flatten
 from slime.data.schedule import PackingSettings
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import add_staleness, staleness_metrics
-from slime.data.wire import Ragged
 from slime.rollout.generate import append_output
 from slime.rollout.metrics import rollout_metrics
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.engine_meta import decode_int32, experts_shape
 from slime.data.sample import Sample
+from slime.data.token_fields import decode_int32, experts_shape
 from slime.engines import http
 from slime.rollout.generate import get_model_url
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from strike_cells import PHASES, TARGETS, Cell, all_cells
 
-from slime.observability.run_record import read_weights
+from slime.plugins.tools.summary.records import read_weights
 
 
 def steps_in(run: Path) -> dict[int, dict[str, Any]]:

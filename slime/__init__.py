@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slime.api.callbacks import Callback as Callback
-    from slime.api.result import Result as Result
+    from slime.api.run import Result as Result
     from slime.api.run import dry_run as dry_run
     from slime.api.run import train as train
     from slime.api.trainer import Trainer as Trainer
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "Callback": "slime.api.callbacks",
     "ConfigError": "slime.config.parser",
-    "Result": "slime.api.result",
+    "Result": "slime.api.run",
     "Trainer": "slime.api.trainer",
     "dry_run": "slime.api.run",
     "train": "slime.api.run",

@@ -39,6 +39,8 @@ KINDS = {
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
     "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",
+    "summary": "what is shown of a finished run: finish(run_dir, console, seconds, since), figures(run_dir), "
+    "picture(figures) and write_picture(path, figures)",
     "report": "a function report(args, asynchronous) that returns lines for --dry-run",
 }
 
@@ -178,6 +180,8 @@ _CORE = (
     ("reward", "last_number", "slime.rollout.rm_hub.last_number:LAST_NUMBER"),
     ("reward", "random", "slime.rollout.rm_hub.random_rm:RANDOM"),
     ("reward", "remote_rm", "slime.rollout.rm_hub.remote_rm:REMOTE_RM"),
+    ("tracker", "tensorboard", "slime.observability.trackers:TensorBoard"),
+    ("tracker", "wandb", "slime.observability.trackers:Wandb"),
     ("tracker", "mlflow", "slime.observability.trackers:Mlflow"),
     ("tracker", "trackio", "slime.observability.trackers:Trackio"),
     ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
@@ -217,6 +221,8 @@ _CORE = (
 )
 
 _PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "'slime-rl[wandb]'"),
     "mlflow": ("mlflow", "'slime-rl[mlflow]'"),
     "trackio": ("trackio", "'slime-rl[trackio]'"),
     "swanlab": ("swanlab", "'slime-rl[swanlab]'"),

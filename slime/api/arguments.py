@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from slime.api.adapters import AsyncGroupReward, GroupReward, UnknownParameters, adapt
-from slime.api.shipping import forget, pack, ship
+from slime.api.functions import AsyncGroupReward, GroupReward, UnknownParameters, adapt, forget, pack, ship
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.data.sample import Message
 
 
 @runtime_checkable
@@ -66,6 +66,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     from slime.cluster.checks import all_checks
     from slime.config.parser import ConfigError, check_args
 
+    # Problems of keywords and those of flags are collected, so that all of them are told at once.
     settings, problems = _settings(keywords, folder)
     words = []
     for name in _FILES:
@@ -93,6 +94,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
 def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     problems = []
+    # A keyword without a value is as good as none, which lets a program pass on its own optional arguments.
     for given, value in keywords.items():
         name = ALIASES.get(given, given)
         if given != name and name in keywords:
@@ -115,6 +117,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
     """Return one keyword as settings. Rows and functions are written to ``folder``."""
     from slime.config.args import FLAGS
 
+    # Rows and functions have no form on a command line, so they become files in ``folder``.
     if name == "prompt_data":
         return {name: file_of(value, folder / "data.jsonl")}
     if name == "eval_data":
@@ -123,6 +126,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
             (str(key), file_of(rows, folder / f"eval_{place}.jsonl")) for place, (key, rows) in enumerate(sets.items())
         ]
         return {"eval_prompt_data": [word for pair in pairs for word in pair]}
+    # Some flags may be given several times: then a keyword is a list of paths or functions.
     flag = FLAGS.get(name)
     if flag is not None and flag.kind == "repeat" and isinstance(value, Sequence) and not isinstance(value, str):
         return {name: [_path_of(name, f"{given}_{place}", one, folder) for place, one in enumerate(value)]}
@@ -170,6 +174,7 @@ def file_of(data: Data, file: Path) -> str:
 
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
+    # Rows may come from a generator, so each is written when it arrives.
     count, problems = 0, Problems()
     with file.open("w", encoding="utf-8") as lines:
         for count, row in enumerate(_rows(data), start=1):
@@ -206,6 +211,7 @@ def _line(row: object) -> str:
         line = json.dumps({"prompt": row} if isinstance(row, str) else dict(row), default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowsError(f"cannot be written as JSON: {error}") from error
+    # By the same rules as a line of a file, so that a run cannot meet a row that was not checked.
     try:
         RawRow("", line.encode()).decode()
     except ValueError as error:
@@ -264,3 +270,72 @@ class InputFolder(tempfile.TemporaryDirectory[str]):
     def cleanup(self) -> None:
         forget(Path(self.name))
         super().cleanup()
+
+
+# --- prompts for Trainer.sample --------------------------------------------------------------
+
+Prompt = str | list["Message"]
+MOST_RESPONSES = 10_000
+"""The most responses to one prompt in one call."""
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt: a text, or a list of messages."""
+    return isinstance(prompts, str) or (isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], Mapping))
+
+
+def check_prompts(prompts: Prompt | Iterable[Prompt], n: int, sampling: Mapping[str, object]) -> list[Prompt]:
+    """Return the prompts as a list.
+
+    Args:
+        n: The number of responses to each.
+        sampling: Sampling parameters of SGLang. Their names and ranges are checked by the engine.
+
+    Raises:
+        ValueError: With all problems at once, one on each line: a prompt is neither a text nor a list of messages, a
+            text has half of a surrogate pair, ``n`` is not a number from 1 to :data:`MOST_RESPONSES`, or a parameter
+            cannot be sent as JSON.
+    """
+    # Everything is checked here, before a part of the prompts is sent.
+    problems = []
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RESPONSES:
+        problems.append(f"n must be a whole number from 1 to {MOST_RESPONSES}, not {n!r:.60}")
+    for name, value in sampling.items():
+        try:
+            _sendable(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            problems.append(f"{name}={value!r:.60}: {error}")
+    given: list[Any] = []
+    if is_single(prompts):  # type: ignore[arg-type]
+        given = [prompts]
+    elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes):
+        given = list(prompts)
+    else:
+        problems.append(f"prompts are a text, a list of messages, or a list of these, not a {type(prompts).__name__}")
+    asked: list[Prompt] = []
+    for place, prompt in enumerate(given):
+        try:
+            asked.append(_checked(prompt, str(place)))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return asked
+
+
+def _checked(prompt: object, place: str) -> Prompt:
+    from slime.data.prompts import check_messages
+
+    found = prompt if isinstance(prompt, str) else check_messages(prompt, place)
+    try:
+        _sendable(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the prompt {place}: {error}") from error
+    return found
+
+
+def _sendable(value: object) -> None:
+    from slime.data.rows import check_values
+
+    json.dumps(value, allow_nan=False)
+    check_values(value)

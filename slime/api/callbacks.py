@@ -51,6 +51,7 @@ def as_callback(given: Callback | Callable[[Trainer, Mapping[str, float]], objec
     Raises:
         TypeError: It is neither.
     """
+    # Refused before the start: during the run, it would be noticed after the first step.
     if isinstance(given, Callback):
         return given
     if not callable(given) or isinstance(given, type):

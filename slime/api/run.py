@@ -1,17 +1,105 @@
-"""``slime.train``: a whole run as one call."""
+"""``slime.train``: a whole run as one call, and what it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from slime.api.arguments import Data, InputFolder, parse
-from slime.api.result import Result
+from slime.api.table import Table
 from slime.api.trainer import Trainer
+from slime.registry import find
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from slime.api.trainer import Listener
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The metrics and files of a run, and its engines with the trained weights, as long as they are not closed.
+
+    Attributes:
+        trainer: The run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or the program's end.
+        history: The metrics of each step. ``result.history.column("rollout/raw_reward")`` is the reward curve.
+        evaluations: The metrics of each evaluation.
+        interrupted: Whether Ctrl-C ended the run before its last rollout.
+    """
+
+    trainer: Trainer
+    history: Table
+    evaluations: Table
+    interrupted: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run. A later run of the same name renames it."""
+        return self.trainer.folder
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The snapshots, the newest last."""
+        return self.trainer.checkpoints
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        rewards: list[float] = self.summary["reward_per_rollout"]
+        return rewards
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the table at the end of a run."""
+        from slime.observability.run_dir import RunDir
+
+        figures: dict[str, Any] = find("summary", "figures")(RunDir(self.folder))
+        return figures
+
+    def generate(self, prompts: Any, n: int = 1, **sampling: object) -> Any:
+        """Generate texts with the trained weights; see :meth:`Trainer.generate`."""
+        return self.trainer.generate(prompts, n, **sampling)
+
+    def sample(self, prompts: Any, n: int = 1, **sampling: object) -> Any:
+        """Generate samples with token ids and log-probs; see :meth:`Trainer.sample`."""
+        return self.trainer.sample(prompts, n, **sampling)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the reward of each step, the evaluations and the time of the phases.
+
+        Args:
+            path: Also write the picture to this PNG file.
+
+        Returns:
+            The figure, which a notebook shows.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed (``pip install 'slime-rl[plots]'``).
+        """
+        summary = self.summary
+        if path is not None:
+            find("summary", "write_picture")(Path(path), summary)
+        figure: Figure = find("summary", "picture")(summary)
+        return figure
+
+    def close(self) -> None:
+        """End the processes of the run."""
+        self.trainer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "interrupted after" if self.interrupted else "complete:"
+        return f"Result({state} {len(self.history)} steps in {self.folder})\n{self.history}"
 
 
 def train(
@@ -33,6 +121,7 @@ def train(
     Raises:
         ConfigError: With all problems of the arguments, files and functions at once, before anything is started.
     """
+    # After this line there are processes, which must end if the run fails.
     trainer = Trainer(model, data, reward, callbacks=callbacks, **flags)
     interrupted = False
     try:

@@ -30,6 +30,7 @@ class Table(list[dict[str, float | None]]):
             KeyError: No row has it; the message lists similar names.
         """
         if name not in self.columns:
+            # A mistyped metric is the usual reason.
             import difflib
 
             near = difflib.get_close_matches(name, self.columns, n=3, cutoff=0.4)
@@ -59,6 +60,7 @@ class Table(list[dict[str, float | None]]):
         from rich.console import Console
         from rich.table import Table as RichTable
 
+        # A fixed width, since a notebook and a log have none of their own.
         names, rows = self._cells()
         table = RichTable(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for name in names:

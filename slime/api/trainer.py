@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from slime.api.arguments import Data, InputFolder, parse
+from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
 from slime.api.callbacks import Callback, as_callback
-from slime.api.prompts import Prompt, check_prompts, is_single
 from slime.api.table import Table
 
 if TYPE_CHECKING:
@@ -107,6 +106,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         # With --async-save, the folder gets this name once the snapshot is complete.
         folder = run.snapshots.folder_of(rollout_id) if saves else None
+        # An evaluation that Ctrl-C has interrupted belongs to the weights before this step.
         with self._working(run):
             self._finish_evaluation(run)
             batch = run.generate(rollout_id)
@@ -361,6 +361,7 @@ class Trainer:
         except BaseException as error:
             self._end(error)
             raise
+        # Callbacks run outside of the block, where Ctrl-C has its usual meaning again.
         interrupted = run.stop.requested is not None
         run.stop.forget()
         news, self._news = self._news, []

@@ -18,7 +18,7 @@ from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData
 from slime.data.rewards import PASS_ABOVE, shares_in_rollouts
 from slime.observability import progress
 from slime.observability.profiler import Profiler
-from slime.observability.timers import Timers
+from slime.observability.progress import Timers
 
 METRICS = tuple(field.name for field in FIELDS if field.metric)
 _REWARDS = ("rewards", "raw_reward")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slime.data.plain_files import ALLOWED
+from slime.data.value_files import ALLOWED
 
 _KNOWN = re.compile(
     r"torch\.(_utils\._rebuild_\w+|\w+Storage|storage\.\w+Storage|Size|device|dtype|serialization\._get_layout|bfloat16"
@@ -80,6 +80,7 @@ def hostile_file(snapshot: Path, own_classes: bool = False) -> str | None:
         own_classes: Whether the user's functions may have allowed classes for the state of the rollouts, so that only
             the files of the training ranks are read.
     """
+    # Sorted, so that the same file is named each time.
     for file in sorted(snapshot.rglob("*")):
         if not file.is_file() or (own_classes and file.relative_to(snapshot).parts[0] not in ("actor", "critic")):
             continue
@@ -95,6 +96,7 @@ def hostile_file(snapshot: Path, own_classes: bool = False) -> str | None:
 
 
 def _pickles(file: Path) -> Iterator[BinaryIO]:
+    # Three formats of torch: the index of a distributed checkpoint, a zip archive, and tensors one after the other.
     if file.name == ".metadata":
         yield io.BytesIO(file.read_bytes())
     elif file.suffix == ".pt":

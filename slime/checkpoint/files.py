@@ -1,11 +1,23 @@
-"""Files that survive a crash: written under a temporary name, synced to the disk, then renamed."""
+"""Files of a snapshot: their digests, a disk that is full, and whether all processes write to one folder.
+
+Many processes, possibly on several machines, write a snapshot into one folder. Without a check, a folder that is not
+shared would be noticed only when the first snapshot is committed, hours later. So it is checked at the start: the
+driver writes a file, every process reads it and writes a file of its own next to it, and the driver looks for all of
+these files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import xxhash
 
@@ -87,3 +99,149 @@ def digest_files(paths: list[Path]) -> list[str]:
     """Return the :func:`file_digest` of many files, computed by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(file_digest, paths))
+
+
+# --- a full disk ---------------------------------------------------------------------------
+
+MIB = 2**20
+LEAST_SECONDS, MOST_SECONDS, POLL_SECONDS = 1.0, 60.0, 0.5
+_TEXTS = ("No space left on device", "Disk quota exceeded")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because the disk or a quota is full.
+
+    Errors of other processes, of torch and of safetensors arrive as text, so the text decides.
+    """
+    return any(text in str(error) for text in _TEXTS)
+
+
+def wait_for_room(
+    folder: Path,
+    check: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when ``folder`` has more free space than now, or after a minute: free space does not show a quota.
+
+    Args:
+        check: Called about twice a second. An exception that it raises ends the wait.
+    """
+    # Free space is compared with that at the start: on a shared disk others write as well.
+    start, before = clock(), shutil.disk_usage(folder).free
+    while (waited := clock() - start) < MOST_SECONDS:
+        if waited >= LEAST_SECONDS and shutil.disk_usage(folder).free > before + MIB:
+            return
+        check()
+        sleep(POLL_SECONDS)
+
+
+# --- one folder for all processes ----------------------------------------------------------
+
+_GIB = 2**30
+
+
+class FolderError(RuntimeError):
+    """A folder cannot be used for snapshots. The message says for which process, why, and what to do."""
+
+
+class Answer(NamedTuple):
+    """The result of the check in one process."""
+
+    host: str
+    error: str | None
+
+
+def try_to_write(folder: Path, needed: int = 0) -> str | None:
+    """Check that this machine can write to a folder. Everything that is created for the check is removed again.
+
+    Args:
+        needed: Number of bytes that must be free.
+
+    Returns:
+        What is wrong, or None.
+    """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    trial = folder / f".trial-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(trial, "wb") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        # A write that succeeds does not tell how much more there is room for.
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"cannot be written on {socket.gethostname()} ({error})"
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+        for path in absent:
+            with contextlib.suppress(OSError):  # it was not created, or another process uses it now
+                path.rmdir()
+    if free < needed:
+        return f"has {free / _GIB:.1f} GiB free, but one snapshot takes about {needed / _GIB:.1f} GiB"
+    return None
+
+
+class FolderTrial:
+    """The driver's part of the check. It is a context manager, which removes the files at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.token = folder, secrets.token_hex(8)
+        self.place = folder / f".trial-{self.token}"
+
+    def __enter__(self) -> FolderTrial:
+        try:
+            self.place.mkdir(parents=True)
+            (self.place / "driver").write_text(self.token)
+        except OSError as error:
+            shutil.rmtree(self.place, ignore_errors=True)
+            raise FolderError(f"--save {self.folder} cannot be written on {socket.gethostname()} ({error})") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def check(self, answers: Mapping[str, Answer]) -> None:
+        """Check the results of all processes.
+
+        Args:
+            answers: The results of :func:`answer` by the name of the process.
+
+        Raises:
+            FolderError: A process could not read or write in the folder, or wrote to another folder.
+        """
+        # Two ways to fail: a process says so itself, or the driver does not see what it wrote.
+        refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
+        os.listdir(self.place)  # lets a network file system refresh its cache of names
+        written = {who: a for who, a in answers.items() if a.error is None}
+        unseen = [f"{who} on {a.host}" for who, a in written.items() if not (self.place / _file_name(who)).is_file()]
+        if not refused and not unseen:
+            return
+        problems = [f"{who}: {error}" for who, error in refused.items()]
+        problems += [f"the file of {who} is not on {socket.gethostname()}, the driver's host" for who in unseen]
+        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        raise FolderError(
+            f"--save {self.folder} is not one folder for all processes of the run: {shown}. All ranks write one "
+            "snapshot together: name a folder on a file system that every node mounts at the same path"
+        )
+
+
+def answer(folder: str, token: str, who: str) -> Answer:
+    """The part of every other process: read the driver's file, and write a file next to it."""
+    place, host = Path(folder) / f".trial-{token}", socket.gethostname()
+    try:
+        os.listdir(place.parent)
+        if (place / "driver").read_text() != token:
+            return Answer(host, "the driver's file has other contents there")
+        (place / _file_name(who)).write_text(token)
+    except FileNotFoundError:
+        return Answer(host, "the driver's file is not there")
+    except OSError as error:
+        return Answer(host, str(error))
+    return Answer(host, None)
+
+
+def _file_name(who: str) -> str:
+    return who.replace(" ", "-").replace("/", "-")

@@ -67,6 +67,7 @@ class Row:
     def take_in(self, group: Group) -> None:
         """Update the row from the samples of the group."""
         leaves = flatten(group)
+        # A sample of an engine that reports no spans has only the list of versions, one with spans may have both.
         made = {v for sample in leaves for v in [*sample.weight_versions, *(span[0] for span in sample.version_spans)]}
         self.versions = sorted(made, key=lambda version: (step_of(version) or 0, version))
         self.samples, self.tokens = len(leaves), sum(sample.response_length for sample in leaves)
@@ -124,6 +125,7 @@ class Ledger:
         """
         number = number_of(group)
         with self._lock:
+            # A data source of the user's may assign no numbers; then groups are only counted.
             if number is None:
                 self.unnumbered += event == "asked"
             elif event == "asked":
@@ -154,6 +156,7 @@ class Ledger:
         return row
 
     def _judged(self, number: int, group: Group, verdict: str, reason: str | None = None) -> None:
+        # User code may return groups that it has made itself; the built-in loops only judge what they were given.
         if number not in self.open and self.strict:
             raise LedgerError(f"group {number} was {verdict} in rollout {self.next_rollout} but was not in flight")
         row = self.open.get(number) or self._enter(number)
@@ -236,6 +239,7 @@ class Ledger:
             _demand(not lost, f"after rollout {rollout_id}, pool and data source lack these open groups", lost)
             _demand(not strange, f"after rollout {rollout_id}, pool or data source keep these closed groups", strange)
             _demand(not twice, f"after rollout {rollout_id}, pool and data source have a group twice", sorted(found))
+        # Not strict: what is held nowhere was used or dropped by user code, and what is held again was put back by it.
         for number in lost:
             self._close(self.open[number], "discarded", "neither in the result nor returned")
         for number in strange:
@@ -268,6 +272,7 @@ class Ledger:
                 self.counts.update(row.state for row in rows)
                 self._append(row.line() for row in rows)
             self.trained_to = max(self.trained_to, rollout_id)
+            # A snapshot may still ask for the state after the newest complete rollout, and for that of rollouts ahead.
             newest = max(self.cuts, default=-1)
             self.cuts = {r: cut for r, cut in self.cuts.items() if r >= rollout_id or r == newest}
 
@@ -291,6 +296,7 @@ class Ledger:
             ahead = [r.line() for n in sorted(self.rollouts) if n <= complete for r in self.rollouts[n]]
             line = {"cut": trained, "attempt": self.attempt, "counts": dict(self.counts), "ahead": ahead, **vars(at)}
             line["unnumbered"] = self.unnumbered
+            # This is the point of the ledger: an inconsistent one must not get into a snapshot.
             problems = balance(line)
             if problems:
                 raise LedgerError(f"the ledger is inconsistent after rollout {trained}: {'; '.join(problems)}")
@@ -302,6 +308,7 @@ class Ledger:
     def restore(self, state: Line, attempt: int) -> None:
         """Continue from the state in a snapshot. What was written to the file after it is rolled back."""
         with self._lock:
+            # First the state in memory, as it was when the snapshot's last rollout was complete.
             self.attempt = attempt
             self.counts = Counter(state["counts"])
             self.given = Numbers(state["given"])
@@ -328,6 +335,7 @@ class Ledger:
                     f"{self.path} {why}: it was moved to {lost.name}, and the ledger continues with the sums of the "
                     "snapshot"
                 )
+            # A reader of the new file needs to know which groups were closed before it begins.
             closed = Numbers(state["given"])
             for line in [*state["open"], *state["ahead"]]:
                 closed.remove(line["group"])

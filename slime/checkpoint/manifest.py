@@ -77,6 +77,7 @@ class ResumeError(ValueError):
 
 def library_versions() -> dict[str, str]:
     """Return the installed versions of the libraries on which results depend, without importing them."""
+    # Importing torch or SGLang for their versions would take seconds.
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -89,6 +90,7 @@ def library_versions() -> dict[str, str]:
 def settings(values: Mapping[str, object]) -> JsonObject:
     """Return the settings that influence the results of a run, converted to JSON values and back."""
     kept = {name: value for name, value in values.items() if name not in WHERE_NOT_WHAT}
+    # Through JSON and back, so that tuples and paths compare equal to what a manifest holds.
     plain: JsonObject = json.loads(json.dumps(kept, default=str))
     return plain
 
@@ -118,6 +120,7 @@ def check_same_old_actor(manifest: Manifest, now: Mapping[str, JsonValue], async
         asynchronous: Whether ``train_async.py`` resumes the run.
     """
     ahead, then = manifest.get("ahead") or manifest.get("old_actor", {}).get("ahead", 0), manifest.get("settings", {})
+    # Older snapshots do not record all of these settings; those that are absent cannot be compared.
     wrong = changes({name: then[name] for name in DECIDES_OLD_ACTOR if name in then}, now)
     wrong += [] if asynchronous else ["train.py instead of train_async.py"]
     if now["keep_old_actor"] and ahead and wrong:

@@ -25,6 +25,7 @@ class Numbers:
         if number in self:
             return
         place = bisect.bisect_right(self.intervals, [number, _INFINITE])
+        # The number may close the gap between two intervals, extend one of them, or begin its own.
         joins_left = place > 0 and self.intervals[place - 1][1] == number
         joins_right = place < len(self.intervals) and self.intervals[place][0] == number + 1
         if joins_left and joins_right:
@@ -40,6 +41,7 @@ class Numbers:
         place = bisect.bisect_right(self.intervals, [number, _INFINITE]) - 1
         if place < 0 or number >= self.intervals[place][1]:
             return
+        # The interval falls into the parts before and after the number, either of which may be empty.
         first, end = self.intervals.pop(place)
         parts = [[first, number], [number + 1, end]]
         self.intervals[place:place] = [part for part in parts if part[0] < part[1]]
@@ -52,6 +54,7 @@ class Numbers:
             while at < end:
                 place = bisect.bisect_right(other.intervals, [at, _INFINITE])
                 if place and at < other.intervals[place - 1][1]:
+                    # ``other`` has these numbers: skip to the end of its interval.
                     at = other.intervals[place - 1][1]
                     continue
                 until = min(end, other.intervals[place][0] if place < len(other.intervals) else end)

@@ -280,6 +280,7 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
         SnapshotError: There is no snapshot of ``step``, a file of the snapshot is missing or damaged, or the folder
             contains only checkpoints of another program.
     """
+    # A folder of another program is refused here, and not read as an empty one, which would start from nothing.
     what = kind(load_dir)
     if what == "empty":
         refuse_foreign(load_dir, "--load")

@@ -11,7 +11,7 @@ from slime.backends.lr_schedule import zero_lr_warning
 from slime.cluster.engine_pool import EnginePool, Evaluations
 from slime.cluster.prefetch import Prefetcher
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
-from slime.observability.run_record import SentWeights, append_weights, digest_of_digests
+from slime.observability.run_state import SentWeights, append_weights, digest_of_digests
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.observability.display import Display, Phase
     from slime.observability.metrics import MetricsLogger
-    from slime.observability.progress import Progress
-    from slime.observability.timers import Span
+    from slime.observability.progress import Progress, Span
     from slime.weights.update import UpdateReport
 
 

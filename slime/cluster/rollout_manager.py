@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from slime.checkpoint.shared_folder import Answer, answer
+from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import Ref, door
 from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
 from slime.cluster.generation import GarbageCollection, Generation
@@ -40,10 +40,9 @@ from slime.rollout.state import GenerateState
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.data.wire import Wire
+    from slime.data.fields import Wire
     from slime.engines.keys import RunKeys
-    from slime.observability.progress import Progress
-    from slime.observability.timers import Span
+    from slime.observability.progress import Progress, Span
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 
@@ -92,7 +91,7 @@ class RolloutManager(EngineManager):
         self.generation = Generation()
 
     def try_folder(self, folder: str, token: str) -> Answer:
-        """See :mod:`slime.checkpoint.shared_folder`."""
+        """See :mod:`slime.checkpoint.files`."""
         return answer(folder, token, "rollout manager")
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
-from slime.checkpoint.files import FileEntry
-from slime.checkpoint.full_disk import is_full, wait_for_room
+from slime.checkpoint.files import FileEntry, is_full, wait_for_room
 from slime.checkpoint.manifest import Facts, Manifest, RunFacts, changes, check_same_prompts
 from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager

@@ -274,7 +274,7 @@ def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGr
     Raises:
         FolderError: Some processes do not see the folder; the message names them and their nodes.
     """
-    from slime.checkpoint.shared_folder import FolderTrial
+    from slime.checkpoint.files import FolderTrial
 
     with FolderTrial(folder) as trial:
         where = str(trial.folder), trial.token
@@ -286,7 +286,7 @@ def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGr
 
 def _open_records(parts: Parts, placement: Placement, unattended: bool = False) -> MetricsLogger:
     """Write the values that the start has settled to the folder of the run, and open the metrics log."""
-    from slime.observability.run_record import Settled, append_attempt
+    from slime.observability.run_state import Settled, append_attempt
 
     args = parts.args
     settled = Settled(

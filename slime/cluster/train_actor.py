@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from slime.backends.create import backend_class, create_backend
 from slime.backends.token_budget import CudaMeter, Measurement, measure
-from slime.checkpoint.shared_folder import Answer, answer
+from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import ActorProcess, Ref, door
 from slime.config.process import ONE_AT_A_TIME
 from slime.data.schedule import PackingSettings
@@ -18,9 +18,8 @@ from slime.engines.handle import EngineHandle
 from slime.engines.process import free_port
 from slime.models.cpu_memory import large_imports
 from slime.observability import progress
-from slime.observability.memory import memory_in_use
-from slime.observability.profiler import Profiler
-from slime.observability.timers import Span, Timers
+from slime.observability.profiler import Profiler, memory_in_use
+from slime.observability.progress import Span, Timers
 from slime.weights.audit import Calibration, Probe, probe_engines, probe_tokens
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import Transport, create_transport, ranks_of_engines, transport_kind
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from slime.backends.base import ModelTag, TrainBackend
     from slime.checkpoint.files import FileEntry
     from slime.config.args import Args
-    from slime.data.fields import RankBatch, TrainData
-    from slime.data.wire import Wire
+    from slime.data.fields import RankBatch, TrainData, Wire
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
     from slime.weights.update import UpdateReport
@@ -166,7 +164,7 @@ class TrainActor:
         return {"metrics": metrics, "timings": timings, "entries": values}
 
     def _batch(self, batch_ref: Batches, entries: Entries = ()) -> RankBatch:
-        from slime.data.wire import to_rank_batch
+        from slime.data.fields import to_rank_batch
 
         with self.timers("get_batch"):
             batch = to_rank_batch(door().get(batch_ref[:1])[0])
@@ -334,7 +332,7 @@ class TrainActor:
             run(self.transport.close())
 
     def try_folder(self, folder: str, token: str, who: str) -> Answer:
-        """See :mod:`slime.checkpoint.shared_folder`."""
+        """See :mod:`slime.checkpoint.files`."""
         return answer(folder, token, who)
 
     def status(self) -> Progress:

@@ -18,12 +18,11 @@ from slime.config.settings import role_args
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.backends.token_budget import Measurement
-    from slime.checkpoint.files import FileEntry
-    from slime.checkpoint.shared_folder import Answer
+    from slime.checkpoint.files import Answer, FileEntry
     from slime.cluster.ray_wait import Waiter
     from slime.config.args import Args
     from slime.engines.keys import ServerKeys
-    from slime.observability.timers import Span
+    from slime.observability.progress import Span
     from slime.weights.update import UpdateReport
 
 P = ParamSpec("P")
@@ -196,7 +195,7 @@ class TrainGroup:
             self.resident = "everything"
 
     def memory(self) -> dict[str, float]:
-        """GiB in use, the maximum over all ranks; see :func:`slime.observability.memory.memory_in_use`."""
+        """GiB in use, the maximum over all ranks; see :func:`slime.observability.profiler.memory_in_use`."""
         each = self.ask_all("to report its memory", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
 

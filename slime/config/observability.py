@@ -174,8 +174,7 @@ def chosen_trackers(observability: ObservabilityConfig) -> list[str]:
 
 def tracker_packages() -> dict[str, tuple[str, str] | None]:
     """Return for each tracker that has a name its module and what ``pip install`` needs; None if it needs nothing."""
-    own = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "'slime-rl[wandb]'")}
-    return {**own, **{name: part.package for name, part in parts("tracker").items()}}
+    return {name: part.package for name, part in parts("tracker").items()}
 
 
 def check_sinks(observability: ObservabilityConfig) -> list[str]:

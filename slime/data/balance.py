@@ -1,12 +1,10 @@
-"""The cost of samples in FLOPs, and algorithms that split weighted items into balanced parts.
+"""The cost of samples, an estimate of the FLOPs of a forward pass, and algorithms that split weighted items.
 
-The cost is an estimate of the FLOPs of a forward pass. The algorithms are Karmarkar-Karp differencing, longest
-processing time first, and first-fit.
+The algorithms are longest processing time first, and first-fit.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,53 +12,6 @@ from typing import Any
 from slime.config.hf_config import SHAPE, lookup_dimension, read_config
 
 _GENERIC_HIDDEN = 4096
-
-
-def karmarkar_karp(weights: Sequence[float], parts: int, equal_counts: bool = False) -> list[list[int]]:
-    """Split items into ``parts`` lists with nearly equal sums, by the largest differencing method.
-
-    The method keeps partial solutions, each of them ``parts`` sets. It repeatedly merges the two with the largest
-    spread (heaviest minus lightest set), until one is left.
-
-    Args:
-        weights: Weights of the items, not negative.
-        parts: Number of lists.
-        equal_counts: Every list gets the same number of items; ``len(weights)`` must be a multiple of ``parts``.
-
-    Returns:
-        Lists of item positions in ascending order. The lists are in the order of their first item, empty ones last. The
-        result depends only on the arguments.
-
-    Raises:
-        ValueError: ``parts`` is below 1, or does not divide the number of items although ``equal_counts`` is set.
-
-    Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982), extended to k parts.
-    """
-    if parts < 1 or (equal_counts and len(weights) % parts):
-        raise ValueError(f"cannot split {len(weights)} items into {parts} parts" + " of equal count" * equal_counts)
-    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-    # With equal counts, each solution at the start has one item per set, and a merge adds the counts: they stay equal.
-    width = parts if equal_counts else 1
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for serial, start in enumerate(range(0, len(order), width)):
-        sets = [(weights[i], [i]) for i in order[start : start + width]]
-        sets += [(0.0, []) for _ in range(parts - len(sets))]
-        heap.append(_state(sets, serial))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, serial, large = heapq.heappop(heap)
-        _, _, small = heapq.heappop(heap)
-        # The heaviest set of one joins the lightest set of the other, so that their spreads cancel.
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(large, reversed(small), strict=True)]
-        heapq.heappush(heap, _state(merged, serial))
-    sets = heap[0][2] if heap else [(0.0, [])] * parts
-    return sorted((sorted(items) for _, items in sets), key=lambda items: items[0] if items else len(weights))
-
-
-def _state(sets: list[tuple[float, list[int]]], serial: int) -> tuple[float, int, list[tuple[float, list[int]]]]:
-    """(minus the spread, a unique tie breaker, the sets from heavy to light), as an entry of the min-heap."""
-    sets = sorted(sets, key=lambda s: (-s[0], s[1]))
-    return (sets[-1][0] - sets[0][0], serial, sets)
 
 
 def first_fit(weights: Sequence[float], cap: float) -> list[list[int]]:
@@ -133,9 +84,11 @@ class ModelShape:
         hidden, layers = given.get("hidden_size"), given.get("num_layers")
         if not hidden or not layers:
             return None
+        # Megatron's own defaults, where a flag was not given.
         heads = given.get("num_attention_heads") or max(hidden // 64, 1)
         width = given.get("kv_channels") or max(hidden // heads, 1)
         ffn = given.get("ffn_hidden_size") or 4 * hidden
+        # With multi-latent attention, a key is a compressed part and a part with rotary embeddings.
         mla, experts = bool(given.get("multi_latent_attention")), given.get("num_experts") or 0
         rope = given.get("qk_pos_emb_head_dim", 64) if mla else 0
         freq = given.get("moe_layer_freq", 1)  # a period, or one flag per layer
@@ -172,6 +125,7 @@ class ModelShape:
 
         A dimension that is not a positive integer counts as missing; of a list of sizes, the mean counts.
         """
+        # config.json of each family has names of its own for these dimensions.
         given = {name: size for name in SHAPE if (size := _size(lookup_dimension(config, name)[1]))}
         width, dense = given.get("moe_ffn_hidden_size", 0), _size(config.get("first_k_dense_replace"))
         # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
@@ -203,6 +157,7 @@ def forward_flops(shape: ModelShape | None, length: int) -> float:
     if shape is None:
         return 24 * _GENERIC_HIDDEN**2 * length + 2 * _GENERIC_HIDDEN * length**2
     s = shape
+    # Projections: multi-latent attention goes through its ranks, grouped-query attention does not.
     if s.kv_rank is not None:
         q = s.query_rank * (s.hidden + s.heads * s.key_width) if s.query_rank else s.hidden * s.heads * s.key_width
         # All heads share the part of the keys with rotary embeddings (RoPE), and it is not compressed.
@@ -214,6 +169,7 @@ def forward_flops(shape: ModelShape | None, length: int) -> float:
     # Attention has two matrix products (scores and values) with 2 FLOPs per multiply-add. The causal mask removes half
     # of them, so that heads * width * length^2 FLOPs per layer remain of each.
     attention = s.layers * (2 * projections * length + s.heads * (s.key_width + s.value_width) * length**2)
+    # MLPs: dense layers, and layers with experts, of which each token uses a few.
     matrices = 3 if s.gated else 2
     dense = matrices * s.hidden * s.ffn
     sparse = matrices * s.hidden * (s.experts_per_token * s.expert_width + s.shared_expert_width) + s.hidden * s.experts

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.config.hooks import load_function
-from slime.data import wire
-from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, from_hook_names, nearest
+from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, Wire, from_hook_names, nearest, pack_part
 from slime.data.packing import shared_beginnings
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Group, Sample, flatten
@@ -43,6 +42,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         ValueError: A sample cannot be trained on, or only some samples have a field that the loss needs; the message
             names the sample.
     """
+    # Keys and ids first, also for a custom converter, which may leave them out.
     samples = flatten(groups)
     if not samples:
         raise ValueError("a rollout without samples cannot be trained on")
@@ -52,6 +52,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     if hook:
         data = load_function(hook)(args, samples)
         return _complete_custom(hook, data, samples, keys, rollout_ids)
+    # From here on only arrays are read: lists of Python numbers would take ten times the memory.
     for sample in samples:
         sample.pack()
         _check_lengths(sample)
@@ -72,8 +73,8 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
 
 def parts_of_ranks(
     args: Args, groups: Sequence[Group | Sample], rollout_id: int, layout: ParallelLayout
-) -> Iterator[wire.Wire]:
-    """Convert the samples of a rollout, and yield the part of each data-parallel rank (see :mod:`slime.data.wire`).
+) -> Iterator[Wire]:
+    """Convert the samples of a rollout, and yield the part of each data-parallel rank.
 
     A part copies the tokens of its samples. It is made when it is asked for, so that a caller that passes on one after
     the other never holds a second copy of the whole rollout.
@@ -89,7 +90,7 @@ def parts_of_ranks(
 
 def split_train_data(
     args: Args, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
-) -> list[wire.Wire]:
+) -> list[Wire]:
     """Assign the samples to data-parallel ranks, and pack each rank's part for the object store.
 
     Args:
@@ -98,14 +99,14 @@ def split_train_data(
         parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` if they are not 1.
 
     Returns:
-        One dict per rank (see :mod:`slime.data.wire`).
+        One part per rank.
     """
     return list(each_part(PackingSettings.from_args(args), train_data, dp_size, parallel))
 
 
 def each_part(
     settings: PackingSettings, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
-) -> Iterator[wire.Wire]:
+) -> Iterator[Wire]:
     """As :func:`split_train_data`, but a part is made when it is asked for."""
     lengths = [len(t) for t in train_data["tokens"]]
     global_batch_size = settings.global_batch_size
@@ -131,7 +132,7 @@ def each_part(
     if "raw_reward" in train_data:
         data["rollout_shares"] = shares_in_rollouts(train_data["rollout_ids"], train_data["raw_reward"])
     for partition, batches in zip(partitions, micro_batches, strict=True):
-        yield wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
+        yield pack_part(data, partition, {**shared, "micro_batch_indices": batches})
 
 
 def shared_prompts(
@@ -203,6 +204,7 @@ def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
 
 def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list[int]:
     """The rollout id of each sample. Fan-out siblings share one; a rollout without an id gets a new one."""
+    # An element of a group is one rollout: a sample, or the list of samples into which it fanned out.
     rollouts = [flatten(rollout) for group in groups for rollout in ([group] if isinstance(group, Sample) else group)]
     given = [s.rollout_id for rollout in rollouts for s in rollout if s.rollout_id is not None]
     fresh = max(given, default=-1) + 1
@@ -346,6 +348,7 @@ def _per_token(
     values = [s.array(name) if name in TOKEN_FIELDS else getattr(s, name) for s in samples]
     if all(value is None for value in values) and not needed_by:
         return
+    # A sample whose mask is all zero may lack the field, since its values are multiplied by zero.
     lacking = [s for s, value, mask in zip(samples, values, masks, strict=True) if value is None and mask.any()]
     if not lacking:
         data[name] = [fill(s) if value is None else value for s, value in zip(samples, values, strict=True)]

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.seeds import derive_seed
-from slime.data.chunks import CHUNK, Chunks, Made
+from slime.data.chunks import CHUNK, Chunks, Made, shuffled
 from slime.data.masks import MultiTurnLossMaskGenerator, untrained
 from slime.data.media import collect_media, is_remote, processor_inputs
-from slime.data.order import shuffled
 from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
@@ -77,6 +76,7 @@ class PromptMaker:
 
     def problem(self, row: PromptRow) -> str | None:
         """Explain why the run could not use a row: what the chat template, the loss masks or the processor refuse."""
+        # In the order in which the run would fail: no answer to train, no template for it, no processor.
         prompt = row.prompt
         try:
             if self.mask_type is not None and (unfit := untrained(prompt)):
@@ -102,6 +102,7 @@ class PromptMaker:
         return None
 
     def _sample(self, row: PromptRow, report: Report) -> Sample | None:
+        # A row that cannot be rendered is a problem of the file, and is reported with the others.
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
         prompt = row.prompt
         try:
@@ -132,6 +133,7 @@ class PromptMaker:
         Raises:
             ValueError: It fails, or the loss mask does not fit the ids that it makes.
         """
+        # Only what can be tried quickly and without a network: the first rows stand for the others.
         if self.processed >= PROCESSED_ROWS or media.keys() != {"images"} or any(map(is_remote, media["images"])):
             return
         self.processed += 1
@@ -149,6 +151,7 @@ class PromptMaker:
         limit = self.max_length
         if limit is None:
             return set()
+        # Prompts with media are measured one by one below: only the processor knows how many tokens an image takes.
         texts = {i: s.prompt for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs}
         long = set()
         if texts:  # in one call, since a fast tokenizer encodes many texts in parallel
@@ -227,9 +230,11 @@ class Dataset:
         self._epoch: int | None = None  # None: the order of the file
         self._kept: list[Sample | None] | None = None  # samples by row; None: rows are read when needed (streaming)
         self._chunks = Chunks(self._rows, make, self._order, workers)
+        # The first chunk stands for the file: a wrong flag shows in any row.
         if streaming:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
             return
+        # All chunks are read now, and their reports are joined, so that every problem of the file is told at once.
         reports, kept = [], []
         for chunk in range(-(-len(self._rows) // CHUNK)):
             samples, report = self._chunks[chunk]

@@ -126,6 +126,7 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
         if problems:
             raise ValueError(problems[0])
         defaults, entries = {}, [{"name": name, "path": path} for name, path in pairs]
+    # Metrics and files of an evaluation are named after its data set.
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -161,6 +162,7 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
     # A reward type in the file is more specific than the reward function that the flags set for the whole run.
     if own.get("rm_type") and not own.get("custom_rm_path"):
         config.custom_rm_path = BY_TYPE if run.custom_rm_path else None
+    # The order of precedence is entry, defaults of the file, flags.
     for name in _NAMES:
         if getattr(config, name) is None:
             setattr(config, name, getattr(run, name))
@@ -177,6 +179,7 @@ def _check_value(dataset: object, key: str, value: object) -> None:
         TypeError: The value has another type than the setting.
         ValueError: It is outside the range of the flag for all data sets.
     """
+    # The annotations of the dataclass are the only place that says which types are valid.
     hint = _HINTS[key]
     kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
     if value is None or object in kinds:
@@ -200,6 +203,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = load_yaml(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"--eval-config {path}: {error}") from error
+    # Files of other frameworks have further sections beside ``eval``.
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not section.get("datasets"):
         raise ValueError(f"--eval-config {path} needs eval: {{defaults: {{...}}, datasets: [...]}}")
@@ -210,6 +214,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if unknown:
         raise ValueError(f"--eval-config {path}: unknown keys in eval.defaults: {', '.join(unknown)}")
     entries = section["datasets"]
+    # Both forms are in use: a list of entries with names, and a mapping from names to paths or entries.
     if isinstance(entries, dict):
         entries = [
             {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})} for name, entry in entries.items()

@@ -1,18 +1,25 @@
-"""Table of all entries of the batch that a training rank gets.
+"""Table of all entries of the batch that a training rank gets, and the format in which they are transferred.
 
 Everything that depends on the list of entries is derived from :data:`FIELDS`: how they are transferred
-(:mod:`slime.data.wire`), what a converter may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the
+(:func:`pack_part`), what a converter may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the
 loss reads, the ``rollout/`` metrics of the trainer, and the page ``docs/en/reference/batch.md``
 (``python tools/batch_page.py``).
+
+They are transferred as few large contiguous arrays instead of many small lists: an entry with one sequence per sample
+is a :class:`Ragged`, one array with all values, and offsets. Ray's object store keeps such arrays outside the pickle,
+so that a rank can read them without a copy.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -170,6 +177,7 @@ class RankBatch(dict[str, Any]):
     def _check(self, name: object) -> None:
         if name in BY_NAME or name in self.added:
             return
+        # The most common mistake is the documented name inside the package.
         if name in _PACKAGE_NAMES:
             hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
         else:
@@ -210,6 +218,8 @@ class RankBatch(dict[str, Any]):
 
         From then on, the batch accepts the names of entries that the function added.
         """
+        # The function gets a plain dict and may also replace or delete entries, so all of them are taken over
+        # afterwards.
         view = self.under_hook_names()
         yield view
         entries = from_hook_names(view, hook)
@@ -227,3 +237,74 @@ def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], No
             hook(args, view)
 
     return call
+
+
+# --- transfer ------------------------------------------------------------------------------
+
+Wire: TypeAlias = dict[str, Any]
+"""The part of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python objects."""
+
+
+class Ragged(NamedTuple):
+    """Concatenated sequences: sequence ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+
+    values: np.ndarray
+    offsets: np.ndarray  # int64 [n + 1]
+
+    @classmethod
+    def of(cls, sequences: Sequence[ArrayLike], dtype: str) -> Ragged:
+        arrays = [np.asarray(s, dtype=dtype or None) for s in sequences]
+        offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int64)
+        return cls(np.ascontiguousarray(np.concatenate(arrays)) if arrays else np.zeros(0, dtype or "int64"), offsets)
+
+
+def pack_part(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, object]) -> Wire:
+    """Select and pack the part of one rank.
+
+    Args:
+        train_data: Lists with one entry per sample of the whole rollout. Entries that a user's converter added are
+            split over the ranks if they are lists of that length; any others are passed to every rank unchanged.
+        partition: Positions of this rank's samples.
+        extra: Entries of the schedule, added unchanged.
+    """
+    # Entries with one value per sample are divided; any others are for every rank.
+    count = len(train_data["tokens"])
+    part: Wire = {"partition": np.asarray(partition, np.int64)}
+    for name, values in train_data.items():
+        field = BY_NAME.get(name)
+        shared_out = isinstance(values, list) and len(values) == count
+        if not shared_out or (field is not None and field.per == "batch"):
+            part[name] = values
+            continue
+        mine = [values[i] for i in partition]
+        if field is None or field.wire is None:
+            part[name] = mine
+        elif field.is_ragged:
+            part[name] = Ragged.of(mine, field.wire)
+        else:
+            part[name] = np.asarray(mine, field.wire)
+    return {**part, **extra}
+
+
+def to_rank_batch(part: Wire) -> RankBatch:
+    """Unpack the batch of a training rank: a list per entry, with CPU tensors if there is one value per token.
+
+    ``train_metadata`` and ``metadata`` are the same list. The tensors own their memory.
+    """
+    import torch
+
+    batch = RankBatch(added=part.keys() - BY_NAME.keys())
+    # One tensor for all samples, of which each gets a view: thousands of small tensors would take seconds to make.
+    for name, value in part.items():
+        if isinstance(value, Ragged):
+            dtype = getattr(torch, BY_NAME[name].tensor or str(value.values.dtype))
+            # A copy, because arrays in the object store are read-only.
+            whole = torch.from_numpy(np.array(value.values)).to(dtype)
+            batch[name] = list(torch.split(whole, np.diff(value.offsets).tolist()))
+        elif isinstance(value, np.ndarray):
+            batch[name] = value.tolist()
+        else:
+            batch[name] = value
+    if "metadata" in batch:
+        batch["train_metadata"] = batch["metadata"]
+    return batch

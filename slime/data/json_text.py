@@ -16,12 +16,14 @@ _SURROGATES = {code: "\ufffd" for code in range(0xD800, 0xE000)}
 def too_deep(value: object) -> bool:
     """Whether a JSON value nests more than :data:`MOST_NESTED` levels."""
     level = [value]
-    for _ in range(MOST_NESTED + 1):
+    for _ in range(MOST_NESTED):
+        # Only objects and lists, so that long lists of numbers cost one pass.
         level = [
             inner
-            for item in level
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return False

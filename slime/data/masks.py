@@ -120,6 +120,7 @@ class MultiTurnLossMaskGenerator:
         Raises:
             ValueError: An assistant message is not found in ``input_ids``.
         """
+        # Each trained run of the text is searched in the processor's ids, with a few tokens before it as context.
         ids, mask, ending = self._masked(messages, tools)
         input_ids = [int(i) for i in input_ids]
         aligned = [0] * len(input_ids)
@@ -155,6 +156,7 @@ class MultiTurnLossMaskGenerator:
             return *self._last_answer(messages, tools), []
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("a conversation without an assistant message has nothing to train on")
+        # The offsets connect tokens with characters, in which the messages are found.
         text = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
@@ -226,6 +228,7 @@ class MultiTurnLossMaskGenerator:
     def _ending(self, message: Mapping[str, object], tools: Tools | None) -> list[int]:
         """The tokens that end a last message whose end the template does not write: up to the marker of the message
         that would follow, if generation stops at it, otherwise the tokenizer's end of text."""
+        # Ask the template what follows such a message: its first marker is where the model has to stop.
         calls = message.get("tool_calls") or isinstance(message.get("metadata"), str)  # GLM-4 names its tool there
         for role in ("tool", "observation") if calls else ("user",):
             turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
@@ -272,6 +275,7 @@ class MultiTurnLossMaskGenerator:
     def _last_answer(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("distill_qwen trains on the last message, which must be the assistant's")
+        # Text before and after are encoded separately, as the engine does when it generates the answer.
         prompt = self._render(messages[:-1], tools, ask=True)
         answer = joined_text(messages[-1].get("content"))
         if answer is None or messages[-1].get("tool_calls"):

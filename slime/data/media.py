@@ -54,6 +54,7 @@ class MultimodalTypes:
 def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[Any]] | None:
     """The media parts of messages, by the keyword argument of processors; None if there are no media."""
     media: dict[str, list[Any]] = {}
+    # Parts are of slime's form, ``{"type": "image", "image": …}``, or of OpenAI's, ``image_url``.
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
@@ -74,6 +75,7 @@ def load_image(item: object) -> Image.Image:
     """
     from PIL import Image
 
+    # From the most direct form to the least: an image, an object, bytes, a URL with the bytes, a place.
     if isinstance(item, Image.Image):
         return item.convert("RGB")
     if isinstance(item, dict):

@@ -93,6 +93,7 @@ class Report:
             problems.add(f"{spec}: no rows")
         if self.json_prompts:
             problems.notices.append(f"{spec}: {self.json_prompts} prompts are JSON text, which is read as messages")
+        # A column that is missing in every row is one mistake of a flag, not one for each row.
         absent = sorted(self.absent) if self.names else []
         for name, key in absent:
             said = f"{spec}: no row has the {name} column {key!r}; the rows have {self.names}"
@@ -157,6 +158,7 @@ def parse_row(
     Raises:
         RowError: The row is not valid.
     """
+    # Each part raises its own error; the first one is told, since the others often follow from it.
     prompt = _prompt(row.data, keys, as_messages, messages)
     metadata = _metadata(_optional(row.data, keys.metadata))
     tools = _tools(_optional(row.data, keys.tools))
@@ -188,6 +190,7 @@ def _names(data: Mapping[str, object]) -> str:
 def _prompt(
     data: Mapping[str, object], keys: RowKeys, as_messages: bool, messages: Sequence[Message] | None
 ) -> str | list[Message]:
+    # Three forms: JSON text that was parsed before, a plain text, a list of messages.
     value = messages or lookup(data, keys.prompt, _MISSING)
     if value is _MISSING:
         raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
@@ -245,6 +248,7 @@ def _describe(value: object) -> str:
 def _insert_media(messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]) -> list[Message]:
     """Put the items of the media columns where messages have placeholders: ``<image>`` in a text, or a part
     ``{"type": "image"}`` without an image."""
+    # The n-th placeholder of a kind gets the n-th item of its column, over all messages.
     kinds = {name: MultimodalTypes.get(name) for name in columns}
     items = {name: _media_items(data, column) for name, column in columns.items()}
     used = dict.fromkeys(columns, 0)

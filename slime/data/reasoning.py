@@ -74,6 +74,7 @@ def after_thinking(text: str | None, opened: Tags | None = None) -> str:
         opened: The tags that the prompt before ``text`` has opened, so that ``text`` begins within the reasoning.
     """
     text = text or ""
+    # After the last end tag of any model, since a checkpoint may have been trained with another model's tags.
     begin = max((at + len(tags.end) for tags in ALL_TAGS if (at := text.rfind(tags.end)) >= 0), default=0)
     answer = text[begin:]
     reasons = any(tags.start in answer for tags in ALL_TAGS) or (opened is not None and opened.end not in text)

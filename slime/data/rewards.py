@@ -60,6 +60,7 @@ def post_process_rewards(
     """
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
+    # Raw rewards stay as they are for metrics; everything below changes ``shaped`` only.
     raw = [math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples]
     shaped = list(raw)
     if args.overlong_buffer_len:
@@ -75,10 +76,12 @@ def post_process_rewards(
         return raw, rewards
     algorithm = create_algorithm(args)
     rollouts = keys_of_rollouts(samples) if rollout_keys is None else rollout_keys
+    # Group → rollout → positions of samples.
     groups: dict[Hashable, dict[Hashable, list[int]]] = {}
     for i in answered:
         groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
     for group in groups.values():
+        # The baseline is that of rollouts; the samples of one rollout then share its reward.
         means = [mean_reward([shaped[i] for i in members]) for members in group.values()]
         reduced = subtract_baseline(algorithm, means)
         for position, members in enumerate(group.values()):

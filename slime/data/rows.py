@@ -1,7 +1,7 @@
 """Reads rows of a JSONL, Parquet or JSON file by number; each row knows its position in the file, for messages.
 
 A JSONL or Parquet file is never held in memory as a whole. :class:`RowFile` knows the number of rows and reads those
-that are requested, with an amount of memory that does not grow with the file.
+that are requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.data.json_text import MOST_NESTED, clean, too_deep
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
-MARKS = 1 << 16  # maximum number of line offsets that are kept for a JSONL file, however long it is
+STRIDE = 32  # of so many rows of a JSONL file, the offset of one is kept: half a byte for each row
 SHOWN = 20
 
 
@@ -81,6 +81,7 @@ class RawRow(NamedTuple):
         Raises:
             ValueError: The line is not a JSON object; the message does not contain the position.
         """
+        # The reader of Parquet has decoded the row already.
         if isinstance(self.content, dict):
             return Row(self.where, self.content, self.filled)
         try:
@@ -198,30 +199,22 @@ class _Reader(Protocol):
 
 
 class _JsonLines:
-    """Finds a line by reading on from the nearest known offset before it.
-
-    It keeps the offset of every row of a short file, and of every n-th row of a long one; n doubles whenever there are
-    more than :data:`MARKS` offsets.
-    """
+    """Finds a line by reading on from the nearest known offset before it: that of every :data:`STRIDE`-th row."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.every, self.count = path, 1, 0
-        self.offsets, self.lines = array("Q"), array("Q")
+        self.path = path
+        self.count = 0
+        self.offsets = array("Q")
+        self.lines = array("Q")
         offset = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not _blank(line, number):
-                    if self.count % self.every == 0:
-                        self._remember(offset, number)
+                    if self.count % STRIDE == 0:
+                        self.offsets.append(offset)
+                        self.lines.append(number)
                     self.count += 1
                 offset += len(line)
-
-    def _remember(self, offset: int, number: int) -> None:
-        if len(self.offsets) == MARKS:
-            self.offsets, self.lines, self.every = self.offsets[::2], self.lines[::2], self.every * 2
-        if self.count % self.every == 0:
-            self.offsets.append(offset)
-            self.lines.append(number)
 
     def __len__(self) -> int:
         return self.count
@@ -231,10 +224,11 @@ class _JsonLines:
         with self.path.open("rb") as file:
             for wanted in rows:
                 # Seek only if a known offset is nearer than the line read last; between ascending rows, read on.
-                mark = wanted // self.every
-                if row < 0 or row < mark * self.every:
+                mark = wanted // STRIDE
+                if row < mark * STRIDE:
                     file.seek(self.offsets[mark])
-                    row, number = mark * self.every - 1, self.lines[mark] - 1
+                    row = mark * STRIDE - 1
+                    number = self.lines[mark] - 1
                 while row < wanted:
                     line, number = file.readline(), number + 1
                     if not line:
@@ -290,6 +284,7 @@ class _Parquet:
             raise DataError([f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]) from error
 
     def _go_to(self, row: int) -> None:
+        # Another row group: read it from its beginning, batch by batch.
         if not self.first <= row < self.stop:
             group = bisect_right(self.starts, row) - 1
             self.first, self.stop = self.starts[group], self.starts[group + 1]

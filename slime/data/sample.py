@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from slime.data import engine_meta, json_text, token_fields
-from slime.data.engine_meta import PrefixCacheInfo, SpecInfo, extended_nuclei, extended_spans
-from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, TokenField, as_array, is_unset
+from slime.data import json_text, token_fields
+from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, PrefixCacheInfo, SpecInfo, TokenField
 from slime.types import JsonValue, MetaInfo
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class Sample:
         ABORTED = "aborted"
         FAILED = "failed"
 
-    SpecInfo: ClassVar[type[engine_meta.SpecInfo]] = engine_meta.SpecInfo  # names of older releases
-    PrefixCacheInfo: ClassVar[type[engine_meta.PrefixCacheInfo]] = engine_meta.PrefixCacheInfo
+    SpecInfo: ClassVar[type[token_fields.SpecInfo]] = token_fields.SpecInfo  # names of older releases
+    PrefixCacheInfo: ClassVar[type[token_fields.PrefixCacheInfo]] = token_fields.PrefixCacheInfo
 
     group_index: int | None = None  # of the prompt; the data source sets it
     index: int | None = None  # of the sample, over the whole run; the data source sets it
@@ -83,8 +82,8 @@ class Sample:
     train_metadata: dict[str, Any] | None = None  # reaches the trainer as batch["metadata"]
     session_id: str | None = None
     non_generation_time: float = 0.0  # seconds in tools
-    spec_info: engine_meta.SpecInfo = field(default_factory=engine_meta.SpecInfo)
-    prefix_cache_info: engine_meta.PrefixCacheInfo = field(default_factory=engine_meta.PrefixCacheInfo)
+    spec_info: token_fields.SpecInfo = field(default_factory=token_fields.SpecInfo)
+    prefix_cache_info: token_fields.PrefixCacheInfo = field(default_factory=token_fields.PrefixCacheInfo)
 
     @property
     def truncated(self) -> bool:
@@ -122,7 +121,7 @@ class Sample:
         """
         value = vars(self)[name]
         try:
-            return None if value is None else as_array(name, value)
+            return None if value is None else token_fields.as_array(name, value)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"sample {self.index} (group {self.group_index}): {name} is not a sequence of one number per token "
@@ -211,11 +210,11 @@ class Sample:
         ids: Sequence[int] | np.ndarray = [] if tokens is None else tokens
         count = len(ids)
         self._check_log_probs(count, log_probs, trainable)
-        nuclei = extended_nuclei(self, count, meta_info or {})
+        nuclei = token_fields.extended_nuclei(self, count, meta_info or {})
         if nuclei is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = nuclei
         # A hook may have set an earlier part of the response by hand, without a mask: that part is trained.
-        if self.response_length and is_unset(vars(self)["loss_mask"]):
+        if self.response_length and token_fields.is_unset(vars(self)["loss_mask"]):
             self._extend_mask(self.response_length, True)
         self._extend_mask(count, trainable)
         if log_probs is not None or (not trainable and self._can_align_log_probs):
@@ -229,7 +228,7 @@ class Sample:
             return
         experts = meta_info.get("routed_experts")
         if experts is not None:
-            self.rollout_routed_experts = engine_meta.merged_experts(self, experts, *engine_meta.experts_shape(args))
+            self.rollout_routed_experts = token_fields.merged_experts(self, experts, *token_fields.experts_shape(args))
         if update_terminal_info:
             self._take_terminal_info(args, meta_info, count)
 
@@ -260,7 +259,7 @@ class Sample:
         version = meta_info.get("weight_version")
         if version is not None:
             self.weight_versions = [*self.weight_versions, str(version)]
-            self.version_spans = extended_spans(self, meta_info, str(version), count)
+            self.version_spans = token_fields.extended_spans(self, meta_info, str(version), count)
             # Only a request that continued through an update in place has keys and values of two versions in its KV
             # cache. After any other pause, the engine computes the KV cache again.
             spans = meta_info.get("weight_versions") or ()
@@ -362,7 +361,7 @@ def _saved(sample: Sample) -> dict[str, Any]:
     sample.pack()
     data = sample.infos()
     for key, value in vars(sample).items():
-        if key == "loss_mask" and is_unset(value):
+        if key == "loss_mask" and token_fields.is_unset(value):
             data[key] = None
         elif key not in data:
             data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else own_copy(value)

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.data.balance import ModelShape, first_fit, forward_flops, karmarkar_karp, split_in_two
-from slime.data.lock_step import Items, pack_in_lock_step
+from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
+from slime.data.lock_step import Items, deal, pack_in_lock_step
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -85,7 +85,7 @@ def build_dp_schedule(
     ranks, and they are assigned round-robin.
 
     Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples. Micro-batches are
-    assigned round-robin or, with ``--balance-data``, balanced by FLOPs.
+    assigned round-robin or, with ``--balance-data``, such that ranks have about equal FLOPs in each of them.
 
     Args:
         train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and ``microbatch_group_size_per_vp_stage``
@@ -157,6 +157,7 @@ def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: 
     """The positions of the samples of each optimizer step; rollouts are in the order of their first sample."""
     if len(rollout_indices) != num_samples:
         raise ValueError(f"{num_samples} samples but {len(rollout_indices)} rollout ids")
+    # A dict keeps the order in which rollouts first appear.
     rollouts: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_indices):
         rollouts.setdefault(rollout, []).append(position)
@@ -195,6 +196,7 @@ def _pack_step(
     """
     dp_size, multiple, cp_size = sizes
     if settings.dynamic:
+        # With context parallelism, a micro-batch is spread over the GPUs of its ranks.
         cap = settings.max_tokens * cp_size
         if settings.balanced:
             packed = pack_in_lock_step(
@@ -207,7 +209,10 @@ def _pack_step(
         _align(micro_batches, multiple, total_lengths, step)
     else:
         micro_batches = _pack_static(settings, samples, multiple, step)
-    return [[micro_batches[j] for j in mine] for mine in _distribute(settings, micro_batches, total_lengths, dp_size)]
+    if settings.balanced:
+        flops = [sum(forward_flops(settings.shape, total_lengths[i]) for i in batch) for batch in micro_batches]
+        return deal(micro_batches, flops, dp_size)
+    return [micro_batches[rank::dp_size] for rank in range(dp_size)]
 
 
 def _items(
@@ -271,13 +276,3 @@ def _pack_static(settings: PackingSettings, samples: list[int], multiple: int, s
             "use --use-dynamic-batch-size, or change one of these numbers"
         )
     return micro_batches
-
-
-def _distribute(
-    settings: PackingSettings, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
-) -> list[list[int]]:
-    """The positions of each rank's micro-batches, the same number for each rank."""
-    if settings.balanced:
-        flops = [sum(forward_flops(settings.shape, total_lengths[i]) for i in batch) for batch in micro_batches]
-        return karmarkar_karp(flops, dp_size, equal_counts=True)
-    return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]

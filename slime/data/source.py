@@ -18,11 +18,11 @@ from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
 from slime.data.dataset import Dataset, PromptDataset, PromptMaker
-from slime.data.plain_files import load_plain
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
 from slime.data.tokenizers import load_processor, load_tokenizer
+from slime.data.value_files import load_plain
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -178,6 +178,7 @@ class RolloutDataSource:
 
     def load_state_dict(self, state: SourceState) -> None:
         """Continue where the source of ``state`` was."""
+        # The data file may have been edited between the two runs; the position in the epoch is then only about right.
         length = state.get("dataset_length", len(self))
         if length != len(self):
             logger.warning(
@@ -185,6 +186,7 @@ class RolloutDataSource:
                 "the rest of epoch %d will repeat some prompts and leave out others",
                 *(length, len(self), state["epoch_id"]),
             )
+        # The order is not part of the state: it follows from the seed and the epoch.
         self.sample_offset = state["sample_offset"]
         self.epoch_id = state["epoch_id"]
         self.sample_group_index = state["sample_group_index"]

@@ -39,6 +39,7 @@ def sample_staleness(sample: Sample, step: int) -> int | None:
     """The staleness of the oldest trained token; None if no token is trained, or none has a known version."""
     if sample.remove_sample or sample.reward_timed_out:
         return None
+    # Only trained tokens count: those of tools have no version anyway.
     ages = token_staleness(sample, step)
     mask = sample.array("loss_mask")
     if mask is not None and len(mask) == len(ages):
@@ -75,6 +76,7 @@ def mask_older_versions(sample: Sample) -> None:
     """Train only the tokens that the newest weights sampled (``--mask-offpolicy-in-partial-rollout``)."""
     if len({version for version, _, _ in sample.version_spans}) < 2:
         return
+    # The last span is of the newest weights, since a response only grows.
     newest = sample.version_spans[-1][0]
     given = sample.array("loss_mask")
     mask = np.ones(sample.response_length, np.int8) if given is None else given.copy()

@@ -1,4 +1,4 @@
-"""Storage of the per-token fields of a :class:`~slime.data.sample.Sample`: hooks see lists, stored are arrays.
+"""Fields of a :class:`~slime.data.sample.Sample`: how per-token values are stored, and what an engine adds to them.
 
 A field is stored either as the value that was assigned to it (usually a list) or, once it has been packed, as a
 read-only numpy array. Reading the attribute of a packed field converts it to a list and stores that list, so that
@@ -8,10 +8,20 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import base64
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+from slime.config.hf_config import read_config
+from slime.types import MetaInfo
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.data.sample import Sample
 
 TOKEN_FIELDS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
@@ -150,6 +160,7 @@ def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) ->
     """Append to a field. A list is extended in place, so other references to it see the new entries."""
     held = instance.__dict__
     old = held[name]
+    # A list may be held by users' code, so it stays the same object.
     if isinstance(old, list):
         old.extend(values.tolist() if hasattr(values, "tolist") else values)
     elif isinstance(old, Packed) or (old is None and isinstance(values, np.ndarray)):
@@ -165,3 +176,198 @@ def cut(instance: object, name: str, length: int) -> None:
     value = instance.__dict__[name]
     if value is not None:
         instance.__dict__[name] = Packed(value.values[:length].copy()) if isinstance(value, Packed) else value[:length]
+
+
+# --- what an engine's meta_info adds -------------------------------------------------------
+
+Nuclei = tuple[np.ndarray, np.ndarray]
+
+
+class _Counters:
+    """Counters as a dataclass with slots."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
+
+
+@dataclass(slots=True)
+class SpecInfo(_Counters):
+    """Counters of speculative decoding, summed over the engine calls of a sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def accept_rate(self) -> float:
+        """Fraction of draft tokens that were accepted; 0 before the first draft."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """The same as :attr:`accept_rate`, by the name of older releases."""
+        return self.accept_rate
+
+    @property
+    def spec_accept_length(self) -> float:
+        """The same as :attr:`accept_length`, by the name of older releases."""
+        return self.accept_length
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens generated per verification step; 0 before the first step."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: MetaInfo) -> None:
+        """Add the counters of one answer's ``meta_info``."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass(slots=True)
+class PrefixCacheInfo(_Counters):
+    """How many prompt tokens the engine found in its prefix cache, summed over the engine calls of a sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """The same as :attr:`hit_rate`, by the name of older releases."""
+        return self.hit_rate
+
+    def add(self, meta_info: MetaInfo) -> None:
+        """Add the counters of one answer's ``meta_info``."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+
+def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei | None:
+    """Nucleus ids and offsets of the response, extended by ``count`` tokens; None if no engine has returned any yet.
+
+    Tokens that were not sampled get empty nuclei.
+
+    Raises:
+        ValueError: The number of offsets does not match the number of tokens.
+    """
+    # Offsets of the engine begin at 0 for each response; those of the sample go on from its end.
+    given = meta_info.get("top_p_token_ids")
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if given is None and offsets is None:
+        return None
+    if offsets is None or ids is None:
+        ids, offsets = np.zeros(0, np.int32), np.zeros(sample.response_length + 1, np.int32)
+    end = offsets[-1]
+    if given is None:
+        added = np.full(count, end, np.int32)
+    else:
+        found = decode_int32(meta_info["top_p_token_offsets"])
+        if len(found) != count + 1:
+            raise ValueError(f"sample {sample.index}: {count} tokens but {len(found)} nucleus offsets")
+        added = end + found[1:] - found[0]
+        ids = np.concatenate([ids, decode_int32(given)])
+    return ids, np.concatenate([offsets, added])
+
+
+def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int) -> list[tuple[str, int, int]]:
+    """The sample's version spans, extended by those of a response that ends with the last ``count`` tokens.
+
+    The spans in ``meta_info`` cover the whole response of the engine, of which earlier parts may have been appended
+    before. An engine that reports no spans ends its requests before it takes new weights, so its response is of one
+    version, ``latest``.
+    """
+    given = meta_info.get("weight_versions")
+    if not given or given[-1]["end"] > sample.response_length:
+        given = [{"version": latest, "start": 0, "end": count}]
+    # Earlier parts of the same response are replaced, and a span that continues the one before it is merged with it.
+    first = sample.response_length - given[-1]["end"]
+    spans = [span for span in sample.version_spans if span[1] < first]
+    for part in given:
+        version, start, end = str(part["version"]), first + part["start"], first + part["end"]
+        if spans and spans[-1][0] == version and spans[-1][2] == start:
+            start = spans.pop()[1]
+        if end > start:
+            spans.append((version, start, end))
+    return spans
+
+
+def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: int) -> np.ndarray:
+    """The routed experts of all tokens that the engine has processed: ``[tokens - 1, layers, topk]``.
+
+    The last row belongs to the last but one token of ``sample.tokens``, since the last token was sampled, but not
+    processed. So the number of rows determines the token at which they begin (SGLang's ``routed_experts_start_len``, 0
+    by default). If a request continues a response, the engine processes the prefix again, possibly with newer weights.
+    The rows that the sample already has are those with which its tokens were sampled, so these are kept.
+
+    Args:
+        value: int32 values in base64, or a list.
+        layers, topk: The shape of a row; see :func:`experts_shape`.
+
+    Raises:
+        ValueError: The size does not match the model, or there is a gap between the known rows and the new ones.
+    """
+    # Few experts fit one byte each, which quarters the largest field of a sample.
+    flat = decode_int32(value)
+    if flat.size % (layers * topk):
+        raise ValueError(
+            f"sample {sample.index}: {flat.size} routed experts are not rows of {layers} layers with {topk} experts"
+        )
+    new = flat.reshape(-1, layers, topk)
+    new = new.astype(np.uint8 if new.max(initial=0) < 256 else np.int16)
+    total, known = sample.num_tokens - 1, sample.rollout_routed_experts
+    start = max(total - len(new), 0)
+    # The first part of a response must begin with the prompt; later parts must join what is known.
+    if known is None or not len(known):
+        if start:
+            raise ValueError(f"sample {sample.index}: routed experts for {len(new)} of {total} tokens")
+        return new[:total]
+    if start > len(known):
+        raise ValueError(
+            f"sample {sample.index}: the routed experts of the response begin at token {start}, but those of earlier "
+            f"tokens are only known up to token {len(known)}"
+        )
+    return np.concatenate([known, new[len(known) - start : total - start]])
+
+
+def experts_shape(args: Args | None) -> tuple[int, int]:
+    """(layers, experts per token) of the model, from config.json, or otherwise from the flags.
+
+    Raises:
+        ValueError: Neither of them contains both numbers.
+    """
+    layers = topk = 0
+    if args is not None:
+        layers, topk = _shape_of_model(args.hf_checkpoint or "")
+        layers, topk = layers or args.num_layers or 0, topk or args.moe_router_topk or 0
+    if not layers or not topk:
+        raise ValueError(
+            "the shape of routed experts is not known: config.json of --hf-checkpoint has no num_hidden_layers and "
+            "num_experts_per_tok, and --num-layers and --moe-router-topk are not given"
+        )
+    return layers, topk
+
+
+@functools.lru_cache(maxsize=8)
+def _shape_of_model(checkpoint: str) -> tuple[int, int]:
+    config = (read_config(checkpoint) if checkpoint else None) or {}
+    return int(config.get("num_hidden_layers") or 0), int(config.get("num_experts_per_tok") or 0)
+
+
+def decode_int32(value: str | list[int]) -> np.ndarray:
+    """An int32 array [n] from its bytes in base64, or from a list."""
+    if isinstance(value, str):
+        return np.frombuffer(base64.b64decode(value), np.int32)
+    return np.asarray(value, np.int32)

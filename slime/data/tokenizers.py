@@ -110,6 +110,7 @@ def check_shown(
     Raises:
         TemplateRefusal: It leaves one out, or only writes the name of a role that it does not know.
     """
+    # Templates drop what they do not know without an error, so the rendered text is searched for each message.
     template = str(getattr(renderer, "chat_template", None))
     for i, message in enumerate(messages):
         role, content = message["role"], joined_text(message.get("content"))
@@ -149,6 +150,7 @@ def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping
         TemplateRefusal: The template refuses the messages or fails on them.
     """
     messages = _with_content(messages, _takes_text(renderer))
+    # A missing content is tried as it is, and replaced only if the template cannot take it.
     absent = [m for m in messages if m.get("content") is None]
     emptied = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
     try:
@@ -273,6 +275,7 @@ def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ..
 def _direct_class(folder: Path) -> Any | None:
     """The class that ``AutoTokenizer`` would choose for a folder, or None if only ``AutoTokenizer`` knows it."""
     try:
+        # The same two files from which AutoTokenizer decides.
         model = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
         if not (folder / "tokenizer.json").is_file() or "auto_map" in tokenizer or "auto_map" in model:
@@ -299,6 +302,7 @@ def _resolve(name_or_path: str | Path) -> tuple[str, bool]:
     """(folder or hub id, whether it is a folder)"""
     if name_or_path is None or str(name_or_path) == "":
         raise FileNotFoundError("no checkpoint is given to load a tokenizer from: set --hf-checkpoint")
+    # A folder first: a hub id may also be the name of a folder here.
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -53,6 +53,7 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     found: list[str] = []
     run = EvalDatasetConfig.from_args(args)
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    # First the prompts of the training, then each evaluation set with settings of its own.
     if _reads_prompts(args):
         if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
             make, limit = prompt_maker(args), STREAMING_ROWS if args.streaming_data else None
@@ -91,6 +92,7 @@ def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer
 
 def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:
     """The problems of the reward type and the functions of an evaluation set, if they are not those of the run."""
+    # What the set has in common with the run is checked with the run.
     label, problems = f"evaluation set {config.name}:", []
     if config.rm_type and config.rm_type != run.rm_type and not config.custom_rm_path:
         problem = reward_type_problem(config.rm_type, rm_url)
@@ -147,6 +149,7 @@ def _check_file(
     try:
         rows = RowFile(spec)
         count = len(rows) if limit is None else min(limit, len(rows))
+        # In parts, so that a file larger than the memory can be checked.
         for begin in range(0, count, _ROWS_AT_ONCE):
             prompts, part = make.parse(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))))
             report.merge(part)
@@ -166,6 +169,7 @@ def _check_file(
                     labels.add(f"{row.where}: {problem}")
     except DataError as error:
         return error.problems
+    # Problems of the whole file come after those of single rows have been counted.
     report.tell(spec, problems)
     notices += problems.notices
     for warning in problems.warnings if strict else ():

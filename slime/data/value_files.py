@@ -1,14 +1,114 @@
-"""Files of values that survive a crash: written under a temporary name, synced to the disk, then renamed."""
+"""Files of values that survive a crash, and that are read without running code from them.
+
+They are written under a temporary name, synced to the disk, then renamed.
+
+A pickle can call any function, so a file from an unknown source must not be unpickled. ``torch.load`` with
+``weights_only=True`` refuses all but a few names; this module also allows numpy's arrays and scalars and some plain
+types of the standard library. A program whose files hold objects of its own classes allows these with
+``torch.serialization.add_safe_globals([TheClass])``, for example in the file of its data source.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import secrets
+from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import IO, Any, BinaryIO, Protocol, cast
 
-from slime.data.plain_files import load_plain, plain
+_NUMPY = ("numpy._core.multiarray", "numpy.core.multiarray")
+ALLOWED = frozenset({
+    *(f"{module}.{name}" for module in _NUMPY for name in ("_reconstruct", "scalar")),
+    "numpy.ndarray", "numpy.dtype", "_codecs.encode",
+    "builtins.frozenset", "builtins.range", "builtins.slice",
+    "builtins.bytes",  # used for empty bytes
+    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
+    "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath",
+    *(f"{kind.__module__}.{kind.__name__}" for kind in (PosixPath, PurePosixPath)),  # Python 3.13: pathlib._local
+    "PIL.Image.Image",
+})  # fmt: skip
+"""Names of classes and functions that only create values. Each is imported when a file uses it."""
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SCALARS: dict[type, Any] = {str: str.__str__, int: int.__index__, float: float.__float__}
+"""For each base class, the function that converts an instance of a subclass to exactly this class."""
+
+
+class UnsafeFileError(ValueError):
+    """A file holds other things than plain values; the message names them and says how to allow them."""
+
+
+def load_plain(path: Path) -> Any:
+    """Load what ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy arrays, on the CPU.
+
+    Raises:
+        UnsafeFileError: The file uses another class or function, or has another format. No code of it was run.
+    """
+    import torch
+    from numpy import dtypes
+
+    try:
+        asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:  # Older format, or damaged bytes, of which torch raises anything: torch.load below reports it.
+        asked = set()
+    # Refused here, with names and advice, before torch refuses the first one with words of its own.
+    foreign = sorted(asked - ALLOWED)
+    if foreign:
+        raise UnsafeFileError(
+            f"{path} holds objects of {', '.join(foreign)}. Reading them could run code, so it was refused. If the "
+            "file is your own, keep plain values instead (metadata of samples, state of a data source), or call "
+            "torch.serialization.add_safe_globals([...]) with these classes in your own module"
+        )
+    numpy_types = [value for name, value in vars(dtypes).items() if name.endswith("DType")]
+    with torch.serialization.safe_globals([*numpy_types, *map(_find, sorted(asked))]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # pickle.UnpicklingError, RuntimeError, and for damaged bytes almost any other
+            raise UnsafeFileError(f"{path} cannot be read as plain values: {_reason(error)}") from error
+
+
+def plain(value: object) -> Any:
+    """Convert a value to the plain types that :func:`load_plain` can read.
+
+    Instances of subclasses of dict (``defaultdict``), list, tuple (named tuples), str, int and float (enumerations)
+    become instances of these classes, and ``deque`` becomes a list. If a list begins with a number or a string, its
+    entries are not converted.
+    """
+    kind = type(value)
+    if kind in _PLAIN or kind.__module__ == "numpy":
+        return value
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | deque):
+        target = tuple if isinstance(value, tuple) else list
+        if not value or type(value[0]) in _PLAIN:
+            return value if kind is target else target(value)
+        return target(plain(entry) for entry in value)
+    for base, exact in _SCALARS.items():
+        if isinstance(value, base):
+            return exact(value)
+    return value
+
+
+def _reason(error: Exception) -> str:
+    """The reason that torch gives, without its advice to load the file without this protection."""
+    found = re.search(r"(?:WeightsUnpickler error:|\n\n\n?)\s*(\S.*?)(?:\. |\.?\n|$)", str(error))
+    return found[1] if found else type(error).__name__
+
+
+def _find(name: str) -> Any:
+    """The allowed class or function of this name, together with the name, as ``safe_globals`` needs it."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute), name
+
+
+# --- writing -------------------------------------------------------------------------------
 
 
 class Output(Protocol):
@@ -49,6 +149,7 @@ def sync_path(path: Path) -> None:
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let ``write`` fill a temporary file, then rename it to ``path``. A reader sees either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with open(aside, "wb") as file:
@@ -67,7 +168,7 @@ def write_state(path: Path, state: object) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """Read a file of :func:`write_state`. No code in the file is executed (:mod:`slime.data.plain_files`).
+    """Read a file of :func:`write_state`. No code in the file is executed (:func:`load_plain`).
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
-from slime.data.packing import build_pack, distinct_scores
+from slime.data.packing import build_context_pack, build_pack, distinct_scores
 from slime.models.loading import ModelError
 from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.segments import PackSegments, to_device

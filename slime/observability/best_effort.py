@@ -27,6 +27,7 @@ def best_effort(what: str) -> Iterator[None]:
     except OSError as error:
         _failures[what] += 1
         count = _failures[what]
+        # A full disk fails thousands of writes: the powers of two are told.
         if count & (count - 1) == 0:
             warn(f"{what} could not be written, {count} time(s) so far; the run continues: {error}")
 
@@ -58,6 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Also on KeyboardInterrupt: nobody else would remove the file.
     try:
         yield temporary
         temporary.replace(path)
@@ -109,6 +111,7 @@ class AppendedFile:
 
     def _flush(self) -> None:
         with best_effort(self._what):
+            # A full disk may take a part of a line: what was written is removed from the front, the rest waits.
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]
 

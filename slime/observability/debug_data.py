@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.data.plain_files import UnsafeFileError, load_plain, plain
 from slime.data.sample import Sample, flatten
-from slime.data.value_files import save_value
+from slime.data.value_files import UnsafeFileError, load_plain, plain, save_value
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
@@ -42,26 +41,6 @@ class DebugDataError(ValueError):
     """Raised if a file of debug data is missing or invalid. The message names the file and the flag."""
 
 
-def find_dump(template: object, folder: Path, run_name: object, step: int) -> Path | None:
-    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps in it.
-
-    Args:
-        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the run recorded it.
-        folder: The folder of the run.
-        run_name: Its ``--run-name``.
-    """
-    if not isinstance(template, str):
-        return None
-    try:
-        named = file_of_rollout(template, step)
-    except (ValueError, RuntimeError):
-        return None
-    places = [named, folder / named, folder.parent.parent / named]
-    names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
-    places += [folder / Path(*named.parts[named.parts.index(name) + 1 :]) for name in names if name in named.parts]
-    return next((place for place in places if place.is_file()), None)
-
-
 def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
     """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 
@@ -69,20 +48,18 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
         OSError: With ``--debug-rollout-only``, if the file cannot be written.
     """
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
-    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
-        _save_rollout(args, path, rollout_id, groups)
-    return path
-
-
-def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested) -> None:
-    if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
-        from slime.data.tokenizers import load_processor, load_tokenizer
-
-        trust = {"trust_remote_code": args.trust_remote_code}
-        reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
-        reader.save_pretrained(Path(args.dump_details) / "tokenizer")
     samples = [sample.to_dict() for sample in flatten(groups)]
-    _save({"rollout_id": rollout_id, "samples": samples}, path)
+    # Of a run that does nothing else, the files are the purpose, so that an error must end it.
+    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
+        if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
+            # A dump is read with the tokenizer that made it, which may be gone by then.
+            from slime.data.tokenizers import load_processor, load_tokenizer
+
+            trust = {"trust_remote_code": args.trust_remote_code}
+            reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
+            reader.save_pretrained(Path(args.dump_details) / "tokenizer")
+        _save({"rollout_id": rollout_id, "samples": samples}, path)
+    return path
 
 
 def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[Group]:
@@ -125,6 +102,7 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
         return groups
     if amount <= 0:
         raise DebugDataError(f"--load-debug-rollout-data-subsample {amount}: must be above 0")
+    # The amount counts samples, but groups stay whole, since their baseline needs all of them.
     total = sum(len(group) for group in groups)
     wanted = total * amount if amount <= 1 else amount
     count = min(max(round(wanted * len(groups) / max(total, 1)), 1), len(groups))
@@ -139,6 +117,7 @@ def save_train_batches(template: str | None, rollout_id: int, batch: dict[str, o
     """
     import torch.distributed as dist
 
+    # All ranks take part in the collective call, also those whose batch is not written.
     mine = (ranks.data_parallel_rank, batch)
     everyones = [mine]
     if ranks.world_size > 1:
@@ -157,6 +136,7 @@ def save_train_data(template: str | None, rollout_id: int, rank: int, shards: li
     The file contains ``{"format_version": 2, "rollout_id", "rank", "samples": [a dict per sample, in the order of
     sample_indices], "dp_shards": [the batch of each rank], "raw_reward": [...]}``.
     """
+    # From one list per entry to one dict per sample; entries of the whole batch stay in the shards.
     samples: list[dict[str, Any]] = []
     for shard in shards:
         lists = {key: value for key, value in shard.items() if isinstance(value, list)}
@@ -209,6 +189,7 @@ def _save(value: Mapping[str, object], path: Path) -> Path:
 
 def _group(samples: list[Sample]) -> list[Group]:
     """Group samples by the value of ``group_index``; a sample without one forms its own group."""
+    # The file is flat; the groups follow from the numbers of its samples.
     groups: dict[object, Group] = {}
     for position, sample in enumerate(samples):
         key = ("alone", position) if sample.group_index is None else sample.group_index

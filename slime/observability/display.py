@@ -6,6 +6,7 @@ when it ends.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -21,13 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.observability.best_effort import AppendedFile, best_effort
-from slime.observability.charts import sparkline
 from slime.observability.debugger import DEBUGGER
 from slime.observability.evaluations import evaluation_table, figures
+from slime.observability.metrics import REWARD_KEYS
+from slime.observability.progress import Timers
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import StateFile
-from slime.observability.summary import REWARD_KEYS, Summary, print_summary, summarize, write_summary
-from slime.observability.timers import Timers
+from slime.registry import find
 
 STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are not shown
     ("train/loss", "loss", "{:.2g}"),
@@ -40,6 +41,7 @@ STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are
 STEP_PHASES = ("rollout", "train", "update_weights")
 LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Phase:
@@ -68,6 +70,7 @@ class Phase:
     def numbers(self) -> str:
         """Return the numbers of the last report as text, such as ``reward 0.45 · 310 tokens/s``. A count of tokens is
         converted to a rate."""
+        # A count of tokens says little, so it is shown as a rate over the time in which they were counted.
         values = dict(self._progress.get("numbers") or {})
         tokens = values.pop("tokens", None)
         since = self._progress.get("since")
@@ -91,11 +94,13 @@ class Phase:
 
     def line(self) -> str:
         """Return the phase as one line of plain text."""
+        # Columns of fixed width, so that the lines of a log can be compared.
         label = LABELS.get(self.name, self.name).replace("_", " ")
         parts = [f"  {label:<14}{self.elapsed:7.1f} s", f"{self.counts():>9}", self.numbers()]
         return "  ".join(parts).rstrip()
 
     def __rich__(self) -> Table:
+        # rich renders this again several times a second, always with the current numbers.
         row = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [
             self._spinner,
@@ -147,6 +152,7 @@ class Display:
             with self.timers(name):
                 yield phase
         finally:
+            # Also after an error: the live line must not stay open over the traceback.
             phase.seconds = phase.elapsed
             self._open.remove((phase, live))
             if live is not None:
@@ -172,6 +178,7 @@ class Display:
             times: Seconds by phase, from :meth:`pop_times`.
         """
         reward = next((float(metrics[key]) for key in REWARD_KEYS if metrics.get(key) is not None), None)
+        # The parts from left to right: reward with its curve, other numbers, time.
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))
         if reward is not None:
             self.rewards.append(reward)
@@ -183,6 +190,7 @@ class Display:
         if times:
             total = float(metrics.get("perf/step_time") or sum(times.values()))
             phases = {key.removeprefix("perf/").removesuffix("_time"): seconds for key, seconds in times.items()}
+            # Short phases would make the line long and say nothing.
             shown = {name: s for name, s in phases.items() if name in STEP_PHASES or s > LONG_SHARE * total}
             parts = " + ".join(f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items())
             text.append(f"  {total:.1f} s ({parts})", style="dim")
@@ -190,6 +198,7 @@ class Display:
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Print the line of an evaluation, or a table if there are several data sets or several samples per prompt."""
+        # One number fits into a line; more of them are easier to compare in a table.
         by_name = figures(metrics)
         if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
             self.note(evaluation_table(rollout_id, by_name))
@@ -202,20 +211,17 @@ class Display:
         for line in lines:
             self.note(Text(f"    {line}", style="dim", no_wrap=self.console.is_terminal, overflow="ellipsis"))
 
-    def finish(self) -> Summary | None:
+    def finish(self) -> None:
         """End the live lines, write ``summary.json`` and the reward curve, and print the table.
 
-        Returns:
-            The summary; None without a run folder, or if the run had no step (``--num-rollout 0``).
+        Without a run folder, or if the run had no step (``--num-rollout 0``), there is no summary.
         """
         self.close()
         if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
-            return None
+            return
+        # The user has waited for imports and the start as well.
         since = _process_start(self._started) if self._since is None else self._since
-        result = summarize(self.run_dir, seconds_total=time.time() - since, since=since)
-        missing = write_summary(self.run_dir, result)
-        print_summary(self.run_dir, result, self.console, hints=missing)
-        return result
+        find("summary", "finish")(self.run_dir, self.console, time.time() - since, since)
 
     def close(self) -> None:
         """Stop the live lines, also after an error. It is safe to call this twice."""
@@ -244,10 +250,20 @@ class Display:
         if self.run_dir is None:
             return
         with best_effort("driver.log"):
+            # Opened with the first line, since a display without a run writes none.
             if self._log is None:
                 self.run_dir.logs.mkdir(parents=True, exist_ok=True)
                 self._log = AppendedFile(self.run_dir.logs / "driver.log", "driver.log")
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """Draw the last ``width`` finite values as one line of block characters, on a scale of 0 to 1, or a larger one."""
+    recent = [value for value in values if math.isfinite(value)][-width:]
+    if not recent:
+        return ""
+    low, high = min(0.0, *recent), max(1.0, *recent)
+    return "".join(_BLOCKS[round((value - low) / (high - low) * 7)] for value in recent)
 
 
 class _LastingOutput:
@@ -264,6 +280,7 @@ class _LastingOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        # A terminal of an old encoding must not end a run by a character of a model.
         encoding = self._stream.encoding or "utf-8"
         with self._tolerant():
             self._stream.write(text.encode(encoding, "replace").decode(encoding))

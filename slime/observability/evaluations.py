@@ -25,12 +25,14 @@ def figures(metrics: Mapping[str, SupportsFloat]) -> Figures:
     found: Figures = {}
     values = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
     values.pop("step", None)
+    # A name with a slash could also be a figure of another data set; it is a data set if figures of its own follow.
     slashed = {key for key in values if "/" in key and any(other.startswith(f"{key}/") for other in values)}
     for key, value in values.items():
         detail = DETAIL.match(key)
         if detail and ("/" not in key or detail["name"] in slashed):
             found.setdefault(detail["name"], {})[detail["figure"]] = value
             continue
+        # The longest name wins, since the name of one data set may begin with that of another.
         own = [name for name in slashed if key == name or key.startswith(f"{name}/")]
         name = max(own, key=len, default=key.partition("/")[0])
         found.setdefault(name, {})[key.removeprefix(name).removeprefix("/") or "reward"] = value
@@ -51,6 +53,7 @@ def write_evaluation(
         data: ``data`` of ``RolloutFnEvalOutput``.
         metrics: The logged metrics of the evaluation.
     """
+    # Figures, settings and rewards are put together for each data set.
     by_name = figures(metrics)
     sets = {
         name: {
@@ -72,6 +75,7 @@ def write_evaluation(
 
 def _rewards(part: Mapping[str, object]) -> list[list[float | None]]:
     """Return the rewards of each prompt."""
+    # The dict may come from an evaluation function of the user's.
     rewards, n = part["rewards"], part.get("n_samples_per_prompt") or 1
     if not isinstance(rewards, Iterable) or not isinstance(n, int):
         raise TypeError(f"invalid evaluation: rewards {rewards!r:.80}, n_samples_per_prompt {n!r:.80}")
@@ -88,6 +92,7 @@ def _finite(value: SupportsFloat) -> float | None:
 def evaluation_table(step: int, by_name: Figures) -> Table:
     """Return a table with one row per data set: reward, pass@k, share of truncated responses, mean length, and the
     number of missing rewards."""
+    # Columns exist only if some data set has a value for them.
     ks = sorted({int(key[5:]) for row in by_name.values() for key in row if key.startswith("pass@")})
     unanswered = any(row.get("reward_missing_count") for row in by_name.values())
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold magenta")

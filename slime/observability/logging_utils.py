@@ -47,6 +47,7 @@ def log(args: Args, metrics: Mapping[str, SupportsFloat], step_key: str = "rollo
         except (TypeError, ValueError) as error:
             raise ValueError(f"metric {name!r} is not a number: {value!r:.120}") from error
     numbers.pop(step_key, None)
+    # The innermost block, since an evaluation may run inside a rollout.
     if _targets:
         _targets[-1].update(numbers)
     else:

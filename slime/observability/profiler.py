@@ -1,4 +1,5 @@
-"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank."""
+"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank, and
+measure the memory of a process for the log of colocated runs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ TARGET_OF_PHASE = {
     **dict.fromkeys(("actor_train", "critic_train"), "train_actor"),
 }
 _KEPT_EVENTS = 1_000_000
+GIB = 2**30
 
 
 class Profiler:
@@ -66,6 +68,7 @@ class Profiler:
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
         """Profile the block if ``--profile-target`` names it. Inside another target, it becomes part of that trace."""
+        # A profile inside a profile is not possible: the inner block is a part of the outer trace.
         if self.rollout_id not in self.profiled or self.profiling or target not in self.targets:
             yield
             return
@@ -88,3 +91,23 @@ class Profiler:
             self.memory_folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self.memory_folder / f"memory-{self.name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_in_use() -> dict[str, float]:
+    """Return the memory use of this process and of its GPU in GiB.
+
+    Returns:
+        ``process``: resident CPU memory, including pinned memory. With CUDA also ``tensors`` (live tensors of this
+        process), ``reserved`` (memory of its allocator) and ``device`` (memory in use by all processes together).
+    """
+    import psutil
+
+    used = {"process": psutil.Process().memory_info().rss / GIB}
+    import torch
+
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        used["tensors"] = torch.cuda.memory_allocated() / GIB
+        used["reserved"] = torch.cuda.memory_reserved() / GIB
+        used["device"] = (total - free) / GIB
+    return used

@@ -1,11 +1,16 @@
-"""The current activity of this process, for the live line and for error messages after a timeout."""
+"""What a process does now, and how long its phases took.
+
+The current activity is for the live line and for error messages after a timeout. Timers become the metrics
+``perf/<name>_time``.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NotRequired, TypedDict
 
 
 class Progress(TypedDict, total=False):
@@ -20,19 +25,6 @@ class Progress(TypedDict, total=False):
     numbers: dict[str, float]
 
 
-def is_progress(value: object) -> bool:
-    """Whether a value that was read from a file has the types of a :class:`Progress`."""
-    if not isinstance(value, Mapping):
-        return False
-    numbers = value.get("numbers", {})
-    counts = [value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None]
-    return (
-        isinstance(value.get("phase", ""), str)
-        and isinstance(numbers, Mapping)
-        and all(isinstance(number, int | float) and abs(number) < 1e18 for number in (*counts, *numbers.values()))
-    )
-
-
 _lock = threading.Lock()
 _latest = Progress()
 
@@ -43,6 +35,7 @@ def report(phase: str, done: int = 0, total: int | None = None, **numbers: float
     global _latest
     now = time.time()
     with _lock:
+        # The beginning of a phase is kept as long as its count only grows, for rates.
         goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # a smaller count means a new start
         since = _latest["since"] if goes_on else now
         _latest = Progress(phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers)
@@ -52,3 +45,60 @@ def latest() -> Progress:
     """Return a copy of the last report."""
     with _lock:
         return _latest.copy()
+
+
+class Span(TypedDict):
+    """A completed phase. ``start`` and ``end`` are wall times in seconds; without ``process``, it is the driver's."""
+
+    name: str
+    start: float
+    end: float
+    process: NotRequired[str]
+
+
+class Timers:
+    """Measures wall seconds by name. It is thread-safe. The times of a timer that runs several times are added up.
+
+    >>> timers = Timers()
+    >>> with timers("actor_train"):
+    ...     pass
+    >>> sorted(timers.pop())
+    ['perf/actor_train_time']
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_pop: dict[str, float] = {}
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the time of the block, also if it raises."""
+        wall, start = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start, wall)
+
+    def add(self, name: str, seconds: float, started: float | None = None) -> None:
+        """Add seconds that were measured elsewhere.
+
+        Args:
+            started: Wall time of the start. Default: ``seconds`` before now.
+        """
+        begun = time.time() - seconds if started is None else started
+        with self._lock:
+            self._since_pop[name] = self._since_pop.get(name, 0.0) + seconds
+            self._spans.append({"name": name, "start": begun, "end": begun + seconds})
+
+    def pop(self) -> dict[str, float]:
+        """Return ``{"perf/<name>_time": seconds}`` since the last call."""
+        with self._lock:
+            times, self._since_pop = self._since_pop, {}
+        return {f"perf/{name}_time": seconds for name, seconds in times.items()}
+
+    def pop_spans(self) -> list[Span]:
+        """Return the phases since the last call, for the trace file."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        return spans

@@ -7,15 +7,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from slime.data.json_text import MOST_NESTED, too_deep
 
 MOST_BYTES = 2**31
 """So many bytes of a file, or of what a compressed one holds, are read at most."""
 MOST_SETTINGS = 2**22
 LONGEST_LINE = 2**26
-DEEPEST = 100
+DEEPEST = MOST_NESTED
 """So many levels may settings and rows be nested. Deeper ones overflow the stack of a parser or of a writer."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -28,6 +29,7 @@ def regular(path: Path, most: int = MOST_BYTES) -> Path:
             (which cannot be opened either).
     """
     status = os.stat(path)
+    # Files of the kernel call themselves regular, but have no end, or do something when they are read.
     of_kernel = any(os.path.isdir(place) and os.stat(place).st_dev == status.st_dev for place in ("/proc", "/sys"))
     if of_kernel or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -55,17 +57,9 @@ def shallow(value: object) -> Any:
     Raises:
         ValueError: It is.
     """
-    level = [value]
-    for _ in range(DEEPEST):
-        inner = (_inner(outer) for outer in level)
-        level = [one for values in inner for one in values if isinstance(one, (dict, list))]
-        if not level:
-            return value
-    raise ValueError("it is nested too deeply")
-
-
-def _inner(value: object) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if too_deep(value):
+        raise ValueError("it is nested too deeply")
+    return value
 
 
 def parse_settings(text: str) -> Any:

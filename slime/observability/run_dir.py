@@ -20,10 +20,6 @@ class RunDirError(OSError):
     """Raised if the folder of the run cannot be created. The message names the folder."""
 
 
-MOST_NAMED = 6
-"""So many runs are named to somebody who gave another path."""
-
-
 class UnreadableRun(ValueError):
     """Raised if ``config.yaml`` of a run cannot be read. The message names the file and the reason."""
 
@@ -77,6 +73,7 @@ class RunDir:
         root = cls.parent_of_runs(args.output_dir)
         run = cls(root / args.run_name)
         try:
+            # A run that loads from this folder without resuming it still needs its snapshots at their paths.
             if not resume and not _inside(args.load, run.path):
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
@@ -124,36 +121,6 @@ def read_settings(path: Path) -> JsonObject:
     return {str(name): value for name, value in settings.items()}
 
 
-def runs_in(place: Path) -> list[Path]:
-    """Return the folders of runs that a path means: itself, or those in it.
-
-    Links such as ``latest`` in a folder of runs are not followed, since they point to another run of it.
-    """
-    if (place / "config.yaml").is_file():
-        return [place.resolve()]
-    try:
-        inside = sorted(place.iterdir())
-    except OSError:
-        return []
-    return [folder.resolve() for folder in inside if not folder.is_symlink() and (folder / "config.yaml").is_file()]
-
-
-def no_run(place: Path) -> str:
-    """Return a text that says why a path is not the folder of a run, and which runs are near it, the newest first."""
-    if place.is_dir():
-        why = f"{place} is not the folder of a run: it has no config.yaml"
-    elif place.exists():
-        why = f"{place} is a file, not the folder of a run"
-    else:
-        why = f"{place} does not exist"
-    near = next((found for folder in (place, place.parent) if (found := runs_in(folder))), [])
-    near.sort(key=lambda folder: -(folder / "config.yaml").stat().st_mtime)
-    if not near:
-        return f"{why}; a run writes its folder to --output-dir (default: outputs, where the run was started)"
-    more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
-    return f"{why}; runs near it: {', '.join(map(str, near[:MOST_NAMED]))}{more}"
-
-
 def _inside(file: str | None, folder: Path) -> bool:
     return bool(file) and Path(str(file)).expanduser().resolve().is_relative_to(folder)
 
@@ -161,6 +128,7 @@ def _inside(file: str | None, folder: Path) -> bool:
 def _move_aside(path: Path) -> None:
     if not (path / "config.yaml").exists():
         return
+    # The oldest run keeps the smallest number, so that names in notes stay right.
     number = 1
     while path.with_name(f"{path.name}.{number}").exists():
         number += 1
@@ -171,6 +139,7 @@ def _link(link: Path, target: str) -> None:
     """Let the link point to this run. A real folder with the name of the link is not replaced."""
     if link.exists() and not link.is_symlink():
         return
+    # A link cannot be changed in place; a rename replaces it at once.
     temporary = link.with_name(f".latest.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target, target_is_directory=True)

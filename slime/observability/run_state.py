@@ -1,8 +1,12 @@
-"""``state.json`` in the folder of a run: which process drives the run, what it does, and how it ended.
+"""What a run records about itself in its folder.
 
-The driver replaces the file whenever a phase begins or ends, and every few seconds while it waits for other processes.
-``slime doctor`` and ``slime ui`` read it, also while the run goes on and
-after the driver was killed.
+``state.json``: which process drives the run, what it does, and how it ended. The driver replaces the file whenever a
+phase begins or ends, and every few seconds while it waits for other processes. ``slime doctor`` and ``slime ui`` read
+it, also while the run goes on and after the driver was killed.
+
+For ``slime replay``, ``attempts.jsonl`` has a line for each time that the run was started or resumed: the settings of
+this attempt, and the values that are known only after the start, such as the length of the run and the number of
+threads. ``weights.jsonl`` has a line with a digest of the weights for each update of the engines.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import xxhash
 
 from slime.config.settings import redacted_text
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.progress import Progress, is_progress
-from slime.observability.regular import parse_json, regular
+from slime.observability.progress import Progress
+from slime.observability.run_dir import RunDir, read_settings
+from slime.types import JsonObject
 
 Status = Literal["running", "completed", "stopped", "failed", "restarting"]
 FILE = "state.json"
@@ -87,6 +94,7 @@ class StateFile:
             said: What the processes last said, by name; that of the first few is kept.
         """
         now = time.time()
+        # The driver polls several times a second, and the file may be on a network disk.
         if now - max(self._wrote_wait, since) >= WAIT_SECONDS:
             self._wrote_wait = now
             shown = {name: _without_nan(said[name]) for name in sorted(said)[:_MOST_SAID]}
@@ -104,6 +112,7 @@ class StateFile:
 
     def write(self, **changes: Any) -> None:
         with self._lock:
+            # The end is written once; nothing may replace it.
             if self._state.status != "running" and "status" not in changes:
                 return  # a thread still waited when the run ended
             self._state = replace(self._state, **changes)
@@ -117,6 +126,8 @@ def message_lines(text: str) -> list[str]:
     It begins with the class of the error and may have several lines.
     """
     lines = text.rstrip().splitlines()
+    # A message may itself contain a traceback, of another process, so the place of a line decides and not only its
+    # form.
     heads = [i for i, line in enumerate(lines) if i and _HEAD.match(line) and _ends_frame(lines, i)]
     # The first of the last traceback: later lines that look like one belong to the message.
     return [line.rstrip() for line in lines[heads[-1] :]] if heads else []
@@ -134,24 +145,83 @@ def _without_nan(said: Progress) -> Progress:
     return {**said, "numbers": {name: value for name, value in said["numbers"].items() if math.isfinite(value)}}
 
 
-def read_state(folder: Path) -> RunState | None:
-    """Return the state in the folder of a run; None if there is none (a run of an older release), or it is damaged."""
-    try:
-        state = RunState(**parse_json(regular(folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    return state if _is_sound(state) else None
+# --- for slime replay ----------------------------------------------------------------------
 
 
-def _is_sound(state: RunState) -> bool:
-    """Whether the values of a file have the types of a state."""
-    times = (state.since, state.waiting_since, state.deadline)
-    return (
-        all(isinstance(text, str) for text in (state.host, state.phase, state.error, state.waiting))
-        and state.status in get_args(Status)
-        and type(state.pid) is int
-        and 0 < state.pid < 2**31
-        and all(isinstance(time_, int | float) and abs(time_) < 1e12 for time_ in times)
-        and isinstance(state.said, Mapping)
-        and all(is_progress(said) for said in state.said.values())
-    )
+@dataclass(frozen=True)
+class Settled:
+    """Values of a run that its flags do not determine alone.
+
+    Attributes:
+        asynchronous: Whether the loop of train_async.py ran.
+        on_gpu: Whether the training ranks had GPUs.
+        threads: CPU threads of each training rank.
+        max_tokens: The token budget of micro-batches, also if it was measured (``--max-tokens-per-gpu``).
+        forward_tokens: The budget of passes without a backward (``--log-probs-max-tokens-per-gpu``).
+        first_rollout: The first rollout that this process trained.
+        loaded: The snapshot from which it began, or whose weights it took; None for ``--hf-checkpoint``.
+        working_directory: What relative paths of the settings refer to.
+    """
+
+    asynchronous: bool
+    on_gpu: bool
+    num_rollout: int
+    threads: int
+    max_tokens: int | None
+    forward_tokens: int | None
+    first_rollout: int
+    loaded: str | None
+    working_directory: str
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """The weights of one update of the engines.
+
+    Attributes:
+        version: ``attempt.step``, where ``step`` is the number of rollouts that have trained the weights.
+        digest: See :func:`digest_of_digests`.
+        dtype: The dtype of floating-point tensors on the engines; None if the tensors were not cast.
+        tensors: The number of tensors. An update may leave out frozen ones.
+    """
+
+    version: str
+    digest: str
+    dtype: str | None
+    tensors: int
+
+    @property
+    def step(self) -> int:
+        return int(self.version.rpartition(".")[2])
+
+
+def digest_of_digests(digests: Mapping[str, str]) -> str:
+    """Return one XXH3-128 (hex) for the digests of many tensors by name, in the order of the names."""
+    lines = (f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
+
+
+def append_attempt(run: RunDir, settled: Settled) -> None:
+    """Record what this attempt has settled, together with the settings that are in ``config.yaml`` now.
+
+    A run that is resumed with other flags replaces ``config.yaml``; the line keeps the settings of the earlier steps.
+    """
+    with best_effort(run.attempts.name):
+        # What is in the file, and not the arguments: it has no secrets.
+        settings = read_settings(run.config)
+        # Only this user may read it, as with config.yaml.
+        _append(run.attempts, {"settled": asdict(settled), "settings": settings}, 0o600)
+
+
+def _append(path: Path, values: JsonObject, mode: int = 0o666) -> None:
+    """Append a line of JSON, which is a line of its own also if a full disk has cut the one before."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode), "r+b") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        # The last byte tells whether the line before is complete.
+        cut = file.read() not in (b"", b"\n")
+        file.write(b"\n" * cut + json.dumps(values).encode() + b"\n")
+
+
+def append_weights(run: RunDir, sent: SentWeights) -> None:
+    with best_effort(run.weights.name):
+        _append(run.weights, asdict(sent))

@@ -70,6 +70,7 @@ def write_samples(
     Returns:
         The path of the file; None if no file is to be written.
     """
+    # A resumed run may have another --log-compress, so that a file of this name can exist in both forms.
     kept = kept or KeptTexts()
     if kept.count == 0:
         return None
@@ -111,6 +112,7 @@ def unpacked(path: Path) -> bytes:
 
     content = bytearray()
     try:
+        # The size before compression is not known, and the file may come from somebody else: read it piece by piece.
         with regular(path).open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
             while piece := packed.read(_PIECE):
                 content += piece
@@ -152,6 +154,7 @@ def remove_older(path: Path, last: int) -> None:
     interrupted run wrote, are not touched."""
     name = _NUMBERED.fullmatch(path.name)
     assert name is not None, path
+    # Numbers decide and not the times of files: a resumed run writes older numbers again.
     found = []
     for other in path.parent.iterdir():
         match = _NUMBERED.fullmatch(other.name)
@@ -163,6 +166,7 @@ def remove_older(path: Path, last: int) -> None:
 
 def _line(record: Mapping[str, object]) -> str:
     """Encode a record as JSON. Values of users' functions that JSON cannot represent are written as their ``repr``."""
+    # The quick way first: nearly all records can be written as they are.
     try:
         return json.dumps(record, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -197,6 +201,7 @@ def sample_record(sample: Sample, rollout_id: int) -> dict[str, object]:
 
 def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
     """Return one line for each of a few samples, half of them with the best and half with the worst rewards."""
+    # Both ends of the ranking: a mean reward hides what the best and the worst answers look like.
     ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
     return [
@@ -208,6 +213,7 @@ def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
 
 def _number(reward: Reward) -> float:
     if isinstance(reward, dict):
+        # Rewards as dicts have no order of their own, so their first number stands for them.
         numbers = [value for value in reward.values() if isinstance(value, int | float)]
         return float(numbers[0]) if numbers else 0.0
     return float(reward) if isinstance(reward, int | float) else 0.0
@@ -220,6 +226,7 @@ def _reward(reward: Reward) -> str:
 def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """Return the last text of the user, from a list of messages or from a rendered chat template."""
     if isinstance(prompt, str):
+        # A rendered prompt: the marks of the common templates show where a user's turn begins and ends.
         turns = _USER_TURN.findall(prompt)
         return str(turns[-1]) if turns else prompt
     texts = [message.get("content") for message in prompt if message.get("role") == "user"]
@@ -229,6 +236,7 @@ def last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 def _short(text: str, width: int) -> str:
     """Return a text as one line without special tokens. If it is too long, the middle is cut, because answers are at
     the end. Control characters are replaced: the escape codes of a response must not reach the terminal."""
+    # The longest part of a prompt is often its template, and answers are at the end, so the middle is cut.
     line = " ".join(_SPECIAL.sub(" ", text).split())
     head = (width - 1) // 2
     short = line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"

@@ -7,12 +7,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.regular import parse_json, regular
-from slime.observability.samples import MOST_BYTES, remove_older
-from slime.observability.timers import Span
+from slime.observability.progress import Span
+from slime.observability.samples import remove_older
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
 DRIVER = 0  # process id of the driver in the viewer; prompt groups have the next ones
@@ -45,20 +44,6 @@ def trace_of(run_dir: Path, rollout_id: int) -> Path:
     return Path(run_dir) / "traces" / f"rollout_{rollout_id:06d}.json.gz"
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a trace file.
-
-    Raises:
-        ValueError: The file is damaged, or its content is larger than :data:`MOST_BYTES`.
-    """
-    with gzip.open(regular(path)) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES / 2**30:g} GiB of text: it is not read")
-    events: list[dict[str, Any]] = parse_json(content)["traceEvents"]
-    return events
-
-
 class TraceFiles:
     """Writes the trace files of a run; the rollout manager has one.
 
@@ -85,6 +70,7 @@ class TraceFiles:
         Returns:
             The path of the file, or None if there are no events.
         """
+        # A viewer cannot open millions of events, so of a large rollout only some groups are written.
         traces = within(traces_of(samples), self.most_events)
         if not traces:
             return None
@@ -108,9 +94,10 @@ class TraceFiles:
         ahead also shows the training that ran at the same time.
 
         Args:
-            phases: Completed phases, for example of :class:`~slime.observability.timers.Timers`.
+            phases: Completed phases, for example of :class:`~slime.observability.progress.Timers`.
             loads_between: Returns the load of the engines between two wall times.
         """
+        # A resumed run reports phases of rollouts whose samples it has not seen; there is nothing to add these to.
         begun = self.unfinished.pop(rollout_id, None)
         mine = [phase for phase in phases if begun and phase["end"] >= begun[0]]
         row = list(phase_events(mine))
@@ -121,6 +108,7 @@ class TraceFiles:
             self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
 
     def _write(self, rollout_id: int, events: str) -> Path:
+        # The events are already text, so that the file is written without encoding them again.
         path = trace_of(self.run_dir, rollout_id)
         text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
         with best_effort("traces"):
@@ -150,6 +138,7 @@ def within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]
     for position, trace in traces:
         group = trace.get("group_id")
         groups.setdefault(("alone", position) if group is None else group, []).append((position, trace))
+    # Whole groups: half of the samples of a group would look as if the others had been fast.
     share = list(groups.values())[:: -(-events // most)]
     return [entry for group in share for entry in group]
 
@@ -158,6 +147,7 @@ def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
     """Yield the driver as a process of the viewer, with a thread for itself and for each training rank."""
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
+    # The driver's own phases are thread 0; each training rank gets a thread when its first phase comes.
     threads: dict[str | None, int] = {None: 0}
     for phase in phases:
         process = phase.get("process")
@@ -170,6 +160,7 @@ def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
 def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
     """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
     requests."""
+    # Each engine keeps the same share of its loads, so that none looks idle.
     every, seen = max(-(-len(loads) // MOST_LOADS), 1), Counter[int]()
     for load in loads:
         seen[load["engine"]] += 1
@@ -181,11 +172,13 @@ def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
 
 
 def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
+    # Samples that a hook made may have no numbers; then their position keeps them apart.
     group, sample = trace.get("group_id"), trace.get("sample_id")
     pid = 1 + (group if group is not None else position)
     tid = sample if sample is not None else position
     yield _named("process_name", pid, 0, f"group {group}")
     yield _named("thread_name", pid, tid, f"sample {sample}")
+    # Events are in the order of time, so that a span's start comes before its end.
     open_spans: dict[str, Event] = {}
     last = max(event["ts"] for event in trace["events"])
     for event in trace["events"]:

@@ -161,6 +161,7 @@ def trace_function(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # Once for each function, since it takes longer than a span.
         signature = inspect.signature(function)
 
         def opened(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
@@ -232,6 +233,7 @@ def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
 
 
 def _targets(target: object) -> tuple[object, ...]:
+    # Without a target, the span belongs to the samples of the span around it.
     if target is None:
         return _bound.get()
     if isinstance(target, list | tuple):
@@ -243,6 +245,7 @@ def _record(
     targets: Iterable[object], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
 ) -> None:
     try:
+        # One time for all samples of the event, so that the viewer shows it as one moment.
         now = time.time()
         event: Event | None = None
         for sample in targets:
@@ -250,6 +253,7 @@ def _record(
             if trace is None:
                 continue
             attempt = trace.get("attempt", 0)
+            # A group has up to hundreds of samples; one event for all of them saves most of the memory of traces.
             if event is None or event["attempt"] != attempt:  # otherwise the samples of a group share one event
                 event = {
                     "type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent, "attempt": attempt,

@@ -1,4 +1,4 @@
-"""The trackers of ``--tracker`` beside TensorBoard and Weights & Biases: MLflow, Trackio, SwanLab, and the user's own.
+"""The trackers of ``--tracker``: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, and the user's own.
 
 Each package is imported when a run with it begins. An error of a tracker while the run trains is reported once, and the
 run continues: ``metrics.jsonl`` has all numbers in any case.
@@ -11,6 +11,8 @@ import logging
 import math
 import os
 import re
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.config.observability import chosen_trackers, tracker_packages
-from slime.observability.run_dir import public_settings
+from slime.config.settings import redacted_words
+from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.run_dir import RunDir, public_settings
 from slime.registry import find, parts
 
 if TYPE_CHECKING:
@@ -43,17 +47,20 @@ class Tracked:
         project: Project, or experiment of MLflow (``--tracker-project``).
         folder: Folder of the run; its name is the name of the run.
         config: All settings of the run without secrets.
-        resumed: Whether the run continues one of the same name.
+        args: The same as they are, with the key of the tracker.
+        resume_from: First step that a resumed run repeats; None if the run begins.
     """
 
     project: str
     folder: Path
     config: Mapping[str, object]
-    resumed: bool = False
+    args: Args
+    resume_from: int | None = None
 
-    @classmethod
-    def from_args(cls, args: Args, folder: Path, resumed: bool) -> Tracked:
-        return cls(args.tracker_project, folder, public_settings(vars(args)), resumed)
+    @property
+    def resumed(self) -> bool:
+        """Whether the run continues one of the same name."""
+        return self.resume_from is not None
 
 
 class Tracker(ABC):
@@ -61,14 +68,15 @@ class Tracker(ABC):
 
     Attributes:
         failed: Whether an error ended the run; set before :meth:`close`.
+        takes_nan: Whether :meth:`log` gets numbers that are not finite as well.
     """
 
     failed = False
+    takes_nan = False
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        """Take the metrics of a step; ``step_key`` is ``rollout/step``, ``train/step`` or ``eval/step``. Numbers that
-        are not finite are left out."""
+        """Take the metrics of a step; ``step_key`` is ``rollout/step``, ``train/step`` or ``eval/step``."""
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         """Take some samples of a rollout."""
@@ -79,6 +87,113 @@ class Tracker(ABC):
         return None
 
 
+class TensorBoard(Tracker):
+    """TensorBoard. Unlike ``torch.utils.tensorboard``, it does not import torch.
+
+    The events are in ``$TENSORBOARD_DIR`` if it is set, or else in ``tensorboard_log/<project>/<experiment>`` with
+    ``--tb-project-name``, or else in ``tensorboard/`` of the run's folder.
+    """
+
+    takes_nan = True
+
+    def __init__(self, run: Tracked) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = RunDir(run.folder).tensorboard
+        if run.args.tb_project_name:
+            experiment = run.args.tb_experiment_name or run.folder.name
+            folder = Path("tensorboard_log") / run.args.tb_project_name / experiment
+        folder = Path(os.environ.get("TENSORBOARD_DIR") or folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        # These events make TensorBoard discard the interrupted run's events from this step on.
+        if run.resume_from is not None:
+            moment = {"wall_time": time.time(), "step": run.resume_from}
+            self._writer.add_event(Event(**moment, file_version="brain.Event:2"))
+            self._writer.add_event(Event(**moment, session_log=SessionLog(status=SessionLog.START)))
+        self._writer.flush()
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases. Its files are in ``--wandb-dir``, or else in the run's folder."""
+
+    takes_nan = True
+
+    def __init__(self, run: Tracked) -> None:
+        self._args = run.args
+        self._run = start_wandb(run)
+
+    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        if self._args.wandb_always_use_train_step:
+            step_key = "train/step"
+            step = compute_rollout_step(self._args, step)
+        self._run.log({step_key: step, **numbers})
+
+    def samples(self, rows: Sequence[Cells], step: int) -> None:
+        import wandb
+
+        data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
+        table = wandb.Table(columns=list(COLUMNS), data=data, allow_mixed_types=True)
+        self.log({"samples": table}, step, "rollout/step")
+
+    def close(self) -> None:
+        self._run.finish(exit_code=int(self.failed))
+
+
+@contextlib.contextmanager
+def public_command_line() -> Iterator[None]:
+    """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not read it meanwhile."""
+    words = sys.argv
+    sys.argv = redacted_words(words)
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+def start_wandb(tracked: Tracked) -> Any:
+    """Log in to W&B and start the run; the tracker logs with what is returned."""
+    import wandb
+
+    args = tracked.args
+    if args.wandb_host:
+        os.environ["WANDB_BASE_URL"] = args.wandb_host
+    if args.wandb_key:
+        wandb.login(key=args.wandb_key, host=args.wandb_host)
+    with public_command_line():
+        run = wandb.init(
+            entity=args.wandb_team,
+            project=args.wandb_project or "slime",
+            group=args.wandb_group,
+            name=tracked.folder.name,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            mode=args.wandb_mode,
+            dir=args.wandb_dir or str(tracked.folder),
+            config=dict(tracked.config),
+        )
+    # W&B counts calls; curves are drawn over the step that each group of metrics belongs to.
+    axis = "train/step" if args.wandb_always_use_train_step else "rollout/step"
+    for key in ("train/step", "rollout/step", "eval/step"):
+        wandb.define_metric(key)
+    for group in ("train", "rollout", "perf", "passrate", "multi_turn", "eval"):
+        own = "eval/step" if group == "eval" and axis == "rollout/step" else axis
+        wandb.define_metric(f"{group}/*", step_metric=own)
+    return run
+
+
 class Mlflow(Tracker):
     """MLflow. Without ``MLFLOW_TRACKING_URI``, its files are in ``mlruns/`` of the run's folder. A resumed run
     continues the MLflow run of its name."""
@@ -86,6 +201,7 @@ class Mlflow(Tracker):
     def __init__(self, run: Tracked) -> None:
         from mlflow.tracking import MlflowClient
 
+        # Without a server, the files are in the folder of the run, where they move with it.
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a run without a server needs no database
@@ -106,11 +222,10 @@ class Mlflow(Tracker):
         return next((found.info.run_id for found in runs if found.info.run_name == run.folder.name), None)
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        import time
-
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        # MLflow refuses a batch in which one name has another character.
         names = {name: re.sub(r"[^\w\-. /:]", "_", name) for name in numbers}
         metrics = [Metric(names[name], value, now, step) for name, value in numbers.items()]
         for begin in range(0, len(metrics), 1000):  # the most that a server takes at once
@@ -187,7 +302,7 @@ class Swanlab(Tracker):
 
 
 class Trackers:
-    """All trackers of a run that are not part of :class:`slime.observability.metrics.MetricsLogger` itself.
+    """All trackers of a run.
 
     Args:
         unattended: Whether the run goes on by itself after a loss. Then one that cannot be started is left out.
@@ -196,18 +311,19 @@ class Trackers:
         TrackerError: A package is missing, or a tracker cannot be started.
     """
 
-    def __init__(self, args: Args, folder: Path, resumed: bool, unattended: bool = False) -> None:
-        run = Tracked.from_args(args, folder, resumed)
+    def __init__(self, args: Args, folder: Path, resume_from: int | None, unattended: bool = False) -> None:
+        run = Tracked(args.tracker_project, folder, public_settings(vars(args)), args, resume_from)
         self._told: set[str] = set()
         self._started: dict[str, Tracker] = {}
         for name in chosen_trackers(args):
-            if name not in ("tensorboard", "wandb"):
-                with self.tolerant(name) if unattended else contextlib.nullcontext():
-                    self._started[name] = _start(name, run)
+            # At the user's own start an error can be mended at once; a run that goes on by itself must not end for it.
+            with self.tolerant(name) if unattended else contextlib.nullcontext():
+                self._started[name] = _start(name, run)
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
+        # Some servers refuse a whole batch of numbers if one of them is NaN.
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self._each(lambda tracker: tracker.log(finite, step, step_key))
+        self._each(lambda tracker: tracker.log(numbers if tracker.takes_nan else finite, step, step_key))
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         if rows:
@@ -219,8 +335,10 @@ class Trackers:
         self._each(lambda tracker: tracker.close())
         self._started = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._started)
+    @property
+    def take_samples(self) -> bool:
+        """Whether a tracker shows samples; TensorBoard does not, so that their file need not be read for it."""
+        return any(type(tracker).samples is not Tracker.samples for tracker in self._started.values())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._started.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slime.data.engine_meta import decode_int32
+from slime.data.token_fields import decode_int32
 from slime.types import GenerateOutput, MetaInfo, SamplingParams, Tokenizer
 
 UNFINISHED = "\ufffd"  # decoders write it in place of an incomplete UTF-8 character

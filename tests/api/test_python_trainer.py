@@ -475,7 +475,7 @@ def test_a_notebook_shows_the_curve_and_a_table_as_text(monkeypatch: pytest.Monk
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), "rich would show it elsewhere"
     pytest.importorskip("matplotlib", reason="pip install 'slime-rl[plots]'")
-    from slime.observability.charts import reward_curve
+    from slime.plugins.tools.summary.charts import reward_curve
 
     figure: Any = reward_curve(summary_of([0.1, 0.5]))
     assert figure._repr_png_().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from fsdp_helpers import VOCAB, make_args, make_backend, save_tiny_llama
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
-from slime.data import wire
+from slime.data import fields
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.fields import RankBatch
 from slime.data.sample import Sample
@@ -54,7 +54,7 @@ def batch_of(args: Args) -> RankBatch:
     sessions = [session(args, index, draw) for index in range(2)]
     data = samples_to_train_data(args, [sessions])  # type: ignore[list-item]
     (part,) = split_train_data(args, data, 1)
-    return wire.to_rank_batch(part)
+    return fields.to_rank_batch(part)
 
 
 def arguments(checkpoint: Path, **flags: Any) -> Args:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from slime.checkpoint.ledger import Ledger, LedgerError
-from slime.checkpoint.ledger_report import read_ledger
 from slime.checkpoint.manifest import ResumeError, check_same_prompts
 from slime.checkpoint.numbers import Numbers
 from slime.cli.main import main
 from slime.data.sample import Sample
 from slime.observability.best_effort import take_warnings
+from slime.plugins.tools.summary.ledger_report import read_ledger
 
 
 def group(number: int, version: str | None = "0.0") -> list[Sample]:

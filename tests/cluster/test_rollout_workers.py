@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from rollout_parts import SmallEngine, arguments, make_tokenizer, source_of
 
-from slime.checkpoint.ledger_report import read_ledger
 from slime.cluster.placement import thread_environment
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.cluster.rollout_workers import RolloutWorkers, WorkersLost, parts_of_workers, worker_launcher
@@ -27,6 +26,7 @@ from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness
 from slime.engines.background import run
+from slime.plugins.tools.summary.ledger_report import read_ledger
 from slime.rollout.fully_async_rollout import StandingPool
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.sglang_rollout import eval_rollout

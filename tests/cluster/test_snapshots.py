@@ -12,7 +12,7 @@ import pytest
 from driver_parts import Driver
 from make_args import make_args
 
-from slime.checkpoint import full_disk
+from slime.checkpoint import files
 from slime.checkpoint import snapshot as snapshot_files
 from slime.checkpoint.manifest import ResumeError
 from slime.cluster.snapshots import StartingPoint, restore_rollouts, settings_of
@@ -87,7 +87,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_disk, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(files, "MOST_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -10,7 +10,7 @@ import pytest
 from driver_parts import Driver
 from make_args import make_args
 
-from slime.checkpoint.shared_folder import FolderError, answer
+from slime.checkpoint.files import FolderError, answer
 from slime.checkpoint.snapshot import Snapshot
 from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager

@@ -11,7 +11,7 @@ from make_args import make_args
 
 from slime.cluster.train_actor import TrainActor
 from slime.engines.keys import NO_KEYS
-from slime.observability.timers import Timers
+from slime.observability.progress import Timers
 from slime.weights.settings import WeightSyncSettings
 
 
@@ -56,7 +56,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     """Also with ``--no-offload-train``: the engines take their memory next, and count on it being free."""
     cleared: list[bool] = []
     monkeypatch.setattr("slime.backends.train_loop.train_on_rollout", lambda *_: ({}, {}))
-    monkeypatch.setattr("slime.data.wire.to_rank_batch", lambda batch: dict(batch))
+    monkeypatch.setattr("slime.data.fields.to_rank_batch", lambda batch: dict(batch))
     monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, **__: None)
     monkeypatch.setattr("ray.get", lambda refs, timeout=None: refs)
     actor: Any = TrainActor.__new__(TrainActor)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.convert import parts_of_ranks, samples_to_train_data, shared_prompts, split_train_data
+from slime.data.fields import to_rank_batch
 from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.schedule import PackingSettings
 from slime.data.staleness import add_staleness, staleness_metrics
 from slime.data.token_fields import TokenField, UnsetMask
-from slime.data.wire import to_rank_batch
 from slime.rollout.metrics import rollout_metrics
 
 

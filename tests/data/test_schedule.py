@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.data.balance import ModelShape, first_fit, forward_flops, karmarkar_karp, split_in_two
+from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
+from slime.data.lock_step import deal
 from slime.data.schedule import PackingSettings, build_dp_schedule
 from slime.utils import dp_schedule
 
@@ -138,23 +139,19 @@ def test_impossible_and_leftover_batches(caplog: pytest.LogCaptureFixture) -> No
     assert "last 1" in caplog.text
 
 
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
-def test_karmarkar_karp_parts(weights: list[int], parts: int) -> None:
-    split = karmarkar_karp(weights, parts)
-    assert len(split) == parts and sorted(i for part in split for i in part) == list(range(len(weights)))
-    sums = [sum(weights[i] for i in part) for part in split]
-    assert max(sums) - min(sums) <= max(weights, default=0), "differencing never does worse than one item"
-    whole = weights[: len(weights) // parts * parts]
-    equal = karmarkar_karp(whole, parts, equal_counts=True)
-    assert {len(part) for part in equal} == {len(whole) // parts}
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 6))
+def test_micro_batches_are_dealt_out_in_rows_of_about_equal_costs(costs: list[int], ranks: int) -> None:
+    costs = costs * ranks
+    batches = [[j] for j in range(len(costs))]
+    dealt = deal(batches, costs, ranks)
+    assert sorted(j for mine in dealt for batch in mine for j in batch) == list(range(len(costs)))
+    assert all(len({costs[batch[0]] for batch in row}) == 1 for row in zip(*dealt, strict=True))
+    assert deal([[0], [1], [2], [3]], [8, 7, 6, 5], 2) == [[[0], [3]], [[1], [2]]], "13 : 13"
 
 
 def test_small_partition_helpers() -> None:
-    assert karmarkar_karp([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]], "the textbook's 14 : 16"
     assert first_fit([3, 7, 12, 5, 5], 10) == [[0, 1], [2], [3, 4]]
     assert split_in_two([4, 7, 9], lambda i: {4: 5, 7: 3, 9: 3}[i]) == ([4], [7, 9])
-    with pytest.raises(ValueError, match=r"3 items.*2 parts"):
-        karmarkar_karp([1, 1, 1], 2, equal_counts=True)
 
 
 DENSE = dict(

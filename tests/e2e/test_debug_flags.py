@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slime.observability.samples import read_samples
-from slime.observability.trace_file import read_trace, trace_of
+from slime.observability.trace_file import trace_of
+from slime.plugins.tools.summary.records import read_trace
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -15,8 +15,7 @@ from config_parts import Workplace
 from odd_values import TEXTS, numbers, value
 
 from slime.api import arguments
-from slime.api.arguments import RowsError, parse
-from slime.api.prompts import check_prompts
+from slime.api.arguments import RowsError, check_prompts, parse
 from slime.config.args import FLAGS
 from slime.config.parser import ConfigError
 from slime.data.rows import RowFile

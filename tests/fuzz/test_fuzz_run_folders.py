@@ -21,7 +21,7 @@ from odd_values import TEXTS, numbers, value
 
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
-from slime.observability.run_record import Settled
+from slime.observability.run_state import Settled
 from slime.plugins.tools.ui.runs import NoRuns, Runs
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from make_args import make_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slime.observability import metrics
+from slime.observability import metrics, trackers
 from slime.observability.metrics import MetricsError, MetricsLogger, read_metrics, roll_back
 from slime.observability.run_dir import RunDir
+from slime.observability.trackers import TrackerError
 
 
 def logger(tmp_path: Path, resume_from: int | None = None, **flags: object) -> tuple[MetricsLogger, RunDir]:
@@ -182,13 +183,13 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
         log.log({}, 0, "step")
     log.close()
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(MetricsError, match=r"slime-rl\[wandb\]"):
+    with pytest.raises(TrackerError, match=r"slime-rl\[wandb\]"):
         logger(tmp_path, use_wandb=True)
 
 
 def test_wandb_alone_counts_optimizer_steps_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, float]] = []
-    monkeypatch.setattr(metrics, "start_wandb", lambda args, run_dir: SimpleNamespace(log=rows.append))
+    monkeypatch.setattr(trackers, "start_wandb", lambda run: SimpleNamespace(log=rows.append))
     batch = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 16, "use_wandb": True}
     for on in (False, True):
         log, run = logger(tmp_path / str(on), wandb_always_use_train_step=on, **batch)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from slime.cli.main import main
-from slime.observability.debug_data import DebugDataError, file_of_rollout, find_dump, load_rollout
+from slime.observability.debug_data import DebugDataError, file_of_rollout, load_rollout
 from slime.observability.regular import DEEPEST, MOST_BYTES, MOST_SETTINGS, parse_json, parse_settings, regular, shown
 from slime.observability.run_dir import UnreadableRun, read_settings
+from slime.plugins.tools.summary.records import find_dump
 from slime.plugins.tools.ui.runs import NoRuns, Runs
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 

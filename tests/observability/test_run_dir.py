@@ -10,7 +10,8 @@ import pytest
 import yaml
 from make_args import make_args
 
-from slime.observability.run_dir import MOST_NAMED, RunDir, RunDirError, no_run, runs_in
+from slime.observability.run_dir import RunDir, RunDirError
+from slime.plugins.tools.summary.records import MOST_NAMED, no_run, runs_in
 
 
 @dataclass

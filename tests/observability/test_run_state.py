@@ -15,7 +15,8 @@ from rich.table import Table
 from slime.observability.display import Display
 from slime.observability.progress import Progress
 from slime.observability.run_dir import RunDir
-from slime.observability.run_state import FILE, RunState, StateFile, read_state
+from slime.observability.run_state import FILE, RunState, StateFile
+from slime.plugins.tools.summary.records import read_state
 
 
 def display(folder: Path) -> Display:

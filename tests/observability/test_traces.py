@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.observability import trace_file, trace_utils
-from slime.observability.timers import Span
-from slime.observability.trace_file import Load, TraceFiles, read_trace, trace_of, traces_of, within
+from slime.observability.progress import Span
+from slime.observability.trace_file import Load, TraceFiles, trace_of, traces_of, within
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -26,6 +26,7 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
     trace_span,
 )
+from slime.plugins.tools.summary.records import read_trace
 
 
 def make(index: int = 0, group: int = 0) -> SimpleNamespace:

@@ -22,8 +22,8 @@ from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.hooks import load_function
 from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.fields import to_rank_batch
 from slime.data.sample import flatten
-from slime.data.wire import to_rank_batch
 from slime.rollout.base_types import call_rollout_fn
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,9 +12,8 @@ from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.modules import Pack
-from slime.data.context_pack import build_context_pack
 from slime.data.fields import RankBatch
-from slime.data.packing import PackLayout, build_pack
+from slime.data.packing import PackLayout, build_context_pack, build_pack
 from slime.models.segments import PackSegments, to_device
 
 

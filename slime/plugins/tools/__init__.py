@@ -25,3 +25,7 @@ def parts() -> None:
     register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.warn:misfits")
     register("report", "dry run", "slime.plugins.tools.dry_run:dry_run")
     register("check", "save folder", "slime.plugins.tools.plan.checkpoint_size:check_save_folder", when=("save",))
+    register("summary", "finish", "slime.plugins.tools.summary.figures:finish")
+    register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
+    register("summary", "picture", "slime.plugins.tools.summary.charts:reward_curve")
+    register("summary", "write_picture", "slime.plugins.tools.summary.charts:reward_curve_png")

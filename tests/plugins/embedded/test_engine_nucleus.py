@@ -13,8 +13,8 @@ from engine_drivers import finish, load, make
 from make_args import make_args
 
 from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.fields import to_rank_batch
 from slime.data.sample import Sample
-from slime.data.wire import to_rank_batch
 from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME

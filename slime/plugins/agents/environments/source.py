@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_chat_template
 from slime.config.seeds import derive_seed
-from slime.data.order import shuffled
+from slime.data.chunks import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer

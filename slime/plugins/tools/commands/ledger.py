@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from slime.checkpoint.ledger import Line
-    from slime.checkpoint.ledger_report import Report
+    from slime.plugins.tools.summary.ledger_report import Report
 
 _MOST_ROWS = 20
 
@@ -29,9 +29,9 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     """
     from rich.console import Console
 
-    from slime.checkpoint.ledger_report import UNCHECKED, read_ledger
     from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
+    from slime.plugins.tools.summary.ledger_report import UNCHECKED, read_ledger
 
     file = RunDir(path.resolve()).ledger if path.is_dir() else path
     try:

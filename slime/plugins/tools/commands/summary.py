@@ -16,10 +16,10 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     """
     from rich.console import Console
 
-    from slime.observability.charts import reward_curve_png
     from slime.observability.metrics import MetricsError
     from slime.observability.run_dir import RunDir
-    from slime.observability.summary import print_summary, summarize
+    from slime.plugins.tools.summary.charts import reward_curve_png
+    from slime.plugins.tools.summary.figures import print_summary, summarize
 
     run_dir = RunDir(path.resolve())
     try:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.regular import regular
-from slime.observability.run_dir import RunDir, UnreadableRun, no_run, read_settings
+from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import FILE as STATE
-from slime.observability.run_state import RunState, message_lines, read_state
+from slime.observability.run_state import RunState, message_lines
+from slime.plugins.tools.summary.records import no_run, read_state
 from slime.types import JsonValue
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from slime.plugins.tools.doctor.facts import Facts
 
 COLUMNS = ("tensors", "reserved", "device", "process")
-"""Of :func:`slime.observability.memory.memory_in_use`."""
+"""Of :func:`slime.observability.profiler.memory_in_use`."""
 _NAME = re.compile(r"memory/(?P<phase>[^/]+)/(?P<role>critic_)?(?P<what>tensors|reserved|device|process)")
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _SAID = (

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.observability.debug_data import find_dump
 from slime.plugins.tools.doctor.facts import Facts
+from slime.plugins.tools.summary.records import find_dump
 
 LARGE = 1.0
 """A gap above this is an outlier: the token is e times as likely for one side as for the other."""
@@ -57,7 +57,7 @@ def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
 
 
 def _read(path: Any) -> list[Mapping[str, Any]]:
-    from slime.data.plain_files import load_plain
+    from slime.data.value_files import load_plain
 
     try:
         samples = load_plain(path)["samples"]

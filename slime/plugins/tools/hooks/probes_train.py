@@ -20,7 +20,7 @@ def _rank_batch(bench: Bench, args: Args) -> RankBatch:
     import torch
 
     from slime.data.convert import samples_to_train_data, split_train_data
-    from slime.data.wire import to_rank_batch
+    from slime.data.fields import to_rank_batch
 
     data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
     batch = to_rank_batch(split_train_data(one_step(args, data), data, 1)[0])

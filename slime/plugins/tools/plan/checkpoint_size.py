@@ -104,7 +104,7 @@ def snapshot_bytes(args: Args) -> int:
 
 def check_save_folder(args: Args) -> list[str]:
     """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
-    from slime.checkpoint.shared_folder import try_to_write
+    from slime.checkpoint.files import try_to_write
 
     problem = try_to_write(Path(str(args.save)).expanduser(), snapshot_bytes(args))
     return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []

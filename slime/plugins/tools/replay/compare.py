@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from slime.observability.run_record import SentWeights, digest_of_digests
+from slime.observability.run_state import SentWeights, digest_of_digests
 
 ORDER = ("rollout/", "passrate/", "multi_turn/", "train/critic-", "train/")
 """Metrics in the order in which a step computes them, so that the first difference is the one closest to its cause."""

@@ -23,8 +23,7 @@ from slime.cluster.trainer import OldActor
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
-from slime.data.fields import RankBatch, TrainData
-from slime.data.wire import to_rank_batch
+from slime.data.fields import RankBatch, TrainData, to_rank_batch
 from slime.models.digest import tensor_digest
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.replay import capture

@@ -16,9 +16,10 @@ import yaml
 from slime.checkpoint.snapshot import Snapshot, kind, snapshots
 from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.run_dir import RunDir, no_run
-from slime.observability.run_record import Attempt, SentWeights, Settled, lineage, read_attempts, read_weights
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import SentWeights, Settled
 from slime.plugins.tools.replay.settings import LEFT_OUT, RUNS_CODE, STOOD_FOR, Recorded, recorded_settings
+from slime.plugins.tools.summary.records import Attempt, lineage, no_run, read_attempts, read_weights
 
 if TYPE_CHECKING:
     from slime.config.args import Args

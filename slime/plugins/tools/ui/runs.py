@@ -12,12 +12,13 @@ from pathlib import Path
 
 import orjson
 
-from slime.checkpoint.ledger_report import Report, read_ledger
 from slime.observability import run_dir
 from slime.observability.regular import regular, shallow
-from slime.observability.run_dir import RunDir, no_run, runs_in
-from slime.observability.run_state import RunState, read_state
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import RunState
 from slime.plugins.tools.doctor.facts import processes_of
+from slime.plugins.tools.summary.ledger_report import Report, read_ledger
+from slime.plugins.tools.summary.records import no_run, read_state, runs_in
 from slime.plugins.tools.ui.index import SampleIndex
 from slime.plugins.tools.ui.loads import EngineLoads
 from slime.plugins.tools.ui.series import Series

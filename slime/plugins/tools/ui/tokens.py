@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from slime.observability.debug_data import find_dump
+from slime.plugins.tools.summary.records import find_dump
 from slime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class TokenDumps:
         return None
 
     def _load(self, path: Path) -> list[dict[str, object]]:
-        from slime.data.plain_files import load_plain
+        from slime.data.value_files import load_plain
 
         status = path.stat()
         if self._loaded is not None and self._loaded[:2] == (path, status.st_mtime_ns):

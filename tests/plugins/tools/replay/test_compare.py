@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from slime.observability.run_record import SentWeights, digest_of_digests
+from slime.observability.run_state import SentWeights, digest_of_digests
 from slime.plugins.tools.replay.compare import compare_metrics, first_unequal, matches
 from slime.weights.update import whole_frozen
 

@@ -17,18 +17,9 @@ from slime.config.agent import AGENT_GENERATE
 from slime.config.args import Args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION
 from slime.observability.run_dir import RunDir, public_settings
-from slime.observability.run_record import (
-    Attempt,
-    SentWeights,
-    Settled,
-    append_attempt,
-    append_weights,
-    digest_of_digests,
-    lineage,
-    read_attempts,
-    read_weights,
-)
+from slime.observability.run_state import SentWeights, Settled, append_attempt, append_weights, digest_of_digests
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attempt_of, dumps_of, read_run
+from slime.plugins.tools.summary.records import Attempt, lineage, read_attempts, read_weights
 
 SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime.observability.best_effort import replacing
-from slime.observability.timers import Span
-from slime.observability.trace_file import Load, load_events, phase_events, read_trace, trace_of
+from slime.observability.progress import Span
+from slime.observability.trace_file import Load, load_events, phase_events, trace_of
+from slime.plugins.tools.summary.records import read_trace
 from slime.plugins.tools.ui.export import Limits, export
 from slime.plugins.tools.ui.runs import Refresher, Runs
 from tests.plugins.tools.ui.browser import Browser, chromium, film

@@ -14,18 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.observability.best_effort import best_effort, replacing
-from slime.observability.charts import bar_chart, reward_curve_png
 from slime.observability.evaluations import figures
-from slime.observability.metrics import MetricsError, Row, read_metrics
+from slime.observability.metrics import REWARD_KEYS, MetricsError, Row, read_metrics
 from slime.observability.regular import parse_json, regular, shown
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
+from slime.plugins.tools.summary.charts import bar_chart, reward_curve_png
 from slime.types import JsonObject
 
 PHASES = (
     *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
     *("audit_weights", "eval", "save_model"),
 )
-REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
 
 
 class Series(TypedDict):
@@ -94,6 +93,13 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float 
         "seconds_per_phase": _phases(rows, total),
         "eval": evals,
     }
+
+
+def finish(run_dir: RunDir, console: Console, seconds_total: float, since: float) -> None:
+    """At the end of a run, write ``summary.json`` and the reward curve, and print the table."""
+    summary = summarize(run_dir, seconds_total, since)
+    missing = write_summary(run_dir, summary)
+    print_summary(run_dir, summary, console, hints=missing)
 
 
 def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:

@@ -1,14 +1,21 @@
-"""Functions with the parameters that they need, as functions with the parameters that slime passes.
+"""Functions of a program or notebook, made available to a run.
 
-A function whose first parameter is ``args`` is used as on the command line. Any other function gets what its parameters
-are named after, for instance ``lambda response, label: float(label in response)``. A single parameter with another name
-gets the sample (in a filter: the group).
+**Parameters.** A function whose first parameter is ``args`` is used as on the command line. Any other function gets
+what its parameters are named after, for instance ``lambda response, label: float(label in response)``. A single
+parameter with another name gets the sample (in a filter: the group).
+
+**Files.** A small file of Python stands for each function, so that it has a path like that of any other function of the
+user's, and all of slime treats it as one. In this process, the file gives the function itself. For other processes, the
+function is pickled by value with cloudpickle, which Ray brings. They get a copy: what it changes outside of itself is
+not seen by the program.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.config.hooks import is_async
@@ -49,11 +56,13 @@ def adapt(name: str, function: Function) -> Function:
 
 def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone: str) -> dict[str, str]:
     """Return what each parameter of a function gets: the known name by parameter name."""
+    # ``*args`` and ``**kwargs`` take whatever there is, so they ask for nothing.
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     plain = [parameter for parameter in parameters if parameter.kind not in variadic]
     needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
     unknown = [name for name in needed if name not in names]
     optional = {parameter.name: parameter.name for parameter in plain if parameter.name in names}
+    # One parameter of any name, such as ``lambda s: …``: it is clear what is meant.
     if len(needed) == 1 and unknown:
         return {needed[0]: alone, **optional}
     if unknown or not needed:
@@ -153,3 +162,98 @@ def _filter(function: Function, wanted: dict[str, str]) -> Function:
     if is_async(function):
         raise UnknownParameters("a filter is called without await: use a plain def")
     return Filter(function, wanted)
+
+
+# --- files ---------------------------------------------------------------------------------
+
+_LOADER = '''"""{what}, as it was given to slime in Python."""
+
+from slime.api.functions import unpack
+
+{name} = unpack(__file__, {paths!r})
+'''
+
+
+_held: dict[Path, Callable[..., object]] = {}
+"""The functions of this process, by the files that stand for them."""
+
+
+def ship(function: Callable[..., object], name: str, folder: Path) -> str:
+    """Write a file for ``function``, and return its path in the form of the command line, ``file.py:name``.
+
+    Until :func:`pack`, the function can be loaded in this process only.
+
+    Args:
+        name: A Python name, also that of the file.
+    """
+    loader = folder / f"{name}.py"
+    _held[loader] = function
+    paths = [str(Path(path or ".").resolve()) for path in sys.path]
+    loader.write_text(_LOADER.format(what=name, name=name, paths=paths), encoding="utf-8")
+    return f"{loader}:{name}"
+
+
+def pack(folder: Path) -> list[str]:
+    """Pickle the functions that were shipped to ``folder``, for other processes.
+
+    Returns:
+        Problems: functions that refer to something that cannot be pickled, such as a lock or a connection.
+    """
+    from ray import cloudpickle
+
+    problems = []
+    for loader, function in _held.items():
+        if loader.parent != folder:
+            continue
+        try:
+            loader.with_suffix(".pkl").write_bytes(cloudpickle.dumps(function))
+        except Exception as error:  # Objects raise what they like when they are pickled.
+            problems.append(f"{loader.stem}: {_blame(function, error)}")
+    return problems
+
+
+def forget(folder: Path) -> None:
+    """Drop the functions that were shipped to ``folder``."""
+    for loader in [loader for loader in _held if loader.parent == folder]:
+        del _held[loader]
+
+
+def unpack(loader: str, paths: list[str]) -> Any:
+    """Return the function for which the file ``loader`` stands.
+
+    Args:
+        paths: The program's ``sys.path``, on which the modules that the function imports are found.
+    """
+    if (function := _held.get(Path(loader))) is not None:
+        return function
+    from ray import cloudpickle
+
+    # The function is pickled by value, but modules that it imports are found by name.
+    sys.path.extend(path for path in paths if path not in sys.path)
+    return cloudpickle.loads(Path(loader).with_suffix(".pkl").read_bytes())
+
+
+def _blame(function: Callable[..., object], error: Exception) -> str:
+    """Explain the error, with the variables of the function that cannot be pickled."""
+    from ray import cloudpickle
+
+    # An adapter holds the user's function; its closure is what can be mended.
+    inner = inspect.unwrap(getattr(function, "function", function))
+    variables: dict[str, object] = {}
+    # Only names that the function uses: a module has many others that cannot be pickled.
+    if inspect.isfunction(inner):
+        found = inspect.getclosurevars(inner)
+        variables = {**found.globals, **found.nonlocals}
+    elif inspect.ismethod(inner):
+        variables = {"self": inner.__self__}
+    guilty = []
+    for name, value in variables.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            guilty.append(f"{name} (a {type(value).__name__})")
+    where = f": it uses {', '.join(guilty)}" if guilty else ""
+    return (
+        f"it cannot be sent to the processes of the run{where} ({type(error).__name__}: {error}); create such objects "
+        "inside the function"
+    )

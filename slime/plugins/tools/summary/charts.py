@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from slime.observability.summary import Summary
+    from slime.plugins.tools.summary.figures import Summary
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PHASE_COLORS = (
@@ -52,15 +51,6 @@ def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_o
     return lines
 
 
-def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Draw the last ``width`` finite values as one line of block characters, on a scale of 0 to 1, or a larger one."""
-    recent = [value for value in values if math.isfinite(value)][-width:]
-    if not recent:
-        return ""
-    low, high = min(0.0, *recent), max(1.0, *recent)
-    return "".join(_EIGHTHS[1 + round((value - low) / (high - low) * 7)] for value in recent)
-
-
 def _cell(fill: float, ascii_only: bool) -> str:
     if ascii_only:
         return "#" if fill >= 0.5 else " "
@@ -79,7 +69,7 @@ def reward_curve_png(path: Path, summary: Summary) -> Path:
 
     Args:
         path: The PNG file to write; its folder is created.
-        summary: The result of :func:`slime.observability.summary.summarize`.
+        summary: The result of :func:`slime.plugins.tools.summary.figures.summarize`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'slime-rl[plots]'``).

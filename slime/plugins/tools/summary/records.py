@@ -1,0 +1,186 @@
+"""Reads what a run has recorded in its folder: its state, attempts, sent weights, traces and dumps."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from slime.observability.debug_data import file_of_rollout
+from slime.observability.regular import MOST_BYTES, parse_json, regular
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import FILE, RunState, SentWeights, Settled, Status
+from slime.types import JsonObject
+
+MOST_NAMED = 6
+"""So many runs are named to somebody who gave another path."""
+
+
+def runs_in(place: Path) -> list[Path]:
+    """Return the folders of runs that a path means: itself, or those in it.
+
+    Links such as ``latest`` in a folder of runs are not followed, since they point to another run of it.
+    """
+    if (place / "config.yaml").is_file():
+        return [place.resolve()]
+    try:
+        inside = sorted(place.iterdir())
+    except OSError:
+        return []
+    return [folder.resolve() for folder in inside if not folder.is_symlink() and (folder / "config.yaml").is_file()]
+
+
+def no_run(place: Path) -> str:
+    """Return a text that says why a path is not the folder of a run, and which runs are near it, the newest first."""
+    if place.is_dir():
+        why = f"{place} is not the folder of a run: it has no config.yaml"
+    elif place.exists():
+        why = f"{place} is a file, not the folder of a run"
+    else:
+        why = f"{place} does not exist"
+    near = next((found for folder in (place, place.parent) if (found := runs_in(folder))), [])
+    near.sort(key=lambda folder: -(folder / "config.yaml").stat().st_mtime)
+    if not near:
+        return f"{why}; a run writes its folder to --output-dir (default: outputs, where the run was started)"
+    more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
+    return f"{why}; runs near it: {', '.join(map(str, near[:MOST_NAMED]))}{more}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run: the settings as in ``config.yaml``, and what the start has settled."""
+
+    settled: Settled
+    settings: JsonObject
+
+
+def read_attempts(run: RunDir) -> list[Attempt]:
+    """Return the attempts, oldest first; none for a run of an older release, or one that ended during its start."""
+    found = []
+    for line in _lines(run.attempts):
+        try:
+            values = parse_json(line)
+            attempt = Attempt(Settled(**values["settled"]), dict(values["settings"]))
+        except (ValueError, TypeError, KeyError):  # the driver was killed while it wrote the last line
+            continue
+        if _is_settled(attempt.settled):
+            found.append(attempt)
+    return found
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return regular(path).read_bytes().splitlines()
+    except OSError:
+        return []
+
+
+def _is_settled(settled: Settled) -> bool:
+    """Whether the values of a line have the types of :class:`Settled`."""
+    flags = (settled.asynchronous, settled.on_gpu)
+    counts = (settled.num_rollout, settled.threads, settled.first_rollout)
+    budgets = (settled.max_tokens, settled.forward_tokens)
+    return (
+        all(type(flag) is bool for flag in flags)
+        and all(type(count) is int and 0 <= count < 2**63 for count in counts)
+        and all(budget is None or (type(budget) is int and 0 < budget < 2**63) for budget in budgets)
+        and isinstance(settled.working_directory, str)
+        and (settled.loaded is None or isinstance(settled.loaded, str))
+    )
+
+
+def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts that made the steps of the run, by their first rollouts.
+
+    An attempt that is resumed before the first rollout of an earlier one has trained all steps of that one again.
+    """
+    kept: list[Attempt] = []
+    for attempt in attempts:
+        first = attempt.settled.first_rollout
+        kept = [*(one for one in kept if one.settled.first_rollout < first), attempt]
+    return kept
+
+
+def read_weights(path: Path) -> dict[int, SentWeights]:
+    """Return the last record for each number of trained rollouts; a resumed run replaces what it trained again."""
+    found: dict[int, SentWeights] = {}
+    for line in _lines(path):
+        try:
+            sent = SentWeights(**parse_json(line))
+            found[sent.step] = sent
+        # The driver was killed while it wrote the last line, or the file is damaged.
+        except (ValueError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def read_state(folder: Path) -> RunState | None:
+    """Return the state in the folder of a run; None if there is none (a run of an older release), or it is damaged."""
+    try:
+        state = RunState(**parse_json(regular(folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return state if _is_sound(state) else None
+
+
+def _is_sound(state: RunState) -> bool:
+    """Whether the values of a file have the types of a state."""
+    times = (state.since, state.waiting_since, state.deadline)
+    return (
+        all(isinstance(text, str) for text in (state.host, state.phase, state.error, state.waiting))
+        and state.status in get_args(Status)
+        and type(state.pid) is int
+        and 0 < state.pid < 2**31
+        and all(isinstance(time_, int | float) and abs(time_) < 1e12 for time_ in times)
+        and isinstance(state.said, Mapping)
+        and all(_is_progress(said) for said in state.said.values())
+    )
+
+
+def _is_progress(value: object) -> bool:
+    """Whether a value that was read from a file has the types of a :class:`Progress`."""
+    if not isinstance(value, Mapping):
+        return False
+    numbers = value.get("numbers", {})
+    counts = [value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None]
+    return (
+        isinstance(value.get("phase", ""), str)
+        and isinstance(numbers, Mapping)
+        and all(isinstance(number, int | float) and abs(number) < 1e18 for number in (*counts, *numbers.values()))
+    )
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a trace file.
+
+    Raises:
+        ValueError: The file is damaged, or its content is larger than :data:`MOST_BYTES`.
+    """
+    with gzip.open(regular(path)) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES / 2**30:g} GiB of text: it is not read")
+    events: list[dict[str, Any]] = parse_json(content)["traceEvents"]
+    return events
+
+
+def find_dump(template: object, folder: Path, run_name: object, step: int) -> Path | None:
+    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps in it.
+
+    Args:
+        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the run recorded it.
+        folder: The folder of the run.
+        run_name: Its ``--run-name``.
+    """
+    if not isinstance(template, str):
+        return None
+    try:
+        named = file_of_rollout(template, step)
+    except (ValueError, RuntimeError):
+        return None
+    places = [named, folder / named, folder.parent.parent / named]
+    names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
+    places += [folder / Path(*named.parts[named.parts.index(name) + 1 :]) for name in names if name in named.parts]
+    return next((place for place in places if place.is_file()), None)
