@@ -21,7 +21,7 @@ from slime.config.lora import (
 )
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
-from slime.rollout.settings import RequestSettings
+from slime.rollout.state import RequestSettings
 from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "

@@ -95,7 +95,13 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "--rollout-function-path, with --load-forge-rollout-data",
     ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
     ("slime.engines.embedded.server", "slime.plugins.embedded.server"): "the documented command",
+    ("slime.backends.megatron_utils.loss", "slime.plugins.compat.custom_losses"): "a documented import path",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
+    ("slime.rollout.rm_hub.gpqa", "slime.plugins.rewards.gpqa"): "a documented import path",
+    ("slime.rollout.rm_hub.sglang_scorer", "slime.plugins.rewards.sglang_scorer"): "a documented import path",
+    ("slime.rollout.rm_hub.math_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
+    ("slime.rollout.rm_hub.math_dapo_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
+    ("slime.rollout.rm_hub.deepscaler", "slime.plugins.compat.reward_helpers"): "a documented import path",
     ("slime.plugins.agents.environments.base", "slime.environments.base"): "the name that a message tells users",
     (
         "slime.engines.sglang_api",

@@ -1,4 +1,4 @@
-"""Coming over from other frameworks: ``slime translate``, and the weights of checkpoints of Megatron-LM."""
+"""Coming over from other frameworks: ``slime translate``, checkpoints of Megatron-LM, and names of older releases."""
 
 from slime.registry import register
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Row
 from slime.algorithms.grpo import Grpo
-from slime.algorithms.reduce import Reduce
-from slime.algorithms.sequences import IDENTITY, MAX_LOG_RATIO, keep_where, sequence_sums, spread
+from slime.algorithms.sequences import IDENTITY, MAX_LOG_RATIO, Reduce, keep_where, sequence_sums, spread
 from slime.config.flag import flag
 
 from .shared import by_sign, flags_or_defaults, notice_of_unused_clip

@@ -15,7 +15,7 @@ _LONGEST = 512  # maximum number of tokens; a smaller limit of the model or toke
 
 
 class EmbeddingSimilarity:
-    """A reward model class; see :mod:`slime.rollout.rm_hub.model_rm`. The model runs on CUDA if it is available.
+    """A reward model class; see :mod:`slime.rollout.rm_hub.custom`. The model runs on CUDA if it is available.
 
     Args:
         model_path: Hugging Face folder of an encoder and its tokenizer.

@@ -10,9 +10,9 @@ from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, check_signature, guarded, wrong
 from slime.plugins.tools.hooks.turns import appends_recorded, check_mask, check_turns
+from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.hooks import call, supported_kwargs
-from slime.rollout.settings import request_params
+from slime.rollout.state import request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 from slime.types import SamplingParams
 

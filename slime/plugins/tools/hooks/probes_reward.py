@@ -10,7 +10,7 @@ from typing import Any
 from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Hook, check_signature, guarded, wrong
-from slime.rollout.hooks import call, parameters, supported_kwargs
+from slime.rollout.base_types import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 
@@ -55,10 +55,11 @@ def reward(bench: Bench, fn: Hook) -> str:
 
 
 def _model_rewards(bench: Bench, fn: type, samples: list[Sample]) -> tuple[list[Any], float]:
-    from slime.rollout.rm_hub import batched_async_rm, model_rm
+    from slime.rollout.rm_hub import custom
+    from slime.rollout.rm_hub.dispatch import batched_async_rm
 
     try:
-        model_rm.check_class(fn, bench.args.rm_model_path)
+        custom.check_class(fn, bench.args.rm_model_path)
     except (TypeError, ValueError) as error:
         raise wrong(fn, str(error)) from error
     compute: Hook = getattr(fn, "compute_reward")  # noqa: B009 - of a user's class, which mypy does not know

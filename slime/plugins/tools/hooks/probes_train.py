@@ -96,7 +96,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
 
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.backends.loss import LossSettings, compute_loss
-    from slime.backends.token_batch import TokenBatch
+    from slime.backends.loss_inputs import TokenBatch
 
     not_async(fn)
     args = bench.args.with_values(**settings)

@@ -19,8 +19,7 @@ from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, guarded, wrong
 from slime.plugins.tools.hooks.script import LAST, Request, ScriptedEngine
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.settings import request_params
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, request_params
 from slime.types import SamplingParams
 
 TOOL_TURNS = (  # common forms of tool calls, all of them harmless if they are executed

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.loss import compute_loss
+from slime.backends.loss_inputs import Scores, TokenBatch
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores, TokenBatch
 from slime.data.fields import RankBatch
 
 BEFORE = "weights_before.safetensors"

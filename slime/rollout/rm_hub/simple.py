@@ -1,14 +1,19 @@
-"""Reward ``last_number``: 1.0 if the last number in the response equals the label, else 0.0."""
+"""Rewards ``last_number`` (1.0 if the last number in the response equals the label) and ``random`` (0 or 1)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
+from slime.config.seeds import derive_seed
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.answers import as_number, last_number
 from slime.rollout.rm_hub.reward import Reward, missing_label
-from slime.rollout.rm_hub.text import as_number, last_number
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 def last_number_reward(sample: Sample) -> float:
@@ -38,3 +43,11 @@ def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
 
 
 LAST_NUMBER = Reward(last_number_reward, label_problem=_label_problem)
+
+
+def random_reward(args: Args, sample: Sample) -> int:
+    """Return 0 or 1, derived from the seed of the run and the index of the sample."""
+    return derive_seed(args.rollout_seed, "random reward", sample.index or 0) & 1
+
+
+RANDOM = Reward(random_reward, reads_reasoning=True, own_answer=None)
