@@ -52,6 +52,7 @@ def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Te
     old = old_log_probs.exp()
     if kind == "tv":
         return (log_probs.exp() - old).abs()
+    # A probability of 1 leaves nothing to all other tokens, whose logarithm would be infinite.
     tiny = torch.finfo(log_probs.dtype).tiny
     others, old_others = (-torch.expm1(x).clamp(max=-tiny) for x in (log_probs, old_log_probs))  # 1 − π, 1 − μ
     return old * (old_log_probs - log_probs) + old_others * (old_others.log() - others.log())

@@ -43,6 +43,7 @@ def sequence_sum_kl(
 
     All tensors are flat ``[R]``, of one floating dtype but for the mask; ``lengths`` are those of the sequences.
     """
+    # Masked tokens are part of the sequence, but not of its ratio.
     difference = keep_where(mask, old_log_probs - log_probs)
     return spread(reduce.over_sequence(sequence_sums(difference, lengths)), lengths)
 

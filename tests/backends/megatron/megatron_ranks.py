@@ -12,8 +12,8 @@ from typing import Any
 
 from pairwise import pairwise
 
-from slime.plugins.tools.verify.batch import batch_of_rank
 from slime.plugins.tools.verify.rank import leave_model
+from slime.plugins.tools.verify.reference import batch_of_rank
 
 
 @dataclass(frozen=True)
