@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slime.backends.bank import WeightBank
 from slime.config.args import Args
-from slime.config.initial_weights import InitialWeights
+from slime.config.checkpoint import InitialWeights
 from slime.config.lora import adapter_file
 from slime.config.seeds import derive_seed
 from slime.models.lora import LoraSettings, Switched, adapters_off

@@ -77,16 +77,16 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "a value of --rollout-function-path with other checks",
     ("slime.config.agent", "slime.plugins.agents.rollout"): "--custom-generate-function-path, where an agent is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.source",
     ): "--data-source-path, where --environment is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
-    ("slime.config.environment", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
+    ("slime.config.agent", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.verifiers",
     ): "--agent-function-path, for tasks of verifiers",
     (

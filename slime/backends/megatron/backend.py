@@ -37,8 +37,8 @@ from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
+from slime.config.checkpoint import InitialWeights
 from slime.config.hooks import load_function
-from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.fused import fuse

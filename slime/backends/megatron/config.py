@@ -16,7 +16,7 @@ from slime.backends.collectives import DTYPES
 from slime.backends.megatron.core import MegatronError
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_flags import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
+from slime.config.megatron import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
 from slime.weights.maps.family import Family, Settings, moe_layers
 
 if TYPE_CHECKING:

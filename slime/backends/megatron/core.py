@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from slime.config.machine import version_of
-from slime.config.megatron_lm import installed_core, prefer_installed_core
+from slime.config.megatron import installed_core, prefer_installed_core
 
 SUPPORTED = ("0.16",)
 

@@ -16,7 +16,7 @@ from slime.cli.errors import CommandError
 from slime.config import flag_support
 from slime.config.args import FLAGS
 from slime.config.flag_support import ORIGINAL_DEFAULTS, why_missing
-from slime.config.megatron_flags import PERFORMANCE
+from slime.config.megatron import PERFORMANCE
 from slime.config.parser import read_command_line
 from slime.plugins.compat.script_words import command_of, read_script
 

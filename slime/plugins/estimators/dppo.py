@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 class DppoFlags:
     _title = "estimators dppo, dppo_k2_5"
 
-    dppo_delta: float = flag(0.2, above=0, help="DPPO leaves out tokens whose divergence from the engine is larger")
-    dppo_divergence: str = flag(
-        "tv", choices=("tv", "kl"), help="DPPO: total variation or KL divergence of the token against all others"
-    )
-    dppo_tau: float = flag(1e-3, low=0, help="Coefficient of the squared log-ratio in the loss of dppo_k2_5")
+    dppo_delta: float = flag(0.2, above=0)
+    """DPPO leaves out tokens whose divergence from the engine is larger"""
+    dppo_divergence: str = flag("tv", choices=("tv", "kl"))
+    """DPPO: total variation or KL divergence of the token against all others"""
+    dppo_tau: float = flag(1e-3, low=0)
+    """Coefficient of the squared log-ratio in the loss of dppo_k2_5"""
 
 
 def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Tensor:

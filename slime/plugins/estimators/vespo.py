@@ -26,10 +26,14 @@ class VespoFlags:
 
     _title = "estimator vespo"
 
-    vespo_k_positive: float = flag(2.0, low=0, help="Exponent k of VESPO's weight where the advantage is positive")
-    vespo_lambda_positive: float = flag(3.0, low=0, help="Decay λ of VESPO's weight where the advantage is positive")
-    vespo_k_negative: float = flag(3.0, low=0, help="Exponent k of VESPO's weight where the advantage is negative")
-    vespo_lambda_negative: float = flag(2.0, low=0, help="Decay λ of VESPO's weight where the advantage is negative")
+    vespo_k_positive: float = flag(2.0, low=0)
+    """Exponent k of VESPO's weight where the advantage is positive"""
+    vespo_lambda_positive: float = flag(3.0, low=0)
+    """Decay λ of VESPO's weight where the advantage is positive"""
+    vespo_k_negative: float = flag(3.0, low=0)
+    """Exponent k of VESPO's weight where the advantage is negative"""
+    vespo_lambda_negative: float = flag(2.0, low=0)
+    """Decay λ of VESPO's weight where the advantage is negative"""
 
 
 def sequence_sum_kl(

@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 
-from slime.config.process_environment import module_command, reduced_environment
+from slime.config.process import module_command, reduced_environment
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
 

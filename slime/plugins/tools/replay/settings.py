@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, spellings
 from slime.config.flag import Flag, is_hook_path
 from slime.config.passthrough import by_name
-from slime.config.settings import HIDDEN, RESERVED, names_of_flag, redacted
+from slime.config.settings import HIDDEN, RESERVED, redacted
 
 RUNS_CODE = frozenset((
     "trust_remote_code", "train_env_vars", "megatron_config_path", "advantage_estimator", "attn_implementation",
@@ -127,7 +127,7 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
         elif name in TEXTS or holds_data(FLAGS[name]):
             data[name] = _resolved(value, directory) if FLAGS[name].kind == "path" else value
     # Those that are passed on to Megatron.
-    own_names = {spelling for flag in FLAGS.values() for spelling in names_of_flag(flag)}
+    own_names = {name for name, spelling in spellings().items() if spelling.family is None}
     megatron, given = by_name("megatron"), known.get("megatron")
     for name, value in given.items() if isinstance(given, Mapping) else ():
         if name in MEGATRON_CODE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.config.process_environment import reduced_environment
+from slime.config.process import reduced_environment
 
 NEEDED = {
     "PATH": "/bin", "HOME": "/home/me", "LANG": "C.UTF-8", "LC_ALL": "C", "TMPDIR": "/tmp", "PYTHONPATH": "/here",

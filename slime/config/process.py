@@ -1,15 +1,21 @@
-"""The environment of the processes of a run: where they import modules from, and what programs get which need not know
-the secrets of the run."""
+"""What the processes of a run need: the environment from which they import modules, a reduced one for programs that
+need not know the secrets of the run, and an end with the process that started them (on Linux).
+
+:mod:`slime.plugins.agents.sandbox_child` has its own copy of :func:`kill_with_parent`, because it runs with the
+standard library only.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from slime.config.settings import is_secret
 
 _PASSED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_(CACHE|CONFIG|DATA)_HOME"
@@ -29,6 +35,8 @@ def reduced_environment(environment: Mapping[str, str], more: Sequence[str] = ()
     those of the run. A variable that is passed is left out if its name is that of a secret, or if it is a URL with a
     user name.
     """
+    # The supervisor imports this module, and must not need anything but the standard library.
+    from slime.config.settings import is_secret
 
     def passed(name: str, value: str) -> bool:
         return bool(_PASSED.fullmatch(name)) and not is_secret(name) and not re.search(r"://[^/]*@", value)
@@ -52,3 +60,50 @@ def import_environment(here: bool = True) -> dict[str, str]:
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module as a program, without the working directory on its import path."""
     return [sys.executable, "-P", "-m", module]
+
+
+POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def kill_with_parent() -> None:
+    """Let the kernel kill this process when the *thread* that started it ends.
+
+    Use it only for children of a thread that lives as long as its process; other children use
+    :func:`end_with_parent`. A parent that ended before this call is not noticed.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of descendants whose own parent ends, so that it can find and wait for them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process without clean-up once ``parent`` is no longer its parent.
+
+    The parent process id changes when the parent dies for any reason, even by SIGKILL. A thread polls it each second,
+    so unlike in :func:`kill_with_parent` it does not matter which thread of the parent started this process.
+
+    Args:
+        parent: The process id of the parent at the start of this process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+ONE_AT_A_TIME = threading.RLock()
+"""The lock for all that loads models and tokenizers. In an inline run, engine, trainer and rollout manager load theirs
+on threads of one process, and the imports of transformers on two threads at once can fail."""

@@ -1,4 +1,5 @@
-"""Find the checkpoint in a folder that Megatron-LM wrote with ``--ckpt-format torch_dist``. Imports no torch.
+"""Which checkpoint a run starts from, and how it is found in a folder that Megatron-LM wrote with ``--ckpt-format
+torch_dist``. Imports no torch.
 
 Such a folder has a tracker file and a folder per iteration::
 
@@ -11,7 +12,14 @@ Such a folder has a tracker file and a folder per iteration::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.config.hf_config import megatron_folder
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _OF_SLIME = ("manifest.json", "trainer.json", "actor")
@@ -60,3 +68,39 @@ def _is_readable(folder: Path) -> bool:
     if any((folder / name).exists() for name in _OF_SLIME) or not (folder / ".metadata").is_file():
         return False
     return next(folder.glob("*.distcp"), None) is not None
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The checkpoints that the flags name. Of a folder that Megatron-LM wrote, it is the folder of one iteration."""
+
+    load: str | None
+    ref_load: str | None
+    hf_checkpoint: str
+
+    @classmethod
+    def from_args(cls, args: Args) -> InitialWeights:
+        assert args.hf_checkpoint is not None, "the checks of the flags require it"
+        load, ref_load = weights_path(args.load, args.ckpt_step), weights_path(args.ref_load, args.ref_ckpt_step)
+        return cls(load, ref_load, args.hf_checkpoint)
+
+    def hf_folder(self) -> str:
+        """Return the Hugging Face checkpoint that has the configuration of the initial weights."""
+        return self.load if self.load and (Path(self.load) / "config.json").is_file() else self.hf_checkpoint
+
+    def path(self, megatron: bool) -> str:
+        """Return the checkpoint of the initial weights.
+
+        It is ``--load`` if it has weights, otherwise ``--ref-load`` if it is a Megatron checkpoint, otherwise
+        ``--hf-checkpoint``. A snapshot is loaded later.
+
+        Args:
+            megatron: Whether the backend is Megatron, which also reads slime's own Megatron checkpoints.
+        """
+        # FSDP cannot read the tensors of the Megatron backend.
+        names = ("config.json", "trainer.json") if megatron else ("config.json",)
+        if self.load and (megatron_lm_folder(self.load) or any((Path(self.load) / name).is_file() for name in names)):
+            return self.load
+        if self.ref_load and (megatron_lm_folder(self.ref_load) or (megatron and megatron_folder(self.ref_load))):
+            return self.ref_load
+        return self.hf_checkpoint

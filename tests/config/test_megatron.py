@@ -1,5 +1,7 @@
-"""Flags that only Megatron-LM's own parser has; a small parser of its form stands on PYTHONPATH, since the real one
-does not import without triton."""
+"""Flags of Megatron: those of its backend that need one another, and those that only Megatron-LM's own parser has.
+
+A small parser of its form stands on PYTHONPATH, since the real one does not import without triton.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_parts import Workplace
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PARSER = """
@@ -78,7 +81,7 @@ def fake_checkout(folder: Path, is_regular: bool) -> Path:
 
 WHICH = """
 import importlib.util
-from slime.config.megatron_lm import prefer_installed_core, shadowing_notice
+from slime.config.megatron import prefer_installed_core, shadowing_notice
 print(shadowing_notice())
 print(prefer_installed_core(), prefer_installed_core())
 print(importlib.util.find_spec("megatron.core.package_info").origin)
@@ -128,3 +131,19 @@ def test_a_core_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
     said = run_beside(fake_checkout(tmp_path, False), IMPORTED)
     assert f"MegatronError megatron.core 0.99.0 was imported from {tmp_path}/megatron/core, but megatron-core" in said
     assert "from PYTHONPATH" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--end-weight-decay 0.2", "a weight decay that changes need --weight-decay-incr-style"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay or --end-weight-decay"),
+        ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2", None),
+        ("--start-weight-decay 0.1 --end-weight-decay 0.1", None),
+        ("", None),
+    ],
+)
+def test_a_weight_decay_that_changes(flags: str, problem: str | None, workplace: Workplace) -> None:
+    line = f"--train-backend megatron --weight-decay 0.1 {flags}"
+    found = [text for text in workplace.problems(line) if "weight-decay" in text]
+    assert problem in found[0] if problem else not found
