@@ -18,15 +18,107 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import asdict, replace
+import time
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from slime.cluster.generation import GarbageCollection
-from slime.plugins.tools.plan.simulation import MODES, Mode, Setting, gains, simulate
+from slime.plugins.tools.plan.simulated_engines import Engines, SpeedCurve
+from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
+
+MODES = (
+    Mode("one-step", "rollouts", 1, 1),
+    Mode("rollouts ahead", "rollouts"),
+    Mode("buffered", drains=True),
+    Mode("fully asynchronous"),
+    Mode("fully asynchronous, S = 1", interval=1, staleness=1),
+    Mode("fully asynchronous, S = 2", interval=1, staleness=2),
+)
 
 TAILS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # sigmas
 SCALES = (8, 64, 512, 4096)
 COMPARED = tuple(mode for mode in MODES if mode.name != "rollouts ahead")
+
+
+@dataclass(frozen=True)
+class Tail(Setting):
+    """Log-normal lengths of responses, cut at 16 medians."""
+
+    median: int = 1024
+    sigma: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        return 16 * self.median
+
+    def draw(self, count: int) -> list[int]:
+        sizes = np.exp(self.sigma * np.random.default_rng(self.seed).standard_normal(count))
+        return list(np.maximum(np.round(self.median * np.minimum(sizes, 16.0)), 1).astype(int).tolist())
+
+
+class TimedEngines(Engines):
+    """Engines that count the CPU seconds of their own code, to be told from those of the scheduling code."""
+
+    own_seconds = 0.0
+
+    async def generate(self, tokens: int) -> None:
+        started = time.process_time()
+        done = self.begin(tokens)
+        self.own_seconds += time.process_time() - started
+        await done
+
+    def _end(self) -> None:
+        started = time.process_time()
+        super()._end()
+        self.own_seconds += time.process_time() - started
+
+
+class TimedRun(Run):
+    """A run with these engines, which collects garbage after each rollout as the rollout manager does."""
+
+    def __init__(self, setting: Setting, mode: Mode, train_seconds: float) -> None:
+        super().__init__(setting, mode, train_seconds)
+        self.engines: TimedEngines = TimedEngines(setting.engines, SpeedCurve(setting.curve))
+        self.fleet.engines = self.engines
+        self.garbage = GarbageCollection()
+        self.cpu = 0.0
+
+    async def go(self) -> None:
+        started = time.process_time()
+        await super().go()
+        self.cpu = time.process_time() - started - self.engines.own_seconds
+
+    async def _train(self, step: int, groups: list[Any]) -> None:
+        self.garbage.collect()
+        await super()._train(step, groups)
+
+
+def gains(setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0) -> dict[str, dict[str, float]]:
+    """Return by mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it), ``staleness_max`` (steps), and
+    ``several_versions`` (share of the answers that an update went through).
+
+    Args:
+        ratio: Seconds of generation over those of training in the synchronous loop.
+    """
+    alone = simulate(setting, SYNCHRONOUS)  # training takes no time in it
+    per_token = alone.generating / ratio / trained_tokens(alone)
+    synchronous = alone.now() + per_token * trained_tokens(alone)
+    rows = {}
+    for mode in modes:
+        run = simulate(setting, mode, per_token)
+        rows[mode.name] = {
+            "over_synchronous": run.now() / synchronous,
+            "trainer_busy": per_token * trained_tokens(run) / run.now(),
+            "staleness_max": float(max(run.staleness)),
+            "several_versions": run.fleet.divided / len(run.asked),
+        }
+    return rows
+
+
+def trained_tokens(run: Run) -> int:
+    return sum(run.lengths[index] for index in run.trained)
 
 
 def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: float) -> dict[str, dict[str, float]]:
@@ -45,11 +137,13 @@ def scheduling_cost(engines: int, least_groups: int = 4096) -> dict[str, float]:
     """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step for each engine."""
     batch = 2 * engines
     steps = max(8, least_groups // batch)
-    setting = Setting(engines, slots=4, batch=batch, samples=2, steps=steps)
+    setting = Tail(engines, slots=4, batch=batch, samples=2, steps=steps)
     gc.collect()
-    thresholds, garbage = gc.get_threshold(), GarbageCollection()
+    thresholds = gc.get_threshold()
     try:
-        cpu = simulate(setting, Mode("scale", buffer=1, interval=1), 1e-7, garbage.collect).cpu
+        run = simulate(setting, Mode("scale", buffer=1, interval=1), 1e-7, TimedRun)
+        assert isinstance(run, TimedRun)
+        cpu = run.cpu
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
@@ -68,7 +162,7 @@ def read_curve(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    given = Setting()
+    given = Tail()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="gain,tails,scale")
     parser.add_argument("--engines", type=int, default=given.engines)
@@ -93,7 +187,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
     names = ("engines", "slots", "batch", "samples", "steps", "median", "sigma", "update_seconds", "curve")
-    setting = Setting(**{name: getattr(options, name) for name in names})
+    setting = Tail(**{name: getattr(options, name) for name in names})
     parts = options.parts.split(",")
     result: dict[str, Any] = {"setting": {**asdict(setting), "ratio": options.ratio, "seeds": options.seeds}}
     if "gain" in parts:

@@ -34,8 +34,8 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
 from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
-from slime.plugins.tools.doctor.facts import read_facts  # noqa: E402
-from slime.plugins.tools.doctor.findings import Finding  # noqa: E402
+from slime.plugins.tools.doctor.evidence import stacks  # noqa: E402
+from slime.plugins.tools.doctor.facts import Finding, read_facts  # noqa: E402
 from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
 
 REFUSED = "refused"
@@ -249,7 +249,7 @@ def findings(folder: Path, case: Case) -> list[Finding]:
     run_folder, said = folder / "run", (folder / "output.txt").read_text()
     if not run_folder.exists() and "1 problem with the arguments" in said:
         return [Finding(REFUSED, said.strip().splitlines()[-1], (), "")]
-    return diagnose(read_facts(run_folder, with_stacks=case.strike is not None))
+    return diagnose(read_facts(run_folder, stacks if case.strike is not None else None))
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path, case: Case, mark: str) -> None:

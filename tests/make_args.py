@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from slime.config.args import FLAGS, Args
-from slime.config.facts import Run
 from slime.config.machine import Machine
 from slime.config.resolve import resolve_defaults
-from slime.config.rules import check_rules
+from slime.config.rules import Run, check_rules
 
 CPU_MACHINE = Machine(gpus=0, cores=2, in_cluster=False)
 DERIVED = {field.name for field in dataclasses.fields(Args)} - set(FLAGS)

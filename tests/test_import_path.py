@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.process_environment import import_environment, module_command
+from slime.config.process import import_environment, module_command
 
 CHECKOUT = str(Path(__file__).resolve().parents[1])
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LossSettings, TokenBatch, compute_loss
 from slime.config.args import Args

@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from random_model import SHAPES  # noqa: E402
 
-from slime.plugins.tools.commands.plan import PlanOptions, plan  # noqa: E402
-from slime.plugins.tools.plan.gpus import KINDS  # noqa: E402
+from slime.cli.main import main as slime  # noqa: E402
+from slime.plugins.tools.plan.setups import KINDS  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "precision.md"
 BEGIN, END = "<!-- table: python tools/fits_page.py -->", "<!-- end of the table -->"
@@ -44,7 +44,7 @@ def peak(model: Path, flags: str, engine_share: float) -> tuple[float, str]:
     words = [*("--hf-checkpoint", str(model)), *RUN.split(), *flags.split()]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        plan([*words, "--sglang-mem-fraction-static", str(engine_share)], PlanOptions(search=0, json=True))
+        slime(["plan", "--layouts", "0", "--json", *words, "--sglang-mem-fraction-static", str(engine_share)])
     phases = json.loads(printed.getvalue())["memory_bytes"]
     sizes = {name: sum(parts.values()) / 2**30 for name, parts in phases.items() if name != "generate"}
     largest = max(sizes, key=lambda name: sizes[name])

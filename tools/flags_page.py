@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.config import passthrough
 from slime.config.args import FLAGS
-from slime.config.flag import Flag, Status, range_text
+from slime.config.flag import Flag, range_text
 from slime.config.flag_support import GONE, OTHER_FRAMEWORKS
 from slime.config.parser import metavar
 from slime.registry import find
@@ -52,9 +52,9 @@ def page() -> str:
     for group in dict.fromkeys(flag.group for flag in works):
         parts += [f"### {group}\n", *map(_line, (flag for flag in works if flag.group == group)), ""]
     parts += ["## Accepted with a notice\n", "They have no effect, and one line at the start says why.\n"]
-    parts += [_by_reason(_reasons(notice) + _limits("notice"))]
+    parts += [_by_reason(_reasons(notice))]
     parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n"]
-    parts += [_by_reason(_reasons(refused) + _limits("refused"))]
+    parts += [_by_reason(_reasons(refused))]
     parts += ["### Flags of older releases\n", _by_reason(GONE.items())]
     parts += ["### Flags of other frameworks\n", "All flags that begin with these words.\n"]
     parts += [_by_reason(OTHER_FRAMEWORKS.items())]
@@ -70,11 +70,6 @@ def _line(flag: Flag) -> str:
 
 def _reasons(flags: list[Flag]) -> list[tuple[str, str]]:
     return [(flag.option, flag.reason) for flag in flags]
-
-
-def _limits(status: Status) -> list[tuple[str, str]]:
-    limits = ((flag, *limit) for flag in FLAGS.values() for limit in flag.limits.items())
-    return [(f"{flag.option} {value}", reason) for flag, value, (found, reason) in limits if found == status]
 
 
 def _by_reason(rows: Iterable[tuple[str, str]]) -> str:
@@ -97,14 +92,14 @@ def _passed() -> str:
     ):
         names = [option for option, entry in passthrough.options().items() if entry.family == family]
         lines.append(f"- {family} {versions}: {spelled}; {len(names)} spellings, values in `args.{family}`.")
-    for title, of_server, of_router in (
-        ("Options that slime sets itself:", passthrough.SET_BY_SLIME, passthrough.ROUTER_SET_BY_SLIME),
-        ("Options that are refused:", passthrough.REFUSED, passthrough.ROUTER_REFUSED),
+    for title, status in (
+        ("Options that slime sets itself:", "set by slime"),
+        ("Options that are refused:", "not supported"),
     ):
         rows = [
-            (f"{prefix}{name.replace('_', '-')}", reason)
-            for prefix, reasons in (("--sglang-", of_server), ("--router-", of_router))
-            for name, reason in reasons.items()
+            (f"--{family}-{name.replace('_', '-')}", reason)
+            for family in ("sglang", "router")
+            for name, reason in passthrough.REASONS[family][status].items()
         ]
         lines += ["", title, "", _by_reason(rows)]
     return "\n".join(lines)

@@ -22,13 +22,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from random_model import SHAPES  # noqa: E402
 
 from slime.config.layout import ParallelLayout  # noqa: E402
-from slime.plugins.tools.plan.gpus import GIB, KINDS  # noqa: E402
 from slime.plugins.tools.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
 from slime.plugins.tools.plan.modes import simulated  # noqa: E402
 from slime.plugins.tools.plan.plan import Run, make_plan  # noqa: E402
 from slime.plugins.tools.plan.seconds import decode_seconds, train_seconds  # noqa: E402
-from slime.plugins.tools.plan.setups import EngineSetup, Packs, Placement, TrainSetup, Workload  # noqa: E402
-from slime.plugins.tools.plan.shape import PlannedModel  # noqa: E402
+from slime.plugins.tools.plan.setups import (  # noqa: E402  # noqa: E402
+    GIB,
+    KINDS,
+    EngineSetup,
+    Packs,
+    Placement,
+    PlannedModel,
+    TrainSetup,
+    Workload,
+)
 from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "plan.md"
@@ -92,8 +99,13 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(text)] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
 
 
-def rows() -> Iterator[Row]:
+@cache
+def rows() -> tuple[Row, ...]:
     """All rows of H200s that say what was run."""
+    return tuple(_rows())
+
+
+def _rows() -> Iterator[Row]:
     for name in TRAINING:
         for row in read(name):
             overlapped = "--tp-comm-overlap" in row.get("flags", ())

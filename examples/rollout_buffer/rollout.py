@@ -15,9 +15,9 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.prompts import prompt_ids
-from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.sglang_rollout import generate_rollout as default_rollout
+from slime.rollout.state import seeded
 from slime.utils.async_utils import run
 from slime.utils.http_utils import auth_headers, post
 from slime.utils.types import Sample

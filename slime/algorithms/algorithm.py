@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .reduce import Reduce
-    from .reductions import Reducer
+    from .sequences import Reduce, Reducer
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Algorithm(ABC):
 
     def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and clipfrac (1 where the clip took effect) per token, ``[R]``; here PPO's clipped surrogate."""
-        from .policy_loss import compute_policy_loss
+        from .losses import compute_policy_loss
 
         clip = self.settings
         return compute_policy_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c)

@@ -1,8 +1,20 @@
-"""Group baselines, which are subtracted from rewards to compute advantages.
+"""Group baselines, which are subtracted from rewards to compute advantages, and DAPO's penalty of long responses.
 
-They are applied to whole groups when rewards are post-processed, so this file and ``rloo.py`` do not need torch. Each
-function takes the rewards of one group. Equal rewards give exactly 0, for any number and order, so that the training
-step can skip their group.
+They are applied to whole groups when rewards are post-processed, so this file does not need torch. Each baseline takes
+the rewards of one group. Equal rewards give exactly 0, for any number and order, so that the training step can skip
+their group.
+
+DAPO is GRPO with four changes, each with its own flag:
+
+==================== ================================================================================
+clip-higher          ``--eps-clip 0.2 --eps-clip-high 0.28`` (:mod:`.losses`)
+token mean           ``--calculate-per-token-loss`` (:mod:`.sequences`)
+overlong shaping     ``--overlong-buffer-len`` and ``--overlong-penalty`` (here)
+dynamic sampling     ``--dynamic-sampling-filter-path
+                     slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std``
+==================== ================================================================================
+
+Source: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
 """
 
 from __future__ import annotations
@@ -34,3 +46,12 @@ def standardized(rewards: Sequence[float]) -> list[float]:
         return difference
     std = math.sqrt(math.fsum(d * d for d in difference) / (len(rewards) - 1))
     return [d / (std + STD_EPSILON) for d in difference]
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """Return the (negative) number to add to the reward of a long response.
+
+    It is 0 up to ``max_length − buffer`` tokens, and then decreases linearly to ``−factor`` at ``max_length`` (eq. 13).
+    """
+    excess = length - (max_length - buffer)
+    return -factor * min(max(excess, 0) / buffer, 1.0)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from .algorithm import Row, custom_setting
 from .baselines import centred
 from .grpo import Grpo
-from .reductions import Reducer, constant_reducer
-from .sequences import flatten
+from .sequences import Reducer, constant_reducer, flatten
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -102,6 +102,7 @@ class Ppo(Algorithm):
         lengths = [len(v) for v in values]
         prompts = [total - n for total, n in zip(batch["total_lengths"], batch["response_lengths"], strict=True)]
         total_lengths = [prompt + n for prompt, n in zip(prompts, lengths, strict=True)]
+        # The results have one entry per trained token, and are put back among the masked ones.
         advantages, returns = get_advantages_and_returns_batch(
             total_lengths, lengths, values, rewards, self.settings.gamma, self.settings.lambd
         )

@@ -37,8 +37,7 @@ from torch import Tensor
 
 from .algorithm import custom_setting
 from .off_policy import TisResult
-from .reduce import Reduce
-from .sequences import IDENTITY, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
+from .sequences import IDENTITY, Reduce, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -67,6 +66,8 @@ class MisConfig:
         def setting(name: str, default: object) -> Any:
             return custom_setting(args, name, default)
 
+        # The bounds of the rejection default to those of the weights, and the lower bound to the inverse of the upper
+        # one.
         upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
         if upper <= 0:
             raise ValueError(f"tis_upper_bound is {upper:g}, but must be above 0 (--custom-config-path or --tis-clip)")
@@ -169,6 +170,7 @@ def compute_mis_weights(
     # counts as a token with a loss of 0.
     kept = mask
     metrics = _diagnostics(train, rollout, mask, lengths, reduce)
+    # Weights.
     if config.use_tis:
         weight, kept, ratio = importance_weights(config, d, mask, lengths, reduce)
         metrics |= {"mis_ratio": ratio, "mis_tis_changed_frac": ((weight != ratio) | (kept != mask)).to(d.dtype)}
@@ -176,6 +178,7 @@ def compute_mis_weights(
             weight = weight / (mean_weight(config, d, mask, lengths, IDENTITY) if weight_mean is None else weight_mean)
         metrics["mis_weight"] = weight
         pg_loss = pg_loss * weight
+    # Rejection of tokens by their ratio, and of whole sequences by their worst token.
     if config.use_rs:
         inside = _inside(ratio_at(config.rs_level, d, mask, lengths, reduce), config.rs_lower, config.rs_upper)
         metrics["mis_rs_rejected_frac"] = 1 - inside

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .algorithm import Algorithm, Entries, Row
 from .baselines import centred
-from .sequences import keep_where, put_where, scan_from_end
+from .sequences import Reduce, flatten, keep_where, put_where, scan_from_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,3 +112,31 @@ class ReinforcePlusPlusBaseline(Algorithm):
             batch["rewards"], batch["kl"], batch["loss_masks"], self.settings.kl_coef
         )
         return advantages, [x.clone() for x in advantages]
+
+
+EPSILON = 1e-8
+
+
+def normalize_advantages(advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+    """Compute (A − μ) · rsqrt(σ² + 1e-8), with the masked mean and the Bessel-corrected masked variance.
+
+    The sums are computed in float64 and in two passes, so that the result hardly depends on how samples are divided
+    among ranks. This is a collective operation: a rank without samples must call it too. With fewer than two unmasked
+    tokens there is no variance, and only the mean is subtracted.
+
+    Args:
+        advantages, loss_masks: ``[response_length]`` per sample.
+        reduce: Its ``over_data`` must count every token once.
+    """
+    import torch
+
+    mask = flatten(loss_masks).double()
+    x = keep_where(mask, flatten(advantages).double())
+    total, count = reduce.over_data(torch.stack([(x * mask).sum(), mask.sum()])).unbind()
+    # There are two passes, because one pass, with the difference of two large sums of squares, would lose the variance
+    # of almost equal advantages.
+    mean = total / count.clamp(min=1)
+    squares = reduce.over_data(((x - mean).square() * mask).sum())
+    variance = squares / (count - 1).clamp(min=1)
+    scale = torch.where(count > 1, torch.rsqrt(variance + EPSILON), torch.ones_like(variance))
+    return [((a.double() - mean) * scale).to(a.dtype) for a in advantages]

@@ -1,19 +1,45 @@
-"""Sums and means over the sequences in a flat token tensor.
+"""Sums and means over the sequences in a flat token tensor, and their reduction to the scalar of an optimizer step.
 
 Per-token tensors are flat, ``[R]``: the concatenated response tokens of all samples. ``lengths`` has the number of
 tokens of each sample. With context parallelism, a rank has only a part of every response, which may be empty, and
 ``reduce.over_sequence`` sums over the parts.
+
+A reducer returns a plain sum over rollouts or tokens. Divided by the number of rollouts or tokens in the whole
+optimizer step, it is the part of the micro-batch. The parts of all micro-batches and ranks add up to the value of the
+step, which so does not depend on how samples are packed and divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from .reduce import Identity, Reduce
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+
+class Reduce(Protocol):
+    """Sums over the ranks that hold other samples (data parallel) or other tokens of the same
+    samples (context parallel). Backends implement it over their process groups."""
+
+    def over_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over data- and context-parallel ranks, without gradient. Any shape."""
+
+    def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over context-parallel ranks, with gradient, for any shape. Each rank gets the gradient of its own
+        part."""
+
+
+class Identity:
+    """The implementation for one rank, which has all data: sums over ranks change nothing."""
+
+    def over_data(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
 
 IDENTITY: Reduce = Identity()
 
@@ -104,3 +130,34 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
         carry = chunk[:, :1]
         out.append(chunk)
     return torch.cat(out[::-1], dim=1)[:, :length]
+
+
+Reducer: TypeAlias = "Callable[[Tensor], Tensor]"
+"""Reduces a per-token tensor ``[R]`` to a scalar. Masked tokens are ignored, even if their values are NaN."""
+
+
+def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Sequence[int]) -> Reducer:
+    """Return a reducer that computes the sum over rollouts of the mean over the tokens of each rollout.
+
+    The formula is Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1).
+
+    Args:
+        mask: ``[R]``. Rejected tokens are 0 here, but the divisor still counts them.
+        rollout_mask_sums: ``[n]``, for each sample the mask sum over all samples of its rollout.
+    """
+    # The divisor is that of the whole rollout, so that a rollout with several samples has the same weight as a rollout
+    # with one.
+    divisor = spread(rollout_mask_sums.clamp(min=1), lengths)
+    return lambda x: (keep_where(mask, x) * mask.to(x.dtype) / divisor.to(x.dtype)).sum()
+
+
+def token_sum_reducer(mask: Tensor) -> Reducer:
+    """Return a reducer that computes Σ m·x, a scalar, for ``--calculate-per-token-loss``. The mask is ``[R]``, like
+    x."""
+    return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum()
+
+
+def constant_reducer(mask: Tensor, divisor: float) -> Reducer:
+    """Return a reducer that computes Σ m·x / divisor, a scalar, with the same divisor for every response. The mask is
+    ``[R]``, like x."""
+    return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum() / divisor

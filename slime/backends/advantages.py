@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.algorithm import Algorithm, custom_setting
-from slime.algorithms.distillation import distilled_advantages, reverse_kl
-from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.losses import compute_approx_kl, distilled_advantages, reverse_kl
 from slime.algorithms.mis import MisConfig, mean_weight
-from slime.algorithms.reduce import Reduce
-from slime.algorithms.sequences import flatten, keep_where
-from slime.algorithms.whitening import normalize_advantages
+from slime.algorithms.reinforce_plus_plus import normalize_advantages
+from slime.algorithms.sequences import Reduce, flatten, keep_where
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
 from slime.config.hooks import load_function

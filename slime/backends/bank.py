@@ -17,7 +17,7 @@ from slime.backends.collectives import local
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.args import Args
-from slime.config.megatron_checkpoint import weights_path
+from slime.config.checkpoint import weights_path
 
 logger = logging.getLogger(__name__)
 LIVE = "actor"
@@ -164,6 +164,7 @@ class WeightBank:
     @contextmanager
     def _actor_aside(self) -> Iterator[None]:
         """Keep the tensors of the model in the arena within the context."""
+        # The tensors of the model lie one behind the other in the arena, behind what the offloader holds there.
         live = [_bytes(tensor) for tensor in self._live()]
         if self._arena is None:
             self._arena = HostArena(pinned=any(tensor.is_cuda for tensor in live))
@@ -263,6 +264,7 @@ def keeps_copies_on_device(
         named: The parameters of the model, or those on this rank of an accelerator. Its optimizer must exist already.
         free_bytes: The free memory of the accelerator; measured by default.
     """
+    # The old actor counts twice, since it is refreshed by way of a second copy.
     count = settings.ref + (settings.teacher_load is not None) + 2 * settings.old_actor
     if not count or settings.shares_device:
         return False
@@ -282,20 +284,28 @@ def keeps_copies_on_device(
     return bool(fits)
 
 
-def load_copies(settings: CopySettings, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> None:
+def load_copies(
+    settings: CopySettings, bank: WeightBank, initial: str, load: Callable[[str, str], None], adapter: bool = False
+) -> None:
     """Make the copies that the flags require.
 
     Args:
+        bank: The copies of what is trained.
         initial: The path of the weights in the model. A reference with the same path is copied and not read again.
-        load: ``load(tag, path)`` reads the weights at ``path`` into the copy ``tag``.
+        load: ``load(tag, path)`` reads the weights of a whole model at ``path`` into the copy ``tag``.
+        adapter: Whether an adapter is trained. The reference is the base without it, so that it needs a copy only if it
+            is refreshed, or if it has another base.
     """
-    if settings.ref:
-        if settings.ref_load and settings.ref_load != initial:
-            load("ref", settings.ref_load)
-        else:
-            bank.copy(LIVE, "ref")
-        if settings.ref_moves:
-            bank.moving.add("ref")
+    if settings.ref and settings.ref_load and settings.ref_load != initial:
+        load("ref", settings.ref_load)
+    elif settings.ref and (settings.ref_moves or not adapter):
+        bank.copy(LIVE, "ref")
+        # Without an adapter on the layer B is 0, so the copy computes what the base does.
+        for name, tensor in bank.tensors("ref").items() if adapter else ():
+            if name.endswith(".lora_B"):
+                tensor.zero_()
+    if "ref" in bank.copies and settings.ref_moves:
+        bank.moving.add("ref")
     if settings.teacher_load is not None:
         load("teacher", settings.teacher_load)
     if settings.old_actor:

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from slime.backends.loss import is_max_metric
 from slime.models.segments import sum_over
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The values of ``--train-dtype``."""
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor. A plain tensor is returned unchanged."""
@@ -21,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DataParallelReduce:
-    """The implementation of ``slime.algorithms.reduce.Reduce`` for process groups.
+    """The implementation of ``slime.algorithms.sequences.Reduce`` for process groups.
 
     Args:
         world_size: The number of ranks in ``group``.

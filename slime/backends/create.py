@@ -45,14 +45,17 @@ def create_backend(
         raise ValueError(f"role must be actor or critic, not {role!r}")
     if args.train_backend not in ("fsdp", "megatron"):
         raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
+    # CUDA reads this variable when it is initialized, so nothing above may touch the device.
     if args.train_backend == "megatron":
-        _set_connections(overlap=bool(args.megatron.get("tp_comm_overlap")))
+        # Megatron's layers rely on kernels that start in the order of their launch.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from slime.config.algorithm import algorithm_class
     from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory, large_imports
 
     with large_imports():
         import torch
     algorithm_class(args.advantage_estimator)  # raises an error for an unknown one before the first rollout
+    # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's allocator does that.
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -75,18 +78,6 @@ def create_backend(
 
         require_cuda()
     return made(args, role, rank, world_size, device, **({} if read is None else {"read": read}))
-
-
-def _set_connections(overlap: bool) -> None:
-    """Set the number of hardware queues of CUDA, before it is initialized.
-
-    Megatron's layers rely on kernels that start in the order of their launch. The layers of ``--tp-comm-overlap`` wait
-    for other ranks on streams of their own, behind which nothing else may queue.
-    """
-    if overlap:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # CUDA's default
-    else:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:

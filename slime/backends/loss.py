@@ -18,15 +18,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.opsm import opsm_mask
-from slime.algorithms.reduce import Reduce
-from slime.algorithms.reductions import Reducer, rollout_mean_reducer, token_sum_reducer
-from slime.algorithms.sequences import IDENTITY, exp_ratio
-from slime.algorithms.sft import compute_sft_loss
-from slime.algorithms.value_loss import compute_value_loss
-from slime.backends.loss_settings import LossSettings
-from slime.backends.token_batch import TokenBatch
+from slime.algorithms.losses import compute_approx_kl, compute_sft_loss, compute_value_loss
+from slime.algorithms.off_policy import opsm_mask
+from slime.algorithms.sequences import IDENTITY, Reduce, Reducer, exp_ratio, rollout_mean_reducer, token_sum_reducer
+from slime.backends.loss_inputs import LossSettings, TokenBatch
 
 Metrics = dict[str, Tensor]
 T = TypeVar("T")
@@ -221,6 +216,8 @@ def _correct_off_policy(
     settings: LossSettings, tokens: TokenBatch, pg_loss: Tensor, trainer_old: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Metrics]:
     """Return the loss with importance weights, the mask after rejection, and flat metrics."""
+    # The built-in correction is on by default, and then a rollout without the engine's log-probs is simply not
+    # corrected.
     correction = settings.correction
     if correction is None or (correction.by_default and tokens.rollout_log_probs is None):
         return pg_loss, tokens.loss_mask, {}

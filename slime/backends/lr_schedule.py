@@ -38,9 +38,11 @@ class LrSchedule:
             ValueError: The schedule depends on the length of the run, and ``num_rollout`` is not known yet; or the
                 warm-up is as long as the decay.
         """
+        # The length of the decay: given in steps, or that of the whole run.
         critic = role == "critic"
         constant = args.lr_decay_style == "constant" and not args.lr_warmup_fraction
         decay = args.lr_decay_iters or (1 if constant and args.num_rollout is None else planned_steps(args, role))
+        # The warm-up may be a part of the decay, and a critic may have its own.
         warmup = args.lr_warmup_iters or 0
         if args.lr_warmup_fraction:
             warmup = int(args.lr_warmup_fraction * decay)

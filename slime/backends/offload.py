@@ -104,6 +104,7 @@ class HostArena:
     def reserve(self, nbytes: int) -> None:
         """Make the memory at least ``nbytes`` large. It never shrinks, and its contents are kept. The rest after full
         pieces is a smaller piece."""
+        # A small last piece is replaced by a full one, so that offsets stay multiples of the size of a piece.
         small = None
         if self.memory and self.memory[-1].numel() < self.piece_bytes and nbytes > self.nbytes:
             small = self.memory.pop()  # only the last piece may be small

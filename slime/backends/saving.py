@@ -91,6 +91,7 @@ def small_files_writer(path: Path, rank: int, rng: RngState, description: Mappin
 
     Both are captured now, so it does not matter when the function is called.
     """
+    # The description becomes text now: what it refers to may have changed when the file is written.
     text = None if description is None else json.dumps(description, indent=2) + "\n"
 
     def write() -> list[FileEntry]:

@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends import micro_batches as mb
-from slime.backends.adapter import TrainedAdapter
 from slime.backends.bank import LIVE, CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
-from slime.backends.collectives import DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
-from slime.backends.loss_settings import LossSettings
+from slime.backends.loss_inputs import LossSettings, Scores, TokenBatch
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave, SavedState
-from slime.backends.token_batch import Scores, TokenBatch
+from slime.backends.trainable import TrainedAdapter
 from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
+from slime.models.peft_files import factor_names, named_factors
 from slime.weights.settings import AdapterSource, AdapterSync
 
 if TYPE_CHECKING:
@@ -118,12 +118,11 @@ class SharedBackend:
 
         if self.adapter is None:
             self.bank = self._whole_bank = bank(named)
-            if actor:
-                load_copies(copies, self.bank, initial, self.load_copy)
-            return
-        self.bank, self._whole_bank = bank(self.adapter.trained), bank(self.adapter.base)
+        else:
+            self.bank, self._whole_bank = bank(self.adapter.trained), bank(self.adapter.base)
+            self.adapter.copies = self._whole_bank
         if actor:
-            self.adapter.make_copies(copies, self.bank, self._whole_bank, initial, self.load_copy)
+            load_copies(copies, self.bank, initial, self.load_copy, self.adapter is not None)
 
     def load_copy(self, tag: str, path: str) -> None:
         """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective operation."""
@@ -222,6 +221,7 @@ class SharedBackend:
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
         """Compute the metrics of the step over all ranks."""
+        # Sums over ranks first: a rank may have had other samples, or none.
         same_names = not (self._uneven or self.loss_settings.metrics_vary)
         metrics = self.share_reduce.metrics(shares, same_names)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
@@ -249,6 +249,7 @@ class SharedBackend:
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
+        # All ranks agree on every decision here, because the step is a collective operation.
         self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
         grad_norm = self.optimizer.grad_norm()
         skipped = self._skips(grad_norm)
@@ -282,25 +283,73 @@ class SharedBackend:
         """Return the tags of the copies that change during a run, so that snapshots must contain them."""
         return self.bank.moving
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
+
+        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
+        They may be the memory of the model.
+        """
+        assert self.role == "actor", "a critic's weights go to no engine"
+        separate = self.adapter is not None and self.args.lora_sync == "adapter"
+        self.finish_update()
+        yield from self._weights(merge=not separate)
+        if separate:
+            yield from self._named_factors()
+
+    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights; with ``merge``, the adapter is added to them if there is one."""
+        raise NotImplementedError
+
+    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the factors of the adapter with their names in PEFT's files."""
+        assert self.adapter is not None
+        self.finish_update()
+        dtype = DTYPES[self.args.train_dtype]
+        yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
+
     @property
     def adapter_sync(self) -> AdapterSync | None:
-        return None
+        """See :attr:`TrainBackend.adapter_sync`."""
+        adapter = self.adapter
+        if adapter is None or self.role != "actor":
+            return None
+        if self.args.lora_sync == "merged":
+            return AdapterSync(self._adapted_weights(), None)
+        layers = adapter.layer_names()
+        return AdapterSync(frozenset(name for layer in layers for name in factor_names(layer)), adapter.config(layers))
+
+    def _adapted_weights(self) -> frozenset[str]:
+        """Return the names in the checkpoint of the weights that have adapters."""
+        raise NotImplementedError
 
     def adapter_source(self) -> AdapterSource | None:
         """See :meth:`TrainBackend.adapter_source`."""
         sent = self.adapter_sync
         return None if sent is None or sent.config is None else AdapterSource(self._named_factors(), self._any_rank)
 
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the factors of the adapter, if :attr:`adapter_sync` says that they are sent."""
+    def save_hf(self, path: Path) -> None:
+        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
+        assert self.role == "actor", "a critic is not a language model"
+        self.finish_update()
+        writer = self.rank == 0
+        try:
+            if self.adapter is not None and self.args.lora_export == "peft":
+                self.adapter.save(Path(path), writer)
+            else:
+                self._export(Path(path), writer)
+        finally:
+            self.barrier()  # also after an error of the writer, for which the other ranks would wait
+
+    def _export(self, path: Path, writer: bool) -> None:
+        """Write a Hugging Face folder of the current weights. This is a collective operation."""
         raise NotImplementedError
 
     def _any_rank(self, value: bool) -> bool:
         if self.world_size == 1:
             return value
-        found = torch.tensor(float(value), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        anywhere = torch.tensor(float(value), device=self.device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        return bool(anywhere)
 
     def barrier(self) -> None:
         if self.world_size > 1:

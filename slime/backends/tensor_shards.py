@@ -291,6 +291,7 @@ class StoredTensors:
             ValueError: Some names are not stored, or have another shape in the folder.
             RuntimeError: A rank could not read.
         """
+        # All differences are collected, because the first one seldom says what is wrong.
         problems = []
         for shard in shards:
             stored = self.shapes.get(shard.name)

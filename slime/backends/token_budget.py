@@ -101,6 +101,7 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
             "--gradient-checkpointing, more GPUs or a smaller --sglang-mem-fraction-static, or give a smaller budget "
             f"with --max-tokens-per-gpu ({error})"
         ) from error
+    # Two sizes give the line of memory over tokens. Each is run twice if kernels are compiled for it.
     available, idle = meter.available(), meter.allocated()
     peaks: dict[int, int] = {}
     for size in (FIRST_SIZE, 2 * FIRST_SIZE):

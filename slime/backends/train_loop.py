@@ -77,17 +77,20 @@ def train_on_rollout(
             # Computed before any update: they are the baseline of the advantages, and the value loss clips around them.
             batch["old_values"] = backend.values(batch)
     else:
+        # Forward passes of the other models and of the old policy, each only if the loss needs it.
         _score(backend, batch, timer)
         if args.use_critic and batch.get("old_values") is None:
             raise ValueError(
                 f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
             )
+    # Advantages are those of the whole rollout, so they come before its division into steps.
     with timer.phase("data_preprocess"):
         settings = AdvantageSettings.from_args(args)
         compute_advantages(settings.for_critic() if critic else settings, batch, backend.reduce)
         if args.rollout_data_postprocess_path and not critic:
             with batch.lent_to(args.rollout_data_postprocess_path) as view:
                 load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), view)
+    # Optimizer steps. The metrics of a step are equal on all ranks, so their mean is, too.
     steps = len(batch["num_microbatches"])
     name = f"{backend.role}_train"
     with timer.phase(name):
@@ -184,6 +187,8 @@ def _shares(batch: RankBatch) -> list[float]:
 def _means(
     backend: TrainBackend, batch: RankBatch, keys: Sequence[str], chosen: Sequence[bool], prefix: str
 ) -> dict[str, float]:
+    # Sums of each entry over the samples of this rank, and by what they are divided: samples, or rollouts for
+    # rewards.
     names, numbers = [], []
     masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
     for key in keys:

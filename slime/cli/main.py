@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     # The training commands have a parser of their own, whose flags this one would take for its own (--help).
     flags = words[1:] if words and words[0] in TRAINING else []
+    # Words that no option takes are flags of a run, if the command has a run.
     options, rest = build_parser().parse_known_args(words[:1] if flags else words)
     if rest and not getattr(options, "takes_flags", False):
         build_parser().parse_args(words)  # prints the error and exits

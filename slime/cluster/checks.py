@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from slime import registry
 from slime.config.args import FLAGS, Args
+from slime.config.checkpoint import megatron_lm_folder
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_config
-from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.models.shards import ModelError
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _check_hub(named: dict[str, str]) -> list[str]:
 
 def _check_rows_and_rewards(args: Args) -> list[str]:
     from slime.data.validate import check_data  # imported only when it runs, so that --help needs no numpy
-    from slime.rollout.rm_hub import check_label
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
+    from slime.rollout.rm_hub.reward import check_label
 
     return [*check_data(args, check_label), *check_rewards(args)]
 

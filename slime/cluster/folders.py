@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 from slime.checkpoint.snapshot import Snapshot, latest, snapshots
-from slime.config.megatron_checkpoint import megatron_lm_folder
+from slime.config.checkpoint import megatron_lm_folder
 
 RUN_LOCKS = ".locks"
 """The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later run renames."""

@@ -33,7 +33,7 @@ from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.observability.trace_file import TraceFiles
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.complete import NotCompleted, Prompt, complete
+from slime.rollout.evaluate import NotCompleted, Prompt, complete
 from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, rollout_metrics
 from slime.rollout.state import GenerateState
 
@@ -268,7 +268,7 @@ class RolloutManager(EngineManager):
         return metrics
 
     def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]] | str:
-        """Generate responses outside of any rollout; see :func:`slime.rollout.complete.complete`.
+        """Generate responses outside of any rollout; see :func:`slime.rollout.evaluate.complete`.
 
         Returns:
             The samples of each prompt; or the reason for which a prompt or a parameter was refused. An exception would

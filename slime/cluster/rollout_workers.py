@@ -62,7 +62,7 @@ class _Worker(Supervised):
 
 
 class RolloutWorkers:
-    """Generates groups in rollout workers; a :class:`~slime.rollout.generator.GroupGenerator`.
+    """Generates groups in rollout workers; a :class:`~slime.rollout.group.GroupGenerator`.
 
     A group goes to the worker that has the fewest samples for its part of the engines. If a worker is lost, its groups
     are generated again by others, from the state in which they were handed out, and the worker is started again. All
@@ -125,7 +125,7 @@ class RolloutWorkers:
     async def generate(
         self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
     ) -> Group:
-        """See :meth:`~slime.rollout.generator.GroupGenerator.generate`; ``group`` itself does not change.
+        """See :meth:`~slime.rollout.group.GroupGenerator.generate`; ``group`` itself does not change.
 
         Raises:
             WorkersLost: :data:`MOST_TRIES` workers were lost while they generated this group, or a worker was lost too
@@ -172,7 +172,7 @@ class RolloutWorkers:
                 worker.samples -= size
 
     async def abort(self) -> None:
-        """See :meth:`~slime.rollout.generator.GroupGenerator.abort`."""
+        """See :meth:`~slime.rollout.group.GroupGenerator.abort`."""
         handles = [worker.handle for worker in self._workers if worker.handle is not None]
         if handles:  # a worker that is lost does not answer: its groups end when the loss is noticed
             await asyncio.wait(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ClusterError
-from slime.config.process_environment import import_environment
+from slime.config.process import import_environment
 
 if TYPE_CHECKING:
     import psutil

@@ -7,7 +7,7 @@ processes of the run on this machine are descendants of this process, even if th
 ended before the next driver starts.
 
 This process lives as long as the run, and must not be affected by what happens in it. It imports only the standard
-library, psutil, :mod:`slime.config.parent` and, to clean up at the end, one more module.
+library, psutil, :mod:`slime.config.process` and, to clean up at the end, one more module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from slime.config.parent import adopt_orphans, kill_with_parent
+from slime.config.process import adopt_orphans, kill_with_parent
 
 if TYPE_CHECKING:
     import psutil

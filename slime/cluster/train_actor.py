@@ -11,7 +11,7 @@ from slime.backends.create import backend_class, create_backend
 from slime.backends.token_budget import CudaMeter, Measurement, measure
 from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import ActorProcess, Ref, door
-from slime.config.loading import ONE_AT_A_TIME
+from slime.config.process import ONE_AT_A_TIME
 from slime.data.schedule import PackingSettings
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle

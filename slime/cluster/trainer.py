@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches, TrainResult
     from slime.cluster.train_group import TrainGroup
+    from slime.config.algorithm import KlConfig
     from slime.config.args import Args
     from slime.config.cluster import ClusterConfig
-    from slime.config.corrections import KlConfig
 
 
 class HoldsCopies(Protocol):

@@ -10,58 +10,31 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import read_table
 from slime.config.flag import flag, hook_flag
-from slime.config.hf_config import read_chat_template, read_config
+from slime.config.hf_config import model_config, read_chat_template
 from slime.config.hooks import hook_problem
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+logger = logging.getLogger(__name__)
+
+
 AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 
 
-TOOL_PARSERS = (
-    *("hermes", "qwen", "qwen25", "qwen3_coder", "step3p5", "glm", "glm45", "glm47", "deepseekv3", "deepseekv31"),
-    *("kimi_k2", "llama3", "pythonic", "mistral", "none"),
-)
-
-
-REASONING_PARSERS = (
-    *("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking", "step3", "step3p5"),
-    *("interns1", "kimi", "mistral", "seed-oss"),
-)
-
-
-# Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
-# occurs in the templates of several forms comes after the more specific ones.
-_BY_TEMPLATE = (
-    ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
-    ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
-    ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
-)  # fmt: skip
-
-
-_MODEL_TYPES = {
-    "glm45": ("glm4_moe",),
-    "glm47": ("glm4_moe_lite", "glm_moe_dsa"),
-    "deepseekv3": ("deepseek_v3",),
-    "deepseekv32": ("deepseek_v32",),
-    "kimi_k2": ("kimi_k2", "kimi_k25"),
-    "llama3": ("llama",),
-    "pythonic": ("llama4",),
-    "mistral": ("mistral", "mixtral", "mistral3", "ministral3"),
-    "hermes": ("qwen3_next",),
-    "qwen3_coder": ("qwen3_5", "qwen3_5_moe"),
-}
-_BY_MODEL = {model_type: parser for parser, model_types in _MODEL_TYPES.items() for model_type in model_types}
-
-
+_PARSERS = read_table("parsers.json")
+TOOL_PARSERS: list[str] = _PARSERS["tool_parsers"]
+REASONING_PARSERS: list[str] = _PARSERS["reasoning_parsers"]
+_BY_TEMPLATE: dict[str, str] = _PARSERS["tool_parser_by_template"]
+"""Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
+occurs in the templates of several forms comes after the more specific ones."""
+_BY_MODEL: dict[str, str] = _PARSERS["tool_parser_by_model_type"]
 SGLANG_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"
 
 
@@ -72,42 +45,29 @@ SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParse
 class AgentConfig:
     _title = "agents"
 
-    agent_function_path: str | None = hook_flag(
-        "Agent program as a function run(task), sync or async, that calls the model at "
-        "task.openai_base_url or task.anthropic_base_url and returns a reward or None"
-    )
-    agent_command: str | None = flag(
-        None,
-        help="Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
-        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)",
-    )
-    agent_env: list[str] | None = flag(
-        None,
-        kind="list",
-        help="Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, "
-        "PYTHONPATH and the like. API keys and tokens are passed only if they are named here",
-    )
-    agent_timeout: float = flag(
-        1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
-    )
-    agent_tool_parser: str = flag(
-        "auto",
-        help="Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25, "
-        "qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser "
-        "of the installed SGLang, or the path of the user's own class",
-    )
-    agent_reasoning_parser: str = flag(
-        "auto",
-        help="Parser that separates reasoning from the answer in responses: auto (by the chat template and the "
-        "tokenizer), none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
-    )
-    agent_constrained_decoding: bool = flag(
-        False,
-        help="Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens "
-        "are trained only with --allow-truncated-sampling. By default an answer that does not comply is "
-        "an error for the agent",
-    )
-    agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
+    agent_function_path: str | None = hook_flag()
+    """Agent program as a function run(task), sync or async, that calls the model at task.openai_base_url or
+    task.anthropic_base_url and returns a reward or None"""
+    agent_command: str | None = None
+    """Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)"""
+    agent_env: list[str] | None = flag(None, kind="list")
+    """Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, PYTHONPATH
+    and the like. API keys and tokens are passed only if they are named here"""
+    agent_timeout: float = flag(1800.0, above=0)
+    """Deadline in seconds for an agent program; a sample that takes longer is left out"""
+    agent_tool_parser: str = "auto"
+    """Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25,
+    qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser of the
+    installed SGLang, or the path of the user's own class"""
+    agent_reasoning_parser: str = "auto"
+    """Parser that separates reasoning from the answer in responses: auto (by the chat template and the tokenizer),
+    none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral"""
+    agent_constrained_decoding: bool = False
+    """Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens are trained
+    only with --allow-truncated-sampling. By default an answer that does not comply is an error for the agent"""
+    agent_host: str = "127.0.0.1"
+    """Address of this machine at which agent programs reach the endpoint"""
 
 
 def derive_agent(args: Args) -> None:
@@ -122,22 +82,25 @@ def check_parsers(args: Args) -> list[str]:
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
-        _template_problem(args) if args.custom_generate_function_path == AGENT_GENERATE else None,
+        _template_problem(args.hf_checkpoint, args.agent_tool_parser)
+        if args.custom_generate_function_path == AGENT_GENERATE
+        else None,
     ]
     return [problem for problem in problems if problem is not None]
 
 
-def _template_problem(args: Args) -> str | None:
+def _template_problem(checkpoint: str | None, tool_parser: str) -> str | None:
     """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or if the template
     cannot be read on this machine."""
-    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
+    # A model of the hub that is not on this machine is checked when it has been loaded.
+    template = read_chat_template(checkpoint) if checkpoint else None
     if template is None:
         return None
     if not template:
-        return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which agents need"
-    model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
-    name = choose_parser(args.agent_tool_parser, template, model_type)
-    if args.agent_tool_parser != "auto" or tool_parser_problem(name) is None:
+        return f"--hf-checkpoint {checkpoint}: its tokenizer has no chat template, which agents need"
+    model_type = model_config(checkpoint).get("model_type")
+    name = choose_parser(tool_parser, template, model_type)
+    if tool_parser != "auto" or tool_parser_problem(name) is None:
         return None
     return (
         f"--agent-tool-parser auto: models of the type {model_type} need the parser {name}, which only SGLang has, "
@@ -156,26 +119,22 @@ def choose_parser(name: str, template: str, model_type: str | None) -> str:
         return name
     if "tools" not in template:
         return "hermes"
-    found = next((parser for mark, parser in _BY_TEMPLATE if mark in template), None)
+    # The template shows the model how to write calls, so it knows better than the type of the model.
+    found = next((parser for mark, parser in _BY_TEMPLATE.items() if mark in template), None)
     return found or _BY_MODEL.get(model_type or "", "hermes")
 
 
 def tool_parser_problem(name: str) -> str | None:
     """Explain why a value of ``--agent-tool-parser`` cannot be used; None if it can."""
-    if name == "auto" or name in TOOL_PARSERS:
-        return None
-    if not is_path(name):
-        if name in sglang_parsers(*SGLANG_TOOL_PARSERS):
-            return None
-        return _unknown("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
-    return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
+    if is_path(name):
+        return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
+    return _parser_problem("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
 
 
 def reasoning_parser_problem(name: str) -> str | None:
     """Explain why a value of ``--agent-reasoning-parser`` cannot be used; None if it can."""
-    if name in ("auto", "none", *REASONING_PARSERS) or name in sglang_parsers(*SGLANG_REASONING_PARSERS):
-        return None
-    return _unknown("--agent-reasoning-parser", name, ("auto", "none", *REASONING_PARSERS), SGLANG_REASONING_PARSERS)
+    known = ("auto", "none", *REASONING_PARSERS)
+    return _parser_problem("--agent-reasoning-parser", name, known, SGLANG_REASONING_PARSERS)
 
 
 def is_path(name: str) -> bool:
@@ -183,8 +142,10 @@ def is_path(name: str) -> bool:
     return any(mark in name for mark in "./:")
 
 
-def _unknown(option: str, name: str, known: Iterable[str], registry: tuple[str, str]) -> str:
-    more = sorted(set(sglang_parsers(*registry)) - set(known))
+def _parser_problem(option: str, name: str, known: Sequence[str], registry: tuple[str, str]) -> str | None:
+    if name in known or name in (others := sglang_parsers(*registry)):
+        return None
+    more = sorted(set(others) - set(known))
     of_sglang = f"SGLang adds {', '.join(more)}" if more else "SGLang, which has others, cannot be imported"
     return f"{option} {name}: there is no such parser; use one of {', '.join(known)} ({of_sglang})"
 
@@ -203,3 +164,40 @@ def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
         logger.debug("the parsers of SGLang cannot be imported: %s", error)
         return {}
     return dict(found)
+
+
+ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
+ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
+MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
+PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
+"""Agent program of each environment that speaks with the model by itself, by the name of the environment."""
+
+
+@dataclass
+class EnvironmentConfig:
+    _title = "environments"
+
+    environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
+    """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
+    verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
+    environment_timeout: float = flag(60.0, above=0)
+    """Deadline in seconds for the beginning and each step of an episode of --environment, and for each call of a
+    tool of --mcp-server"""
+    mcp_server: list[str] | None = None
+    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http URL"""
+
+
+def derive_environment(args: Args) -> None:
+    """Select the data source and the generate function of ``--environment`` or ``--mcp-server``. What the user chose
+    stays, and the rules refuse it."""
+    chosen: dict[str, object] = {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
+    if args.environment is not None:
+        program = PROGRAMS.get(args.environment.partition(":")[0])
+        chosen = {
+            "data_source_path": ENVIRONMENT_SOURCE,
+            "agent_function_path": program,
+            "custom_generate_function_path": AGENT_GENERATE if program else ENVIRONMENT_GENERATE,
+        }
+    for name, value in chosen.items():
+        if name not in args.explicit:
+            setattr(args, name, value)

@@ -9,85 +9,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
-from slime.algorithms.dr_grpo import pg_loss_reducer
-from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path
+from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.hooks import HookError, load_function
+from slime.config.rollout import staleness_bound, trains_late
 from slime.registry import find, load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 @dataclass
 class AlgorithmConfig:
     _title = "algorithm"
 
-    advantage_estimator: str = flag(
-        "grpo",
-        kind_of_part="algorithm",
-        or_hook=True,
-        help="Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic",
-    )
-    loss_type: str = flag(
-        "policy_loss",
-        choices=("policy_loss", "sft_loss", "custom_loss"),
-        help="Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path",
-    )
-    custom_loss_function_path: str | None = hook_flag("Loss function for --loss-type custom_loss")
-    custom_advantage_function_path: str | None = hook_flag(
-        "Function that computes advantages instead of --advantage-estimator"
-    )
-    custom_pg_loss_reducer_function_path: str | None = hook_flag(
-        "Function that averages the policy loss over tokens and samples. Default: the mean over samples"
-    )
+    advantage_estimator: str = flag("grpo", kind_of_part="algorithm", or_hook=True)
+    """Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic"""
+    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"))
+    """Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path"""
+    custom_loss_function_path: str | None = hook_flag()
+    """Loss function for --loss-type custom_loss"""
+    custom_advantage_function_path: str | None = hook_flag()
+    """Function that computes advantages instead of --advantage-estimator"""
+    custom_pg_loss_reducer_function_path: str | None = hook_flag()
+    """Function that averages the policy loss over tokens and samples. Default: the mean over samples"""
     compute_advantages_and_returns: bool = flag(
-        True,
-        option="--disable-compute-advantages-and-returns",
-        kind="negative",
-        help="Do not compute advantages and returns, as for SFT or a custom loss",
+        True, option="--disable-compute-advantages-and-returns", kind="negative"
     )
-    eps_clip: float = flag(0.2, low=0, help="Lower clip range (epsilon) of the importance ratio in the policy loss")
-    eps_clip_high: float = flag(
-        DERIVED, low=0, help="Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"
-    )
-    eps_clip_c: float | None = flag(
-        None, above=1, help="Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"
-    )
-    value_clip: float = flag(0.2, low=0, help="Clip range of the critic's values in the value loss")
-    entropy_coef: float = flag(0.0, help="Coefficient of the entropy bonus in the loss")
-    gamma: float = flag(1.0, low=0, high=1, help="Discount factor (gamma) of returns")
-    lambd: float = flag(1.0, low=0, high=1, help="Lambda of generalized advantage estimation (GAE)")
-    normalize_advantages: bool = flag(False, help="Whiten advantages over the batch (mean 0, standard deviation 1)")
-    grpo_std_normalization: bool = flag(
-        True,
-        option="--disable-grpo-std-normalization",
-        kind="negative",
-        help="Do not divide rewards by the standard deviation of their group, as in Dr. GRPO",
-    )
-    rewards_normalization: bool = flag(
-        True,
-        option="--disable-rewards-normalization",
-        kind="negative",
-        help="Train on raw rewards, without a group baseline",
-    )
-    overlong_buffer_len: int = flag(
-        0, low=0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
-    )
-    overlong_penalty: float = flag(
-        1.0,
-        help="Maximum overlong penalty, which is subtracted from the reward of a response of "
-        "--rollout-max-response-len tokens",
-    )
-    calculate_per_token_loss: bool = flag(False, help="Average the loss over tokens instead of over samples")
-    num_critic_only_steps: int = flag(0, low=0, help="Number of rollouts at the start that train only the critic")
-    use_rollout_entropy: bool = flag(False, help="Compute the entropy of the policy in the log-prob pass, as a metric")
+    """Do not compute advantages and returns, as for SFT or a custom loss"""
+    eps_clip: float = flag(0.2, low=0)
+    """Lower clip range (epsilon) of the importance ratio in the policy loss"""
+    eps_clip_high: float = flag(DERIVED, low=0)
+    """Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"""
+    eps_clip_c: float | None = flag(None, above=1)
+    """Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"""
+    value_clip: float = flag(0.2, low=0)
+    """Clip range of the critic's values in the value loss"""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus in the loss"""
+    gamma: float = flag(1.0, low=0, high=1)
+    """Discount factor (gamma) of returns"""
+    lambd: float = flag(1.0, low=0, high=1)
+    """Lambda of generalized advantage estimation (GAE)"""
+    normalize_advantages: bool = False
+    """Whiten advantages over the batch (mean 0, standard deviation 1)"""
+    grpo_std_normalization: bool = flag(True, option="--disable-grpo-std-normalization", kind="negative")
+    """Do not divide rewards by the standard deviation of their group, as in Dr. GRPO"""
+    rewards_normalization: bool = flag(True, option="--disable-rewards-normalization", kind="negative")
+    """Train on raw rewards, without a group baseline"""
+    overlong_buffer_len: int = flag(0, low=0)
+    """DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"""
+    overlong_penalty: float = 1.0
+    """Maximum overlong penalty, which is subtracted from the reward of a response of --rollout-max-response-len
+    tokens"""
+    calculate_per_token_loss: bool = False
+    """Average the loss over tokens instead of over samples"""
+    num_critic_only_steps: int = flag(0, low=0)
+    """Number of rollouts at the start that train only the critic"""
+    use_rollout_entropy: bool = False
+    """Compute the entropy of the policy in the log-prob pass, as a metric"""
 
 
 def derive_algorithm(args: Args) -> None:
-    if args.eps_clip_high is None:
-        args.eps_clip_high = args.eps_clip
+    args.fill(eps_clip_high=args.eps_clip)
+    # The standard deviation of one reward is 0.
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     # If the class cannot be loaded, check_estimator reports it later, together with all other problems.
@@ -179,6 +163,7 @@ def check_estimator(args: Args) -> list[str]:
     if problem := loading_problem(name) or trial_problem(args):
         return [problem]
     algorithm, flags = algorithm_class(name), flags_of(type(args))
+    # A class of the user may name a switch that does not exist.
     unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
     if unknown:
         return [f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not a flag"]
@@ -205,3 +190,101 @@ def check_patterns(args: Args) -> list[str]:
         except re.error as error:
             problems.append(f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}")
     return problems
+
+
+@dataclass
+class KlConfig:
+    _title = "KL to the reference"
+
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference model to the loss"""
+    kl_loss_coef: float = 0.0
+    """Coefficient of the KL divergence in the loss; needs --use-kl-loss"""
+    kl_loss_type: str = flag(DERIVED, choices=("k1", "k2", "k3", "low_var_kl"))
+    """Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss k1
+    does not regularise"""
+    kl_coef: float = 0.0
+    """Coefficient of the KL divergence in the reward; excludes --kl-loss-coef"""
+    use_unbiased_kl: bool = False
+    """Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"""
+    ref_update_interval: int | None = flag(None, low=1)
+    """Number of rollouts between copies of the actor to the reference model. Default: never"""
+
+
+@dataclass
+class OffPolicyConfig:
+    _title = "off-policy correction and routing replay"
+
+    use_rollout_logprobs: bool = False
+    """Use the engine's log-probs as the old policy; excludes --use-tis"""
+    use_tis: bool = flag(DERIVED)
+    """Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. Default: on
+    with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size or --partial-rollout"""
+    tis_clip: float = 2.0
+    """Upper bound of the truncated importance ratio (--use-tis)"""
+    tis_clip_low: float = flag(0.0, low=0)
+    """Lower bound of the truncated importance ratio (--use-tis)"""
+    custom_tis_function_path: str | None = hook_flag()
+    """Function that computes the importance weights of --use-tis, such as IcePop or MIS"""
+    get_mismatch_metrics: bool = False
+    """Only log the mismatch of trainer and engine; needs --custom-tis-function-path"""
+    use_opsm: bool = False
+    """Mask sequences with negative advantage from which the policy has drifted (OPSM)"""
+    opsm_delta: float = flag(1e-4, low=0)
+    """Mean log-prob difference per token above which --use-opsm masks a sequence"""
+    use_routing_replay: bool = False
+    """Megatron: route tokens in training to the same experts as in the pass that computed the old log-probs"""
+    use_rollout_routing_replay: bool = False
+    """Megatron with SGLang: route tokens in training to the same experts as in the engine; implies
+    --use-routing-replay"""
+
+
+@dataclass
+class DistillationConfig:
+    _title = "on-policy distillation"
+
+    use_opd: bool = False
+    """On-policy distillation: train on the reverse KL divergence from a teacher"""
+    opd_type: str | None = flag(None, choices=("sglang", "megatron"))
+    """Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron: the trainer (of
+    either backend) loads it from --opd-teacher-load"""
+    opd_kl_coef: float = 1.0
+    """Coefficient of the reverse KL divergence from the teacher (--use-opd)"""
+    opd_teacher_load: str | None = path_flag()
+    """Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model"""
+    opd_teacher_ckpt_step: int | None = flag(
+        None, low=0, status="refused", reason="name the folder of that iteration with --opd-teacher-load"
+    )
+    """Iteration of the teacher's checkpoint"""
+
+
+def derive_corrections(args: Args, asynchronous: bool) -> None:
+    args.fill(kl_loss_type="k1" if args.kl_coef != 0 else "low_var_kl")
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+    if args.use_tis is None:
+        _correct_by_default(args, asynchronous)
+
+
+def _correct_by_default(args: Args, asynchronous: bool) -> None:
+    """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
+    user chose another way."""
+    # Each of these is a decision of the user about samples of older weights.
+    rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
+    chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
+    bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
+    why = ""
+    # The first reason that applies is told; one notice is enough.
+    if args.rollout_quantization:
+        quantization = f"--rollout-quantization {args.rollout_quantization}"
+        why = f"the engines generate with weights that {quantization} has rounded"
+    elif asynchronous and bound > 0:
+        why = f"tokens can be {bound} step(s) older than the weights that they train"
+    elif trains_late(args) and not args.mask_offpolicy_in_partial_rollout:  # which excludes such tokens
+        why = (
+            "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does not need train in a "
+            "later one, so their tokens are older than the weights that they train"
+        )
+    args.use_tis = bool(why) and args.loss_type == "policy_loss" and not chosen
+    if args.use_tis:
+        args.notices.append(f"--use-tis is on: {why} (off: --no-use-tis)")

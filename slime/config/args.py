@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import dis
 import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from slime.config.agent import AgentConfig
-from slime.config.algorithm import AlgorithmConfig
+from slime.config.agent import AgentConfig, EnvironmentConfig
+from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
-from slime.config.corrections import DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.environment import EnvironmentConfig
-from slime.config.flag import Flag, flags_of
+from slime.config.flag import Flag, did_you_mean, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
-from slime.config.passthrough import by_name, option_value
-from slime.config.precision import RolloutPrecisionConfig, TrainingPrecisionConfig
+from slime.config.passthrough import FAMILIES, Family, by_name, option_value, options, prefix_of
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
-from slime.config.trainer import ModelConfig, OptimizerConfig
+from slime.config.trainer import ModelConfig, OptimizerConfig, RolloutPrecisionConfig, TrainingPrecisionConfig
 from slime.config.weight_sync import WeightSyncConfig
 from slime.registry import RegistryError, sections
 
@@ -49,12 +45,12 @@ class UnknownName(AttributeError):
         return AttributeError, (str(self),)
 
     def __str__(self) -> str:
+        # A name that exists with another backend needs another answer than a typing error.
         known = by_name("megatron").get(self._name)
         if known is not None:
             option = known.flag.option
             return f"args has no attribute {self._name!r}: {option} is not given, and only Megatron has a default"
-        near = difflib.get_close_matches(self._name, self._values, n=1)
-        return f"args has no attribute {self._name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"args has no attribute {self._name!r}{did_you_mean(self._name, self._values)}"
 
 
 @functools.cache
@@ -150,6 +146,7 @@ class Args(
         if name.startswith("_"):
             raise AttributeError(name)
         values = self.__dict__
+        # Hooks read these with every backend, and most launch scripts give no MODEL_ARGS.
         if name in SHAPE and name not in values.get("megatron", {}):
             found, value = True, model_dimension(values.get("hf_checkpoint"), name)
         else:
@@ -157,6 +154,10 @@ class Args(
         if not found or (value is None and _is_asked_with_default()):
             raise UnknownName(name, values)
         return value
+
+    def fill(self, **defaults: Any) -> None:
+        """Set those of the flags that have no value yet, such as ``args.fill(critic_lr=args.lr)``."""
+        self.__dict__.update({name: value for name, value in defaults.items() if self.__dict__[name] is None})
 
     def with_values(self, **changes: Any) -> Self:
         """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.
@@ -203,3 +204,42 @@ def _flags_with(parts: tuple[type, ...]) -> dict[str, Flag]:
 
 FLAGS = _Flags()
 """All flags of slime itself and of registered parts by attribute name, in the order of the groups."""
+
+
+class Spelling(NamedTuple):
+    """What one spelling of a flag stands for."""
+
+    flag: Flag
+    family: Family | None  # of an option that is passed on
+    sets: bool  # the value that a switch of this spelling sets
+
+    def values(self, args: Args) -> dict[str, Any]:
+        """Return where the value is stored, by the flag's name."""
+        return vars(args) if self.family is None else vars(args)[self.family]
+
+
+def spellings() -> dict[str, Spelling]:
+    """Return all flags by attribute, and by option without the leading dashes and with ``_`` for ``-``."""
+    return _spellings_with(all_sections())
+
+
+@functools.cache
+def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
+    found = {}
+    # Later entries replace earlier ones: a flag of slime comes before an option that is passed on.
+    for option, entry in options().items():
+        found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
+    for family in FAMILIES:
+        named = by_name(family).items()
+        found |= {prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named}
+    for flag in FLAGS.values():
+        if flag.is_bool:
+            found.setdefault(f"no_{underscored(flag.option)}", Spelling(flag, None, False))
+        found[underscored(flag.option)] = Spelling(flag, None, flag.kind != "negative")
+        found[flag.name] = Spelling(flag, None, True)
+    return found
+
+
+def underscored(option: str) -> str:
+    """Return the name of an option in Python and in files: ``--top-p`` is ``top_p``."""
+    return option.removeprefix("--").replace("-", "_")

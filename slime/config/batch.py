@@ -20,49 +20,33 @@ MIN_TOKEN_BUDGET = 4096
 class BatchConfig:
     _title = "batches"
 
-    rollout_batch_size: int = flag(32, low=1, help="Number of prompts per rollout")
-    n_samples_per_prompt: int = flag(
-        8, low=1, help="Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"
-    )
-    global_batch_size: int = flag(
-        DERIVED,
-        low=1,
-        help="Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt / "
-        "--num-steps-per-rollout",
-    )
-    num_steps_per_rollout: int = flag(
-        DERIVED, low=1, help="Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"
-    )
-    micro_batch_size: int = flag(
-        1, low=1, help="Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"
-    )
-    use_dynamic_batch_size: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless "
-        "--micro-batch-size is given or batches are padded (--attn-implementation)",
-    )
-    max_tokens_per_gpu: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
-        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at "
-        "least 4096",
-    )
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); "
-        "2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
-    )
-    balance_data: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. "
-        "Default: on with --use-dynamic-batch-size",
-    )
-    balance_by_flops: bool = flag(False, help="Synonym of --balance-data; needs --use-dynamic-batch-size")
-    data_pad_size_multiplier: int = flag(128, low=1, help="Pad each pack of sequences to a multiple of N tokens")
+    rollout_batch_size: int = flag(32, low=1)
+    """Number of prompts per rollout"""
+    n_samples_per_prompt: int = flag(8, low=1)
+    """Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"""
+    global_batch_size: int = flag(DERIVED, low=1)
+    """Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt /
+    --num-steps-per-rollout"""
+    num_steps_per_rollout: int = flag(DERIVED, low=1)
+    """Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"""
+    micro_batch_size: int = flag(1, low=1)
+    """Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"""
+    use_dynamic_batch_size: bool = flag(DERIVED, kind="toggle")
+    """Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless --micro-batch-size
+    is given or batches are padded (--attn-implementation)"""
+    max_tokens_per_gpu: int | None = flag(None, low=1)
+    """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, with
+    --deterministic or in float32, the longest prompt and response that the flags allow, but at least 4096"""
+    log_probs_max_tokens_per_gpu: int | None = flag(None, low=1)
+    """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); 2 to 4 times
+    --max-tokens-per-gpu usually fits. Default: the micro-batches of training"""
+    balance_data: bool = flag(DERIVED, kind="toggle")
+    """Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. Default:
+    on with --use-dynamic-batch-size"""
+    balance_by_flops: bool = False
+    """Synonym of --balance-data; needs --use-dynamic-batch-size"""
+    data_pad_size_multiplier: int = flag(128, low=1)
+    """Pad each pack of sequences to a multiple of N tokens"""
 
 
 def derive_batch(args: Args) -> list[str]:
@@ -76,33 +60,26 @@ def derive_batch(args: Args) -> list[str]:
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
     _micro_batches(args)
-    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:  # the range checks report it
+    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    if min(samples, 1 if size is None else size, 1 if steps is None else steps) < 1:  # the range checks report it
         return []
-    if args.global_batch_size is None:
-        steps = args.num_steps_per_rollout or 1
-        if samples % max(steps, 1):
-            return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
-        args.num_steps_per_rollout = steps
-        args.global_batch_size = samples // max(steps, 1)
+    # Of the identity's four numbers, the missing one follows from the others.
+    implied_steps = steps or (samples // size if size else 1)
+    implied_size = size or samples // implied_steps
+    if implied_size * implied_steps == samples:
+        args.fill(global_batch_size=implied_size, num_steps_per_rollout=implied_steps)
         return []
-    if args.global_batch_size < 1:
-        return []
-    steps = args.num_steps_per_rollout
-    if steps is None and samples % args.global_batch_size == 0:
-        args.num_steps_per_rollout = samples // args.global_batch_size
-        return []
+    if size is None:
+        return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
     if steps is None:
         # Suggest the nearest divisor, and of two that are equally near the larger one.
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
-        near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
-        return [f"{given}, which is not a multiple of --global-batch-size {args.global_batch_size}; {near} would fit"]
-    if samples != args.global_batch_size * steps:
-        wanted = args.global_batch_size * steps
-        return [
-            f"{given}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} = {wanted}: "
-            "leave out one of the last two flags; its value follows from the others"
-        ]
-    return []
+        near = min(fits, key=lambda n: (abs(n - size), -n))
+        return [f"{given}, which is not a multiple of --global-batch-size {size}; {near} would fit"]
+    return [
+        f"{given}, but --global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}: leave out one of "
+        "the last two flags; its value follows from the others"
+    ]
 
 
 def _micro_batches(args: Args) -> None:
@@ -112,46 +89,37 @@ def _micro_batches(args: Args) -> None:
     to fit in any case. On GPUs the driver replaces the default by a measured one (``cluster/token_budget.py``). On a
     CPU it stays, because engines, object store and trainer share the memory, and larger packs are not faster there.
     """
-    if args.use_dynamic_batch_size is None:
-        padded = args.attn_implementation not in (None, "varlen")
-        args.use_dynamic_batch_size = "micro_batch_size" not in args.explicit and not padded
-    if args.balance_data is None:
-        args.balance_data = args.use_dynamic_batch_size or args.balance_by_flops
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        args.max_tokens_per_gpu = max(MIN_TOKEN_BUDGET, longest_per_gpu(args))
-    if args.log_probs_max_tokens_per_gpu is None:
-        args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+    padded = args.attn_implementation not in (None, "varlen")
+    args.fill(use_dynamic_batch_size="micro_batch_size" not in args.explicit and not padded)
+    args.fill(balance_data=args.use_dynamic_batch_size or args.balance_by_flops)
+    if args.use_dynamic_batch_size:
+        args.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest_per_gpu(args)))
+    args.fill(log_probs_max_tokens_per_gpu=args.max_tokens_per_gpu)
 
 
-def check_static_split(args: Args) -> list[str]:
-    """Check that micro-batches of a fixed size can be distributed evenly over the data-parallel ranks."""
-    if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
+def check_split(args: Args) -> list[str]:
+    """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in micro-batches of a
+    fixed size, and otherwise at least one for each rank."""
+    if args.debug_rollout_only or args.num_steps_per_rollout is None or not args.global_batch_size:
         return []
     layout = ParallelLayout.from_args(args)
-    unit = args.micro_batch_size * layout.dp * layout.vpp_group
-    if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
-        return []
-    return [
-        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-        f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
-        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
-        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size"
-    ]
-
-
-def check_samples(args: Args) -> list[str]:
-    """Check that every data-parallel rank gets a sample in each step. With hooks this is not known in advance, because
-    they can return several samples for one."""
+    ranks = f"{layout.dp} data-parallel training ranks" + (
+        f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else ""
+    )
+    unit = layout.dp * layout.vpp_group
+    if not args.use_dynamic_batch_size:
+        unit *= args.micro_batch_size
+        if unit < 1 or args.global_batch_size % unit == 0:
+            return []
+        return [
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} x {ranks} = {unit}: change one of them, or pass --use-dynamic-batch-size"
+        ]
+    # Functions of the user can return several samples for one, so the number of samples is not known in advance.
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    fans_out = args.custom_generate_function_path or own_rollout
-    if not args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only or fans_out:
-        return []
-    layout = ParallelLayout.from_args(args)
-    if args.global_batch_size >= layout.dp * layout.vpp_group:
+    if args.custom_generate_function_path or own_rollout or args.global_batch_size >= unit:
         return []
     return [
-        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {layout.dp} data-parallel "
-        "training ranks"
-        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
-        + ": use a larger batch or fewer ranks"
+        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {ranks}: use a larger batch "
+        "or fewer ranks"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.config.engine import (
     MOST,
@@ -19,98 +19,74 @@ from slime.config.engine import (
 )
 from slime.config.flag import DERIVED, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
-from slime.config.precision import check_torchao
 from slime.config.weight_sync import checks_first_update
 from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-MEGATRON = ("megatron.core", "'slime-rl[megatron]'")
-"""The module of ``--train-backend megatron``, and what ``pip install`` gets it."""
-
 
 @dataclass
 class ClusterConfig:
     _title = "cluster and resources"
 
-    actor_num_nodes: int = flag(1, low=1, high=MOST, help="Number of nodes for training")
-    actor_num_gpus_per_node: int = flag(
-        DERIVED,
-        low=1,
-        high=MOST,
-        help="Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer "
-        "if engines need their own), or 1 without GPUs",
-    )
-    rollout_num_gpus: int = flag(
-        DERIVED,
-        low=0,
-        high=MOST,
-        help="GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with "
-        "--colocate, otherwise the GPUs of one engine",
-    )
-    rollout_num_gpus_per_engine: int = flag(
-        1, low=1, high=MOST, help="GPUs per engine, which is its tensor parallel size"
-    )
-    colocate: bool = flag(False, help="Let the trainer and the engines share the same GPUs and take turns")
-    offload: bool = flag(False, help="Shorthand for --offload-train --offload-rollout")
-    offload_train: bool = flag(
-        DERIVED, kind="toggle", help="Move the trainer to CPU memory while it is idle. Default: on with --colocate"
-    )
-    offload_rollout: bool = flag(
-        DERIVED, kind="toggle", help="Release the engines' GPU memory during training. Default: on with --colocate"
-    )
-    distributed_timeout_minutes: int = flag(10, low=1, help="Deadline in minutes for a collective of torch.distributed")
-    threads_per_process: int | None = flag(
-        None, low=1, help="CPU threads of each trainer and engine process. Default: an equal share of the cores"
-    )
-    train_env_vars: dict[str, str] = flag({}, help="Environment variables of the training processes, as a JSON object")
-    inline: bool = flag(
-        False,
-        kind="toggle",
-        help="Run everything in one process on one device, without Ray, for debugging; the numbers are the "
-        "same. One training rank and one engine",
-    )
-    use_fault_tolerance: bool = flag(
-        False,
-        help="Continue without engines that die, hang or cannot be reached, and restart them. Without this "
-        "flag the run ends with a report",
-    )
-    max_restarts: int = flag(
-        DERIVED,
-        low=0,
-        help="Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the "
-        "driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
-    )
-    rollout_health_check_interval: float = flag(
-        30.0, above=0, help="Seconds between two health checks of an engine, each of which generates tokens"
-    )
-    rollout_health_check_timeout: float = flag(
-        30.0, above=0, help="Deadline in seconds for the answer to a health check"
-    )
-    rollout_health_check_first_wait: float = flag(
-        0.0, low=0, help="Seconds to wait before the first health check after each pause of the checks"
-    )
+    actor_num_nodes: int = flag(1, low=1, high=MOST)
+    """Number of nodes for training"""
+    actor_num_gpus_per_node: int = flag(DERIVED, low=1, high=MOST)
+    """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer if engines
+    need their own), or 1 without GPUs"""
+    rollout_num_gpus: int = flag(DERIVED, low=0, high=MOST)
+    """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with --colocate,
+    otherwise the GPUs of one engine"""
+    rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST)
+    """GPUs per engine, which is its tensor parallel size"""
+    colocate: bool = False
+    """Let the trainer and the engines share the same GPUs and take turns"""
+    offload: bool = False
+    """Shorthand for --offload-train --offload-rollout"""
+    offload_train: bool = flag(DERIVED, kind="toggle")
+    """Move the trainer to CPU memory while it is idle. Default: on with --colocate"""
+    offload_rollout: bool = flag(DERIVED, kind="toggle")
+    """Release the engines' GPU memory during training. Default: on with --colocate"""
+    distributed_timeout_minutes: int = flag(10, low=1)
+    """Deadline in minutes for a collective of torch.distributed"""
+    threads_per_process: int | None = flag(None, low=1)
+    """CPU threads of each trainer and engine process. Default: an equal share of the cores"""
+    train_env_vars: dict[str, str] = flag({})
+    """Environment variables of the training processes, as a JSON object"""
+    inline: bool = flag(False, kind="toggle")
+    """Run everything in one process on one device, without Ray, for debugging; the numbers are the same. One
+    training rank and one engine"""
+    use_fault_tolerance: bool = False
+    """Continue without engines that die, hang or cannot be reached, and restart them. Without this flag the run
+    ends with a report"""
+    max_restarts: int = flag(DERIVED, low=0)
+    """Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the driver has
+    died. Default: 3 with --use-fault-tolerance, otherwise 0"""
+    rollout_health_check_interval: float = flag(30.0, above=0)
+    """Seconds between two health checks of an engine, each of which generates tokens"""
+    rollout_health_check_timeout: float = flag(30.0, above=0)
+    """Deadline in seconds for the answer to a health check"""
+    rollout_health_check_first_wait: float = flag(0.0, low=0)
+    """Seconds to wait before the first health check after each pause of the checks"""
 
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     _default_placement(args, machine, asynchronous)
-    if args.max_restarts is None:
-        args.max_restarts = 3 if args.use_fault_tolerance else 0
-    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
             groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
             args.rollout_num_gpus = total_gpus(groups)
-    if args.rollout_num_gpus is None:
-        args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
-    args.world_size = train
-    if args.check_weight_update_equal is None:
-        args.check_weight_update_equal = checks_first_update(args)
+    # Only where trainer and engines take turns on a GPU, each has to make room for the other.
     shared = args.colocate and not args.debug_rollout_only
-    for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) is None:
-            setattr(args, name, bool(shared or args.offload))
+    args.fill(
+        max_restarts=3 if args.use_fault_tolerance else 0,
+        rollout_num_gpus=args.world_size if args.colocate else args.rollout_num_gpus_per_engine,
+        check_weight_update_equal=checks_first_update(args),
+        offload_train=shared or args.offload,
+        offload_rollout=shared or args.offload,
+    )
     if args.use_critic and shared and not args.offload_train:
         args.notices.append("--no-offload-train has no effect: actor and critic take turns on the engines' GPUs")
         args.offload_train = True
@@ -119,31 +95,30 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
 def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
     """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the machine's GPUs, or split
     the GPUs in train_async.py, where they run at the same time."""
+    # What the user has placed stays as it is.
     if args.actor_num_gpus_per_node is not None:
         return
+    gpus = machine.gpus
+    has_no_partner = args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
     if not machine.cuda:
-        args.actor_num_gpus_per_node = 1
-        return
-    if args.colocate or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
-        args.actor_num_gpus_per_node = machine.gpus
-        return
-    if args.rollout_num_gpus is not None:
-        args.actor_num_gpus_per_node = max(machine.gpus - args.rollout_num_gpus, 1)
-        return
-    if asynchronous and machine.gpus > 1:
-        args.actor_num_gpus_per_node = machine.gpus // 2
-        args.rollout_num_gpus = machine.gpus - machine.gpus // 2
+        gpus = 1
+    elif args.colocate or has_no_partner:
+        pass
+    elif args.rollout_num_gpus is not None:
+        gpus = max(gpus - args.rollout_num_gpus, 1)
+    # Generation and training alternate in train.py, so each may have all GPUs in its turn.
+    elif not asynchronous:
+        args.colocate = True
+        args.notices.append(f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate")
+    # They run at the same time in train_async.py, so each gets a half; engines get the larger one.
+    elif gpus > 1:
+        args.rollout_num_gpus = gpus - gpus // 2
+        gpus //= 2
         args.notices.append(
-            f"{args.actor_num_gpus_per_node} GPUs are used for training and {args.rollout_num_gpus} for generation "
+            f"{gpus} GPUs are used for training and {args.rollout_num_gpus} for generation "
             "(--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
-        return
-    args.actor_num_gpus_per_node = machine.gpus
-    if not asynchronous:
-        args.colocate = True
-        args.notices.append(
-            f"no placement is given, so trainer and engines share {machine.gpus} GPU(s), as with --colocate"
-        )
+    args.actor_num_gpus_per_node = gpus
 
 
 def check_placement(args: Args) -> list[str]:
@@ -174,10 +149,11 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
     to it."""
-    problems = _absent_packages(args) + check_torchao(args)
+    problems = _absent_engine(args)
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
+    # More requests than sockets would fail one by one in the middle of a rollout.
     asked, most = args.sglang_server_concurrency * engines, connection_limit(args.sglang_router_ip)
     if asked > most and not machine.in_cluster:
         args.notices.append(
@@ -192,18 +168,13 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
 
 
-def _absent_packages(args: Args) -> list[str]:
-    problems = []
-    # External engines do not need SGLang on this machine.
-    engine = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
-    megatron = MEGATRON if args.train_backend == "megatron" else None
-    backends = {"--train-backend": (args.train_backend, megatron), "--rollout-backend": (args.rollout_backend, engine)}
-    for option, (value, package) in backends.items():
-        if package is not None and not installed(package[0]):
-            problems.append(f"{option} {value}: {value} is not installed; run pip install {package[1]}")
-    if args.use_wandb and not installed("wandb"):
-        problems.append("--use-wandb: wandb is not installed; run pip install 'slime-rl[wandb]'")
-    return problems
+def _absent_engine(args: Args) -> list[str]:
+    # External engines do not need their package on this machine.
+    package = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
+    if package is None or installed(package[0]):
+        return []
+    backend = args.rollout_backend
+    return [f"--rollout-backend {backend}: {backend} is not installed; run pip install {package[1]}"]
 
 
 def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
@@ -241,3 +212,20 @@ def _too_many_slots(args: Args, machine: Machine) -> list[str]:
         f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} "
         f"processes of each kind can run: use {change} (or set these in an --override file), or a Ray cluster"
     ]
+
+
+_USERS_HOOKS = (
+    "rollout_function_path", "eval_function_path", "custom_generate_function_path", "custom_rm_path",
+    "data_source_path",
+)  # fmt: skip
+"""Functions that may have HTTP clients of their own, with the address of the engine in ``args``."""
+
+
+def inline_engine(args: Args) -> Literal["no port", "port"] | None:
+    """Return whether the engine of this process listens on a port as well, for a function of the user's that may need
+    one; everything of slime reaches it without. None: the engine is a process of its own."""
+    if not args.inline or args.rollout_backend != "embedded" or args.rollout_external_engine_addrs:
+        return None
+    # A function of slime reaches the engine by calls of this process.
+    paths = [getattr(args, name) for name in _USERS_HOOKS]
+    return "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"

@@ -14,7 +14,6 @@ from slime.config.rollout import (
     OWN_FUNCTIONS,
     context_notice,
     is_fully_async,
-    rotary_problem,
 )
 from slime.registry import parts
 
@@ -28,81 +27,61 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 class DataConfig:
     _title = "data"
 
-    prompt_data: str | None = path_flag(
-        "File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train; "
-        "path@[a:b] selects a slice of its rows"
-    )
-    input_key: str = flag("prompt", help="Column of the prompt, which is a text or a list of messages")
-    label_key: str | None = flag(
-        "label", help="Column of the label that rewards compare responses with; it may be absent"
-    )
-    metadata_key: str = flag("metadata", help="Column of the sample's metadata, which is an object or a JSON string")
-    tool_key: str = flag("tools", help="Column of the tool schemas for the chat template")
-    multimodal_keys: dict[str, str] | None = flag(
-        None, help='JSON object that maps media types to columns, such as {"image": "images"}. Default: text only'
-    )
-    apply_chat_template: bool = flag(False, help="Render messages with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON object of additional chat template arguments")
-    num_rollout: int | None = flag(
-        None, low=0, help="Total number of rollouts, each generated and then trained. Default: one epoch"
-    )
-    num_epoch: int | None = flag(
-        None,
-        low=1,
-        help="Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. "
-        "Default: 1",
-    )
-    start_rollout_id: int | None = flag(
-        None, low=0, help="Number of the first rollout. Default: the one after the loaded snapshot, or 0"
-    )
-    rollout_shuffle: bool = flag(False, help="Shuffle the prompts in each epoch")
-    rollout_seed: int = flag(42, help="Random seed for shuffling prompts and for sampling tokens")
-    rollout_global_dataset: bool = flag(
-        True,
-        option="--disable-rollout-global-dataset",
-        kind="negative",
-        help="Do not read --prompt-data; the class in --data-source-path provides the prompts",
-    )
-    data_source_path: str = flag(
-        DEFAULT_DATA_SOURCE, kind="hook", help="Class of the data source, which provides the prompts"
-    )
-    buffer_filter_path: str | None = hook_flag(
-        "Function that selects groups from the data source's buffer. Default: the oldest groups first"
-    )
-    num_data_workers: int = flag(
-        0,
-        low=0,
-        help="Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager",
-    )
-    streaming_data: bool = flag(
-        False,
-        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. "
-        "Only the first 10,000 rows are checked before the start",
-    )
-    loss_mask_type: str = flag(
-        "qwen",
-        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        help="Chat format by which the loss mask of SFT samples is computed",
-    )
+    prompt_data: str | None = path_flag()
+    """File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train;
+    path@[a:b] selects a slice of its rows"""
+    input_key: str = "prompt"
+    """Column of the prompt, which is a text or a list of messages"""
+    label_key: str | None = "label"
+    """Column of the label that rewards compare responses with; it may be absent"""
+    metadata_key: str = "metadata"
+    """Column of the sample's metadata, which is an object or a JSON string"""
+    tool_key: str = "tools"
+    """Column of the tool schemas for the chat template"""
+    multimodal_keys: dict[str, str] | None = None
+    """JSON object that maps media types to columns, such as {"image": "images"}. Default: text only"""
+    apply_chat_template: bool = False
+    """Render messages with the tokenizer's chat template"""
+    apply_chat_template_kwargs: dict[str, Any] = flag({})
+    """JSON object of additional chat template arguments"""
+    num_rollout: int | None = flag(None, low=0)
+    """Total number of rollouts, each generated and then trained. Default: one epoch"""
+    num_epoch: int | None = flag(None, low=1)
+    """Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. Default: 1"""
+    start_rollout_id: int | None = flag(None, low=0)
+    """Number of the first rollout. Default: the one after the loaded snapshot, or 0"""
+    rollout_shuffle: bool = False
+    """Shuffle the prompts in each epoch"""
+    rollout_seed: int = 42
+    """Random seed for shuffling prompts and for sampling tokens"""
+    rollout_global_dataset: bool = flag(True, option="--disable-rollout-global-dataset", kind="negative")
+    """Do not read --prompt-data; the class in --data-source-path provides the prompts"""
+    data_source_path: str = flag(DEFAULT_DATA_SOURCE, kind="hook")
+    """Class of the data source, which provides the prompts"""
+    buffer_filter_path: str | None = hook_flag()
+    """Function that selects groups from the data source's buffer. Default: the oldest groups first"""
+    num_data_workers: int = flag(0, low=0)
+    """Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager"""
+    streaming_data: bool = False
+    """Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. Only the
+    first 10,000 rows are checked before the start"""
+    loss_mask_type: str = flag("qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"))
+    """Chat format by which the loss mask of SFT samples is computed"""
 
 
 def derive_data(args: Args) -> None:
+    # Many public data sets call the prompt "input". Only a column that is named by the user is never replaced.
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is not None and "input_key" not in args.explicit and args.input_key not in row and "input" in row:
         args.input_key = "input"
         args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
+    # A prompt that fills the whole context leaves no token for the response.
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if not args.debug_train_only and (notice := context_notice(args)) is not None:
         args.notices.append(notice)
-    if args.over_sampling_batch_size is None:
-        args.over_sampling_batch_size = args.rollout_batch_size
+    args.fill(over_sampling_batch_size=args.rollout_batch_size)
     derive_reward(args, row)
-
-
-def check_context(args: Args) -> list[str]:
-    problem = None if args.debug_rollout_only else rotary_problem(args)
-    return [] if problem is None else [problem]
 
 
 def check_data_files(args: Args) -> list[str]:
@@ -112,13 +91,14 @@ def check_data_files(args: Args) -> list[str]:
         if needs_data and not custom_source:
             return ["--prompt-data is missing: pass a JSONL or Parquet file, or your own --data-source-path"]
         return []
+    # A source of the user may give the path any meaning.
     if file_of(args.prompt_data).is_file() or custom_source or data_name(args.prompt_data) is not None:
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
 
 
-def check_multimodal_keys(args: Args) -> list[str]:
-    wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
+def check_multimodal_keys(data: DataConfig) -> list[str]:
+    wrong = {kind: column for kind, column in (data.multimodal_keys or {}).items() if not isinstance(column, str)}
     words = "--multimodal-keys: {} must name a column, not {}"
     return [words.format(shown(kind), shown(column)) for kind, column in wrong.items()]
 
@@ -127,48 +107,38 @@ def check_multimodal_keys(args: Args) -> list[str]:
 class EvalConfig:
     _title = "evaluation"
 
-    eval_interval: int | None = flag(None, low=1, help="Number of rollouts between evaluations. Default: no evaluation")
-    eval_prompt_data: list[str] | None = flag(
-        None,
-        kind="pairs",
-        metavar="NAME PATH",
-        help="Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated",
-    )
-    eval_config: str | None = path_flag("YAML file of evaluation data sets with their own settings")
-    eval_function_path: str = flag(
-        DERIVED,
-        kind="hook",
-        help="Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate",
-    )
-    skip_eval_before_train: bool = flag(False, help="Skip the evaluation before the first optimizer step")
-    eval_input_key: str = flag(DERIVED, help="Column of the prompt in evaluation data. Default: --input-key")
-    eval_label_key: str | None = flag(None, help="Column of the label in evaluation data. Default: --label-key")
-    eval_tool_key: str = flag(DERIVED, help="Column of the tool schemas in evaluation data. Default: --tool-key")
-    n_samples_per_eval_prompt: int = flag(1, low=1, help="Number of samples per evaluation prompt")
-    eval_temperature: float = flag(
-        DERIVED, low=0, help="Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"
-    )
-    eval_top_p: float = flag(
-        DERIVED, above=0, high=1, help="Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"
-    )
-    eval_top_k: int = flag(
-        DERIVED, low=1, off=-1, help="Top-k of evaluations; -1 disables it. Default: --rollout-top-k"
-    )
-    eval_max_response_len: int = flag(
-        DERIVED, low=1, help="Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"
-    )
-    eval_max_prompt_len: int | None = flag(
-        None, low=1, help="Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"
-    )
-    eval_min_new_tokens: int | None = flag(
-        None, low=0, help="Minimum number of tokens of a response in evaluations. Default: no minimum"
-    )
-    eval_max_context_len: int | None = flag(
-        None,
-        low=2,
-        help="Maximum number of tokens of prompt and response together in evaluations. Default: "
-        "--rollout-max-context-len",
-    )
+    eval_interval: int | None = flag(None, low=1)
+    """Number of rollouts between evaluations. Default: no evaluation"""
+    eval_prompt_data: list[str] | None = flag(None, kind="pairs", metavar="NAME PATH")
+    """Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated"""
+    eval_config: str | None = path_flag()
+    """YAML file of evaluation data sets with their own settings"""
+    eval_function_path: str = flag(DERIVED, kind="hook")
+    """Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate"""
+    skip_eval_before_train: bool = False
+    """Skip the evaluation before the first optimizer step"""
+    eval_input_key: str = flag(DERIVED)
+    """Column of the prompt in evaluation data. Default: --input-key"""
+    eval_label_key: str | None = None
+    """Column of the label in evaluation data. Default: --label-key"""
+    eval_tool_key: str = flag(DERIVED)
+    """Column of the tool schemas in evaluation data. Default: --tool-key"""
+    n_samples_per_eval_prompt: int = flag(1, low=1)
+    """Number of samples per evaluation prompt"""
+    eval_temperature: float = flag(DERIVED, low=0)
+    """Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"""
+    eval_top_p: float = flag(DERIVED, above=0, high=1)
+    """Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"""
+    eval_top_k: int = flag(DERIVED, low=1, off=-1)
+    """Top-k of evaluations; -1 disables it. Default: --rollout-top-k"""
+    eval_max_response_len: int = flag(DERIVED, low=1)
+    """Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"""
+    eval_max_prompt_len: int | None = flag(None, low=1)
+    """Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"""
+    eval_min_new_tokens: int | None = flag(None, low=0)
+    """Minimum number of tokens of a response in evaluations. Default: no minimum"""
+    eval_max_context_len: int | None = flag(None, low=2)
+    """Maximum number of tokens of prompt and response together in evaluations. Default: --rollout-max-context-len"""
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -184,27 +154,20 @@ def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def derive_evaluation(args: Args) -> None:
+    # The fully asynchronous function generates without end, so it cannot evaluate.
     if args.eval_function_path is None and is_fully_async(args):
-        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the fully asynchronous function cannot evaluate
+        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION
+    # The limit of training prompts is derived from the context of training, which does not apply here.
     if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
         args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
-    fallbacks: dict[str, str] = {
-        "eval_function_path": "rollout_function_path",
-        "eval_input_key": "input_key",
-        "eval_label_key": "label_key",
-        "eval_tool_key": "tool_key",
-        "eval_reward_key": "reward_key",
-        "eval_temperature": "rollout_temperature",
-        "eval_top_p": "rollout_top_p",
-        "eval_top_k": "rollout_top_k",
-        "eval_max_response_len": "rollout_max_response_len",
-        "eval_max_prompt_len": "rollout_max_prompt_len",
-        "eval_max_context_len": "rollout_max_context_len",
-    }
-    for name, source in fallbacks.items():
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(args, source))
+    # What is not set for evaluations is as in training.
+    for name in ("input_key", "label_key", "tool_key", "reward_key"):
+        args.fill(**{f"eval_{name}": getattr(args, name)})
+    sampling = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len", "max_context_len")
+    for name in ("function_path", *sampling):
+        args.fill(**{f"eval_{name}": getattr(args, f"rollout_{name}")})
     own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
+    # A run of hours must not end at its first evaluation, so an evaluation without data is only told.
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
@@ -214,8 +177,8 @@ def derive_evaluation(args: Args) -> None:
         args.notices.append("the run does not evaluate its evaluation data: pass --eval-interval")
 
 
-def check_eval_files(args: Args) -> list[str]:
-    pairs, problems = eval_pairs(args.eval_prompt_data or [])
+def check_eval_files(evaluation: EvalConfig) -> list[str]:
+    pairs, problems = eval_pairs(evaluation.eval_prompt_data or [])
     problems += [
         f"--eval-prompt-data {name} {path}: no such file"
         for name, path in pairs
@@ -225,8 +188,8 @@ def check_eval_files(args: Args) -> list[str]:
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         problems.append(f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different names")
-    if args.eval_config:
-        problems += read_yaml(args.eval_config, "--eval-config")[1]
+    if evaluation.eval_config:
+        problems += read_yaml(evaluation.eval_config, "--eval-config")[1]
     return problems
 
 
@@ -237,59 +200,47 @@ SFT_LIKE = ("sft_loss", "custom_loss")
 class RewardConfig:
     _title = "reward"
 
-    rm_type: str | None = flag(
-        None,
-        help="Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the "
-        "prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no other flag "
-        "provides rewards",
-    )
-    math_answer: str = flag(
-        DERIVED,
-        choices=("boxed", "any"),
-        help="Where --rm-type math finds the answer: in the last \\boxed{} (boxed), or also after the last "
-        "####, else in the last expression (any). Default: boxed, or any if --rm-type is not given",
-    )
-    custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
-    rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
-    rm_url: str | None = flag(None, help="URL of the server that scores samples for --rm-type remote_rm")
-    group_rm: bool = flag(
-        False, help="Pass all samples of a group to the reward function at once instead of one by one"
-    )
-    reward_key: str | None = flag(None, help="Key of the training reward if rewards are dicts")
-    eval_reward_key: str | None = flag(None, help="Key of the evaluation reward if rewards are dicts (--reward-key)")
-    custom_reward_post_process_path: str | None = hook_flag(
-        "Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"
-    )
-    code_timeout: float = flag(
-        10.0, above=0, help="Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"
-    )
-    code_memory_mb: int = flag(
-        1024, low=64, help="Address space in MiB of a program (--rm-type code); one that needs more is wrong"
-    )
-    code_isolation: str = flag(
-        "full",
-        choices=("full", "process"),
-        help="Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see "
-        "slime/plugins/agents/sandbox.py",
-    )
-    reward_timeout: float = flag(
-        30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"
-    )
-    verifier_env: list[str] | None = flag(
-        None,
-        kind="list",
-        help="Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH "
-        "and the like, such as HF_TOKEN",
-    )
-    reward_workers: int | None = flag(
-        None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"
-    )
+    rm_type: str | None = None
+    r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the prefix
+    boxed_ (score the content of \boxed{}). Default: math if the rows have a label and no other flag provides
+    rewards"""
+    math_answer: str = flag(DERIVED, choices=("boxed", "any"))
+    r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last ####, else in
+    the last expression (any). Default: boxed, or any if --rm-type is not given"""
+    custom_rm_path: str | None = hook_flag()
+    """Function or class that computes rewards instead of --rm-type"""
+    rm_model_path: str | None = path_flag()
+    """Model that a class given as --custom-rm-path loads"""
+    rm_url: str | None = None
+    """URL of the server that scores samples for --rm-type remote_rm"""
+    group_rm: bool = False
+    """Pass all samples of a group to the reward function at once instead of one by one"""
+    reward_key: str | None = None
+    """Key of the training reward if rewards are dicts"""
+    eval_reward_key: str | None = None
+    """Key of the evaluation reward if rewards are dicts (--reward-key)"""
+    custom_reward_post_process_path: str | None = hook_flag()
+    """Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"""
+    code_timeout: float = flag(10.0, above=0)
+    """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
+    code_memory_mb: int = flag(1024, low=64)
+    """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
+    code_isolation: str = flag("full", choices=("full", "process"))
+    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see
+    slime/plugins/agents/sandbox.py"""
+    reward_timeout: float = flag(30.0, above=0)
+    """Deadline in seconds for scoring one sample; a later sample is left out"""
+    verifier_env: list[str] | None = flag(None, kind="list")
+    """Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH and the like,
+    such as HF_TOKEN"""
+    reward_workers: int | None = flag(None, low=1)
+    """Number of verifier processes. Default: half of the scoring machine's cores, at least 2"""
 
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
-    if args.math_answer is None:
-        args.math_answer = "boxed" if args.rm_type else "any"
+    args.fill(math_answer="boxed" if args.rm_type else "any")
+    # Without a readable row, check_scored tells that a reward is missing.
     if row is None or not needs_reward(args) or args.label_key is None or lookup(row, args.label_key) is None:
         return
     args.rm_type = "math"
@@ -314,15 +265,16 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
     return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
 
 
-def check_reward(args: Args) -> list[str]:
-    problem = None if args.rm_type is None else reward_type_problem(args.rm_type, args.rm_url)
-    return [f"--rm-type {args.rm_type}: {problem}"] if problem else []
+def check_reward(reward: RewardConfig) -> list[str]:
+    problem = None if reward.rm_type is None else reward_type_problem(reward.rm_type, reward.rm_url)
+    return [f"--rm-type {reward.rm_type}: {problem}"] if problem else []
 
 
 def check_scored(args: Args) -> list[str]:
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is None or not needs_reward(args) or args.custom_generate_function_path:
         return []
+    # A row can name its own reward. The first row is enough here: slime.data checks all of them.
     if "rm_type" in str(lookup(row, args.metadata_key)):
         return []
     return [

@@ -21,19 +21,18 @@ options of SGLang by attribute name; they take precedence over ``--sglang-…`` 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.files import load_yaml
-from slime.config.flag import DERIVED, flag, path_flag, shown
-from slime.config.hf_config import MTP_COUNTS, read_config
-from slime.config.passthrough import KEYS, REFUSED
+from slime.config.files import load_yaml, read_table
+from slime.config.flag import DERIVED, flag, path_flag
+from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.cluster import ClusterConfig
 
 MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
 
@@ -42,64 +41,34 @@ MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typ
 class EngineConfig:
     _title = "engines and router"
 
-    rollout_dtype: str = flag(
-        DERIVED,
-        choices=("float32", "bfloat16", "float16"),
-        help="Data type of the engines' weights. Default: --train-dtype",
-    )
-    use_router: bool = flag(False, help="Use sglang-router even if there is only one engine")
-    embedded_max_running_requests: int = flag(
-        64, low=1, help="Maximum number of requests that the embedded engine decodes at once"
-    )
-    embedded_max_total_tokens: int | None = flag(
-        None, low=1, help="Tokens in the embedded engine's KV cache. Default: chosen by available memory"
-    )
-    embedded_device: str = flag(DERIVED, help="Device of the embedded engine, cpu or cuda. Default: cuda if available")
-    sglang_router_ip: str | None = flag(
-        None, help="IP address of a router that already runs. Default: slime starts one"
-    )
-    sglang_router_port: int | None = flag(None, low=1, high=65535, help="Port of the router at --sglang-router-ip")
-    sglang_router_request_timeout_secs: int = flag(14400, low=1, help="Deadline of a request to the router in seconds")
-    sglang_server_concurrency: int = flag(512, low=1, help="Maximum number of concurrent requests per engine")
-    rollout_external_engine_addrs: list[str] | None = flag(
-        None,
-        help="Addresses host:port of inference servers that already run, which slime never stops. Default: "
-        "slime starts the engines",
-    )
-    sglang_config: str | None = path_flag(
-        "YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
-        "Default: one model and one kind of server"
-    )
-    prefill_num_servers: int | None = flag(
-        None,
-        low=1,
-        high=MOST,
-        help="Number of SGLang servers that only prefill; the others only decode. Default: all do both",
-    )
-    logprob_gap_threshold: float | None = flag(
-        None,
-        low=0,
-        help="Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type",
-    )
-
-
-def check_draft(args: Args) -> list[str]:
-    """Add a notice about speculative decoding: weight updates reach the policy, but not the draft model."""
-    algorithm, draft = args.sglang.get("speculative_algorithm"), args.sglang.get("speculative_draft_model_path")
-    trains = args.rollout_backend == "sglang" and not args.debug_rollout_only
-    if not trains or not algorithm or str(algorithm).upper() in ("NGRAM", "NONE"):  # NGRAM needs no draft model
-        return []
-    config = (read_config(str(args.hf_checkpoint)) if args.hf_checkpoint else None) or {}
-    own = draft is None or str(draft) == str(args.hf_checkpoint)
-    drafts = "its draft model" if own else f"the draft model {draft}"
-    if own and any(config.get(name) for name in MTP_COUNTS):
-        drafts = "its draft model (the checkpoint's multi-token prediction layers)"
-    args.notices.append(
-        f"--sglang-speculative-algorithm {algorithm}: {drafts} is not trained and keeps its initial weights, so "
-        "fewer draft tokens are accepted as the policy changes (rollout/spec_accept_rate); the samples are not "
-        "affected, because the policy verifies every token"
-    )
-    return []
+    rollout_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
+    """Data type of the engines' weights. Default: --train-dtype"""
+    use_router: bool = False
+    """Use sglang-router even if there is only one engine"""
+    embedded_max_running_requests: int = flag(64, low=1)
+    """Maximum number of requests that the embedded engine decodes at once"""
+    embedded_max_total_tokens: int | None = flag(None, low=1)
+    """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
+    embedded_device: str = flag(DERIVED)
+    """Device of the embedded engine, cpu or cuda. Default: cuda if available"""
+    sglang_router_ip: str | None = None
+    """IP address of a router that already runs. Default: slime starts one"""
+    sglang_router_port: int | None = flag(None, low=1, high=65535)
+    """Port of the router at --sglang-router-ip"""
+    sglang_router_request_timeout_secs: int = flag(14400, low=1)
+    """Deadline of a request to the router in seconds"""
+    sglang_server_concurrency: int = flag(512, low=1)
+    """Maximum number of concurrent requests per engine"""
+    rollout_external_engine_addrs: list[str] | None = None
+    """Addresses host:port of inference servers that already run, which slime never stops. Default: slime starts the
+    engines"""
+    sglang_config: str | None = path_flag()
+    """YAML file that describes several served models, or groups of SGLang servers for prefill and decode. Default:
+    one model and one kind of server"""
+    prefill_num_servers: int | None = flag(None, low=1, high=MOST)
+    """Number of SGLang servers that only prefill; the others only decode. Default: all do both"""
+    logprob_gap_threshold: float | None = flag(None, low=0)
+    """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type"""
 
 
 OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
@@ -130,21 +99,7 @@ def check_outer_caches(args: Args) -> list[str]:
 
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
-
-
-WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
-
-
 DEFAULT_MODEL = "default"  # name of the only model if --sglang-config is not given
-
-
-_MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
-
-
-_TOKENS = ("context_length", "max_total_tokens")
-
-
-_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
 class ServerGroupError(ValueError):
@@ -183,10 +138,9 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
         document = load_yaml(Path(file).expanduser())
     except ValueError as error:
         raise ServerGroupError(str(error)) from error
-    entries = document.get("sglang") if isinstance(document, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ServerGroupError("the file must have a list of models under the key 'sglang'")
-    models = [_model(entry, f"model {i}", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries, 1)]
+    # The schema says what is wrong in types and names, so the code below can rely on them.
+    _check_form(document)
+    models = [_model(entry, hf_checkpoint, num_gpus_per_engine) for entry in document["sglang"]]
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -196,6 +150,15 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
             "no model gets the trainer's weights: leave out model_path of one model, or set its update_weights"
         )
     return models
+
+
+def _check_form(document: object) -> None:
+    """Check the types and names in the file. All that is wrong is told at once."""
+    from jsonschema import Draft202012Validator
+
+    errors = Draft202012Validator(read_table("sglang_config.json")).iter_errors(document)
+    if problems := [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]:
+        raise ServerGroupError("; ".join(problems))
 
 
 def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
@@ -214,89 +177,56 @@ def total_gpus(models: list[ServedModel]) -> int:
     return sum(group.num_gpus for model in models for group in model.groups)
 
 
-def _model(given: object, where: str, hf_checkpoint: str, per_engine: int) -> ServedModel:
-    entry = _keyed(given, _MODEL_KEYS, where)
-    name = str(entry.get("name") or "")
-    if not name:
-        raise ServerGroupError(f"{where} has no name")
-    where = f"model {name!r}"
+def _model(entry: dict[str, Any], hf_checkpoint: str, per_engine: int) -> ServedModel:
+    where = f"model {str(entry['name'])!r}"
     path = str(entry.get("model_path") or hf_checkpoint)
-    groups = entry.get("server_groups") or entry.get("engine_groups")
-    if not isinstance(groups, list) or not groups:
-        raise ServerGroupError(f"{where} has no server_groups")
-    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
-    made = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(groups, 1))
-    kinds = {group.worker_type for group in made} - {"placeholder"}
-    if not kinds:
-        raise ServerGroupError(f"{where} has only placeholders: add a group of servers")
+    per_engine = entry.get("num_gpus_per_engine", per_engine)
+    entries = entry.get("server_groups") or entry["engine_groups"]
+    groups = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(entries, 1))
+    # A router speaks either with regular servers or with pairs of prefill and decode servers.
+    kinds = {group.worker_type for group in groups} - {"placeholder"}
     if kinds not in ({"regular"}, {"prefill", "decode"}):
-        raise ServerGroupError(f"{where} has {', '.join(sorted(kinds))}: use only regular, or prefill and decode")
-    return ServedModel(name, path, bool(entry.get("update_weights", path == hf_checkpoint)), made)
+        has = ", ".join(sorted(kinds)) or "only placeholders"
+        raise ServerGroupError(f"{where} has {has}: use only regular, or prefill and decode")
+    return ServedModel(str(entry["name"]), path, entry.get("update_weights", path == hf_checkpoint), groups)
 
 
-def _group(given: object, where: str, per_engine: int) -> ServerGroup:
-    entry = _keyed(given, _GROUP_KEYS, where)
+def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
     kind = entry.get("worker_type", "regular")
-    if kind == "encoder":
-        raise ServerGroupError(f"{where}: encoder servers are not supported; regular servers encode images themselves")
-    if kind not in WORKER_TYPES:
-        raise ServerGroupError(f"{where}: worker_type {kind!r} is not one of {', '.join(WORKER_TYPES)}")
-    gpus = _count(entry.get("num_gpus"), f"{where}: num_gpus")
-    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
+    gpus, per_engine = entry["num_gpus"], entry.get("num_gpus_per_engine", per_engine)
     if gpus % per_engine and kind != "placeholder":
         raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
-    overrides = entry.get("overrides") or {}
-    if not isinstance(overrides, dict):
-        raise ServerGroupError(f"{where}: overrides must map names to values, e.g. {{mem_fraction_static: 0.8}}")
-    named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
-    for name in named:
+    overrides = {str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()}
+    # What is refused as a flag is refused here as well.
+    for name in overrides:
         if name in KEYS:
             flag_name = f"--sglang-{name.replace('_', '-')}"
             raise ServerGroupError(f"{where}: overrides: all servers have the same {name}: use {flag_name}")
-        if name in REFUSED:
-            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
-    for name in _TOKENS:
-        if named.get(name) is not None:  # slime computes the context length of the run from these
-            named[name] = _count(named[name], f"{where}: overrides: {name}")
-    return ServerGroup(kind, gpus, per_engine, named)
-
-
-def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise ServerGroupError(f"{where} must be a mapping of keys to values, not {entry!r}")
-    for key in entry:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise ServerGroupError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return entry
-
-
-def _count(value: object, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        raise ServerGroupError(f"{what} must be a whole number from 1 to {MOST}, not {shown(value)}")
-    return value
+        if reason := REASONS["sglang"]["not supported"].get(name):
+            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {reason}")
+    return ServerGroup(kind, gpus, per_engine, overrides)
 
 
 def check_server_groups(args: Args) -> list[str]:
     """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
     if args.sglang_config:
-        return _config_file(args, args.sglang_config)
+        return _config_file(
+            args.sglang_config, args.hf_checkpoint, args.rollout_num_gpus_per_engine, args.rollout_num_gpus
+        )
     servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
         return []
     return [f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"]
 
 
-def _config_file(args: Args, file: str) -> list[str]:
+def _config_file(file: str, hf_checkpoint: str, per_engine: int, gpus: int) -> list[str]:
     where = f"--sglang-config {file}"
     try:
-        models = read_server_groups(file, args.hf_checkpoint, args.rollout_num_gpus_per_engine)
+        models = read_server_groups(file, hf_checkpoint, per_engine)
     except (ServerGroupError, OSError) as error:
         return [f"{where}: {error}"]
     total = total_gpus(models)
-    if total != args.rollout_num_gpus:
-        return [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {args.rollout_num_gpus}"]
-    return []
+    return [] if total == gpus else [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
 
 
 def check_colocated_pipelines(args: Args) -> list[str]:
@@ -330,6 +260,7 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
     if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
         return []
     shared, end = [], 0
+    # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs matter.
     models = _served_models(args)
     updated = next((model for model in models if model.update_weights), None)
     for model in models:
@@ -353,8 +284,8 @@ def _served_models(args: Args) -> list[ServedModel]:
         return []
 
 
-def asked_gpus(args: Args) -> str:
-    nodes = f"--actor-num-nodes {args.actor_num_nodes} " if args.actor_num_nodes > 1 else ""
+def asked_gpus(gpus: ClusterConfig) -> str:
+    nodes = f"--actor-num-nodes {gpus.actor_num_nodes} " if gpus.actor_num_nodes > 1 else ""
     return (
-        f"{nodes}--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}"
+        f"{nodes}--actor-num-gpus-per-node {gpus.actor_num_gpus_per_node}, --rollout-num-gpus {gpus.rollout_num_gpus}"
     )

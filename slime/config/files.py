@@ -1,7 +1,8 @@
-"""Files that users name: checks of the path, YAML files, and the first row of a data file."""
+"""slime's own tables, and files that users name: checks of the path, YAML files, and the first row of a data file."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ _LONGEST_PATH = 4095  # bytes
 
 
 _SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
+
+
+@functools.cache
+def read_table(name: str) -> Any:
+    """Return the content of a JSON file in ``slime/config/tables``. It is shared by all callers."""
+    return json.loads((Path(__file__).parent / "tables" / name).read_text(encoding="utf-8"))
 
 
 def path_problem(text: str) -> str | None:
@@ -88,10 +95,24 @@ def file_of(prompt_data: str) -> Path:
 def first_row(prompt_data: str) -> dict[str, Any] | None:
     """Return the first row of a JSONL, Parquet or JSON file; None if it is unreadable, which ``slime.data`` reports."""
     file = file_of(prompt_data)
-    try:
-        return _first_row(file) if file.is_file() else None
-    except OSError:
+    if not file.is_file():
         return None
+    try:
+        row = _first_of(file)
+    except Exception:  # each reader of a format has exceptions of its own
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _first_of(file: Path) -> object:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as parquet
+
+        return next(parquet.ParquetFile(file).iter_batches(batch_size=1)).to_pylist()[0]
+    if file.suffix == ".json":
+        return json.loads(file.read_bytes())[0]
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+        return json.loads(next(line for line in lines if line.strip()))
 
 
 def lookup(row: object, key: str, default: object = None) -> Any:
@@ -102,37 +123,3 @@ def lookup(row: object, key: str, default: object = None) -> Any:
     if dot and isinstance(row, Mapping) and head in row:
         return lookup(row[head], rest, default)
     return default
-
-
-def _first_row(file: Path) -> dict[str, Any] | None:
-    if file.suffix == ".parquet":
-        return _first_parquet_row(file)
-    if file.suffix == ".json":
-        return _first_listed_row(file)
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
-        line = next((line for line in lines if line.strip()), "")
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _first_listed_row(file: Path) -> dict[str, Any] | None:
-    try:
-        rows = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
-
-
-def _first_parquet_row(file: Path) -> dict[str, Any] | None:
-    import pyarrow.parquet as parquet
-    from pyarrow.lib import ArrowException
-
-    try:
-        batch = next(parquet.ParquetFile(file).iter_batches(batch_size=1), None)
-        rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
-    except (ArrowException, OSError, ValueError):  # Arrow raises its own exceptions as well as plain ones
-        return None
-    return rows[0] if rows else None

@@ -1,18 +1,23 @@
-"""Command-line flags as dataclass fields. A field declares the default, type, help, choices and status of its flag."""
+"""Command-line flags as dataclass fields. A field declares the default, type, choices and status of its flag, and the
+string below the field is its help: one sentence for ``--help``."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
+import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from slime.config.files import path_problem
 from slime.registry import parts
@@ -50,13 +55,13 @@ class Flag:
     kind: Kind
     value_type: type  # int, float, str, bool or dict; the element type of lists
     default: Any
-    help: str
     group: str  # title of the dataclass it belongs to
+    section: type | None = None  # this dataclass
+    text: str = ""  # the help, if it is not the string below the field
     fixed_choices: tuple[Any, ...] = ()
     kind_of_part: str | None = None  # the registered names of this kind are valid, too
     status: Status = "works"
     reason: str = ""
-    limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # status and reason by value
     metavar: str | None = None
     optional: bool = True  # None is a valid value, or means that the value is still to be derived
     low: float | None = None  # smallest valid value; it also applies to the elements of a list
@@ -65,6 +70,13 @@ class Flag:
     off: float | None = None  # a value outside the range that disables the feature, such as -1 for top-k
     derived: bool = False  # the default follows from other flags
     or_hook: bool = False  # the path of the user's own function or class is also a valid value
+
+    @property
+    def help(self) -> str:
+        """What the flag means. It is read from the source of the section when ``--help`` shows it."""
+        if self.text or self.section is None:
+            return self.text
+        return _strings_below_fields(self.section.__module__)[self.section.__name__, self.name]
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -80,66 +92,61 @@ class Flag:
         return self.kind in ("switch", "negative", "toggle")
 
 
-def flag(
-    default: object,
-    *,
-    help: str,
-    option: str | None = None,
-    kind: Kind | None = None,
-    choices: Sequence[str | int] = (),
-    kind_of_part: str | None = None,
-    status: Status = "works",
-    reason: str = "",
-    limits: Mapping[str, tuple[Status, str]] | None = None,
-    metavar: str | None = None,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    off: float | None = None,
-    or_hook: bool = False,
-) -> Any:
-    """Declare a field of a config dataclass as a flag.
+@functools.cache
+def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
+    """Return the string below each field of a module's classes, on one line, by the names of class and field."""
+    # Python keeps no such strings at run time.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    strings = {}
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, below in itertools.pairwise(section.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(text)):
+                    strings[section.name, name] = " ".join(str(text).split())
+    return strings
+
+
+class Properties(TypedDict, total=False):
+    """What a field says about its flag, besides type and default. See :class:`Flag`."""
+
+    help: str
+    option: str
+    kind: Kind
+    choices: Sequence[str | int]
+    kind_of_part: str
+    status: Status
+    reason: str
+    metavar: str
+    low: float
+    above: float
+    high: float
+    off: float
+    or_hook: bool
+
+
+def flag(default: object, **properties: Unpack[Properties]) -> Any:
+    """Declare a flag as a field of a config dataclass. A field with a plain default and no other property than its type
+    needs no call.
 
     Args:
         default: The value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
-        help: One sentence for ``--help``.
-        option: The option on the command line. Default: the field's name with dashes.
-        kind: See :data:`Kind`. Default: inferred from the annotation.
-        kind_of_part: The registered names of this kind of part (:mod:`slime.registry`) are valid besides ``choices``.
-        status, reason: See :data:`Status`. ``limits`` sets them for single values.
-        or_hook: Whether the path of the user's own function or class is valid besides ``choices``.
-        low, above, high, off: The range of a number, see :class:`Flag`. Every number must be finite.
+        properties: See :class:`Flag`. The default of ``help`` is the string below the field; of ``option``, the field's
+            name with dashes; of ``kind``, what the annotation implies.
     """
-    meta = {
-        "derived": isinstance(default, _Derived),
-        "help": help,
-        "option": option,
-        "kind": kind,
-        "fixed_choices": tuple(choices),
-        "kind_of_part": kind_of_part,
-        "status": status,
-        "reason": reason,
-        "limits": dict(limits or {}),
-        "metavar": metavar,
-        "low": low,
-        "above": above,
-        "high": high,
-        "off": off,
-        "or_hook": or_hook,
-    }
+    meta = {"derived": isinstance(default, _Derived), **properties}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
     return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
 
 
-def hook_flag(help: str) -> Any:
+def hook_flag() -> Any:
     """Declare a flag that names the user's own function or class. The default is None."""
-    return flag(None, help=help, kind="hook")
+    return flag(None, kind="hook")
 
 
-def path_flag(help: str) -> Any:
+def path_flag() -> Any:
     """Declare a flag that names a file or folder. The default is None."""
-    return flag(None, help=help, kind="path")
+    return flag(None, kind="path")
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -150,26 +157,32 @@ def flags_of(cls: type) -> dict[str, Flag]:
 @functools.cache
 def _flags_of(cls: type) -> dict[str, Flag]:
     hints = get_type_hints(cls)
-    groups = {
-        name: base.__dict__.get("_title", base.__name__)
-        for base in reversed(cls.__mro__)
-        for name in inspect.get_annotations(base)
-    }
+    sections = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
     return {
-        field.name: _make(field, hints[field.name], groups[field.name])
+        field.name: _make(field, hints[field.name], sections[field.name])
         for field in dataclasses.fields(cls)
-        if _KEY in field.metadata
+        if _KEY in field.metadata or "_title" in vars(sections[field.name])
     }
 
 
-def _make(field: dataclasses.Field[Any], hint: object, group: str) -> Flag:
-    meta = dict(field.metadata[_KEY])
+def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
+    meta = dict(field.metadata.get(_KEY, {}))
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type, container, optional = _unwrap(hint)
     optional = optional or default is None
-    meta["option"] = meta["option"] or "--" + field.name.replace("_", "-")
-    meta["kind"] = meta["kind"] or _infer_kind(value_type, container, optional, field.name)
-    return Flag(name=field.name, value_type=value_type, default=default, group=group, optional=optional, **meta)
+    return Flag(
+        name=field.name,
+        option=meta.pop("option", "--" + field.name.replace("_", "-")),
+        kind=meta.pop("kind", None) or _infer_kind(value_type, container, optional, field.name),
+        value_type=value_type,
+        default=default,
+        group=vars(section).get("_title", section.__name__),
+        section=section,
+        text=meta.pop("help", ""),
+        fixed_choices=tuple(meta.pop("choices", ())),
+        optional=optional,
+        **meta,
+    )
 
 
 def _unwrap(hint: object) -> tuple[type, type | None, bool]:
@@ -210,6 +223,7 @@ def convert(flag: Flag, value: object) -> Any:
         if flag.optional or flag.default is None:
             return None
         raise ValueError("needs a value, not null")
+    # In a file, a list of one value may be written without brackets.
     if flag.takes_list:
         items = value if isinstance(value, (list, tuple)) else [value]
         return [_convert_one(flag, item) for item in items]
@@ -219,6 +233,12 @@ def convert(flag: Flag, value: object) -> Any:
 def is_hook_path(value: str) -> bool:
     """Whether a text has the form of a path to the user's function or class. No built-in name has this form."""
     return "." in value or ":" in value
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name, with the most similar one; empty if none is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class OutOfRange(ValueError):
@@ -331,6 +351,7 @@ def _to_int(value: object) -> int:
 
 
 def _to_loose(value: object) -> object:
+    # 8192 is a number, and 8k or [0]*3+[1]*58 stay texts for the owner of the option.
     for number in (int, float):
         try:
             return number(value) if isinstance(value, str) else value

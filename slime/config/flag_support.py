@@ -4,38 +4,30 @@ removed or belong to other frameworks, and environment variables that slime does
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.config.flag import Flag, Status, flag, flags_of, shown
+from slime.config.files import read_table
+from slime.config.flag import Flag, flag, flags_of, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-TABLES = Path(__file__).parent / "tables"
 _TYPES: dict[str, Any] = {"list of int": list[int], "list of str": list[str]}
 _TYPES |= {kind.__name__: kind for kind in (int, float, str, bool)}
 
 
 def _unsupported() -> type:
     """Make the flags of the original interface that slime refuses or ignores. They remain attributes of Args."""
-    table: dict[str, dict[str, Any]] = json.loads((TABLES / "unsupported.json").read_text(encoding="utf-8"))
-    fields = [(name, _TYPES[entry.pop("type")], flag(**entry)) for name, entry in table.items()]
+    table: dict[str, dict[str, Any]] = read_table("unsupported.json")
+    fields = [
+        (name, _TYPES[entry["type"]], flag(**{key: value for key, value in entry.items() if key != "type"}))
+        for name, entry in table.items()
+    ]
     return dataclasses.make_dataclass("UnsupportedConfig", fields, namespace={"_title": "not supported"})
 
 
 UnsupportedConfig = _unsupported()
-
-
-def state_of(flag: Flag, value: object) -> tuple[Status, str]:
-    """Return the status of a flag at a value, and the reason. The default of a flag always works."""
-    if value == flag.default or value is None:
-        return "works", ""
-    if isinstance(value, Hashable) and value in flag.limits:
-        return flag.limits[value]
-    return flag.status, flag.reason
 
 
 def check_states(args: Args, flags: Mapping[str, Flag]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -43,16 +35,15 @@ def check_states(args: Args, flags: Mapping[str, Flag]) -> tuple[list[str], list
     problems: list[str] = []
     idle: list[tuple[str, str]] = []
     for name, entry in flags.items():
-        if name not in args.explicit:
-            continue
         value = getattr(args, name)
-        status, reason = state_of(entry, value)
+        if name not in args.explicit or value in (None, entry.default):
+            continue
         words = value if isinstance(value, str) else shown(value)
         typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {words}"
-        if status == "notice":
-            idle.append((typed, reason))
-        elif status == "refused":
-            problems.append(f"{typed} is not supported: {reason}")
+        if entry.status == "notice":
+            idle.append((typed, entry.reason))
+        elif entry.status == "refused":
+            problems.append(f"{typed} is not supported: {entry.reason}")
     return problems, idle
 
 
@@ -83,7 +74,7 @@ def _is_used(args: Args, name: str) -> bool:
     return name != "rollout_max_response_len" or not args.debug_train_only
 
 
-_MISSING = json.loads((TABLES / "missing.json").read_text(encoding="utf-8"))
+_MISSING = read_table("missing.json")
 GONE: dict[str, str] = _MISSING["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]

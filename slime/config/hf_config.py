@@ -72,8 +72,14 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
         return None
     if not isinstance(config, dict):
         return None
+    # The flags describe the text model, whose keys may stand in an object of their own.
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
+
+
+def model_config(checkpoint: str | None, name: str = "config.json") -> dict[str, Any]:
+    """Do the same as :func:`read_config`, but return an empty object if there is no readable file."""
+    return (read_config(checkpoint, name) if checkpoint else None) or {}
 
 
 def model_dimension(checkpoint: str | None, name: str) -> Any:
@@ -108,6 +114,7 @@ def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
     for key in SHAPE[name]:
         if config.get(key) is not None:
             return key, config[key]
+    # Older models leave out what follows from other keys.
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if name == "kv_channels" and isinstance(hidden, int) and isinstance(heads, int) and hidden and heads:
         return "hidden_size / num_attention_heads", hidden // heads
@@ -164,6 +171,7 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
     if not isinstance(parameters, Mapping):
         return None
     limits = []
+    # Models with several kinds of layers have parameters for each kind.
     for rope in (parameters, *parameters.values()):  # or by the type of layer
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
         if kind == "longrope":
@@ -178,7 +186,7 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
 def media_token_ids(checkpoint: str | None) -> list[int]:
     """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's start of an image,
     in whose place its processor puts them; empty for a text model."""
-    config = (read_config(checkpoint) if checkpoint else None) or {}
+    config = model_config(checkpoint)
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio", "boi") for end in ("id", "index"))
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
 
@@ -188,7 +196,7 @@ def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
     cached checkpoint, and ``others`` (that of the tokenizer)."""
     ends: set[Any] = {*others}
     for name in ("generation_config.json", "config.json"):
-        value = (read_config(checkpoint, name) or {}).get("eos_token_id")
+        value = model_config(checkpoint, name).get("eos_token_id")
         ends |= set(value if isinstance(value, list) else [value])
     return frozenset(int(token) for token in ends if token is not None)
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,6 +92,7 @@ def module_of_file(name: str, file: Path) -> ModuleType:
     """Execute a Python file as a new module with this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
+    # The file may be anywhere, so the import path does not lead to it.
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up the module of the file's classes here
     spec.loader.exec_module(module)
@@ -116,34 +118,31 @@ def _only_public(module: ModuleType, path: str, default_name: str | None) -> Any
     return getattr(module, names[0])
 
 
-CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "data_source_path": ("fn(args)", 1, ()),
-    "rollout_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
-    "eval_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
-    "agent_function_path": ("run(task)", 1, ()),
-    "buffer_filter_path": ("fn(args, rollout_id, buffer, num_samples)", 4, ()),
-    "rollout_sample_filter_path": ("fn(args, groups)", 2, ()),
-    "rollout_all_samples_process_path": ("fn(args, all_groups, data_source)", 3, ()),
-    "rollout_data_postprocess_path": ("fn(args, rollout_id, rollout_data)", 3, ()),
-    "custom_rollout_log_function_path": ("fn(rollout_id, args, samples, metrics, rollout_time)", 5, ()),
-    "custom_eval_rollout_log_function_path": ("fn(rollout_id, args, data, metrics)", 4, ()),
-    "custom_convert_samples_to_train_data_path": ("fn(args, samples)", 2, ()),
-    "custom_reward_post_process_path": ("fn(args, samples)", 2, ()),
-    "custom_advantage_function_path": ("fn(args, rollout_data)", 2, ()),
-    "custom_loss_function_path": ("fn(args, batch, logits, sum_of_sample_mean)", 4, ()),
-    "custom_model_provider_path": ("fn(pre_process=…, post_process=…)", 0, ("pre_process", "post_process")),
-    "custom_megatron_init_path": ("fn(args)", 1, ()),
-    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, prefix)", 3, ()),
+CALLS = {
+    "data_source_path": "fn(args)",
+    "rollout_function_path": "fn(args, rollout_id, data_source, evaluation=…)",
+    "eval_function_path": "fn(args, rollout_id, data_source, evaluation=…)",
+    "agent_function_path": "run(task)",
+    "buffer_filter_path": "fn(args, rollout_id, buffer, num_samples)",
+    "rollout_sample_filter_path": "fn(args, groups)",
+    "rollout_all_samples_process_path": "fn(args, all_groups, data_source)",
+    "rollout_data_postprocess_path": "fn(args, rollout_id, rollout_data)",
+    "custom_rollout_log_function_path": "fn(rollout_id, args, samples, metrics, rollout_time)",
+    "custom_eval_rollout_log_function_path": "fn(rollout_id, args, data, metrics)",
+    "custom_convert_samples_to_train_data_path": "fn(args, samples)",
+    "custom_reward_post_process_path": "fn(args, samples)",
+    "custom_advantage_function_path": "fn(args, rollout_data)",
+    "custom_loss_function_path": "fn(args, batch, logits, sum_of_sample_mean)",
+    "custom_model_provider_path": "fn(pre_process=…, post_process=…)",
+    "custom_megatron_init_path": "fn(args)",
+    "custom_megatron_before_log_prob_hook_path": "fn(args, model, prefix)",
     "custom_megatron_before_train_step_hook_path": (
-        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
-        6,
-        (),
+        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)"
     ),
-    "custom_update_weight_post_write_path": ("fn(args, version_dir, rollout_engines)", 3, ()),
+    "custom_update_weight_post_write_path": "fn(args, version_dir, rollout_engines)",
 }
-"""For each flag (by attribute): the call as text, the number of positional arguments, and the keyword arguments.
-Functions that slime calls in several ways (generation, rewards, filters) are missing; ``slime check-hooks`` checks
-them."""
+"""For each flag (by attribute): how slime calls its function. Functions that slime calls in several ways (generation,
+rewards, filters) are missing; ``slime check-hooks`` checks them."""
 
 
 AWAITED = ("agent_function_path",)
@@ -165,7 +164,8 @@ def call_problem(name: str, function: object) -> str | None:
         return f"it is a {type(function).__name__}, not a function"
     if name not in CALLS:
         return None
-    words, positional, keywords = CALLS[name]
+    arguments = re.findall(r"(\w+)(=…)?[,)]", CALLS[name])
+    keywords = {argument: None for argument, keyword in arguments if keyword}
     if name not in AWAITED and is_async(function):
         return NOT_AWAITED
     try:
@@ -173,10 +173,10 @@ def call_problem(name: str, function: object) -> str | None:
     except (TypeError, ValueError):  # some built-in functions have no signature
         return None
     try:
-        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
+        signature.bind(*[None] * (len(arguments) - len(keywords)), **keywords)
     except TypeError as error:
         called = getattr(function, "__name__", type(function).__name__)
-        return f"slime calls it as {words}, but it is defined as {called}{signature}: {error}"
+        return f"slime calls it as {CALLS[name]}, but it is defined as {called}{signature}: {error}"
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.hf_config import model_dimension
+from slime.config.hf_config import lookup_dimension, model_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -35,21 +35,25 @@ class ParallelLayout:
     def from_args(cls, args: Args) -> ParallelLayout:
         """Read the layout of ``args.world_size`` ranks from the flags."""
         given = args.megatron
-        cp = int(given.get("context_parallel_size") or 1)
+
+        def size(name: str, default: int = 1) -> int:
+            return int(given.get(name) or default)
+
+        # FSDP shards over all data-parallel ranks and has no other axis than context parallelism.
+        cp = size("context_parallel_size")
         if args.train_backend != "megatron":
             return cls(world_size=args.world_size, cp=cp)
-        tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
-        etp = given.get("expert_tensor_parallel_size")
+        tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
         vpp = _model_chunks(given, pp, args.hf_checkpoint)
         return cls(
             world_size=args.world_size,
             tp=tp,
             pp=pp,
             cp=cp,
-            ep=int(given.get("expert_model_parallel_size") or 1),
-            etp=int(etp) if etp else tp,  # Megatron's default
+            ep=size("expert_model_parallel_size"),
+            etp=size("expert_tensor_parallel_size", default=tp),
             vpp=vpp,
-            vpp_group=int(given.get("microbatch_group_size_per_vp_stage") or pp) if vpp > 1 else 1,
+            vpp_group=size("microbatch_group_size_per_vp_stage", default=pp) if vpp > 1 else 1,
         )
 
     @property
@@ -97,8 +101,12 @@ def _model_chunks(given: Mapping[str, Any], pp: int, checkpoint: str | None) -> 
     if stages := given.get("pipeline_model_parallel_layout"):
         return max(_count_stages(str(stages)) // pp, 1)
     per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
-    layers = _layers_to_divide(given, checkpoint) if per_chunk else None
-    return max(layers // (pp * int(per_chunk)), 1) if per_chunk and layers else 1
+    layers = given.get("num_layers") or lookup_dimension(model_config(checkpoint), "num_layers")[1]
+    if not per_chunk or not layers:
+        return 1
+    # Flags can count embedding and output as layers, which the stages divide as well.
+    counted = [bool(given.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
+    return max((int(layers) + sum(counted)) // (pp * int(per_chunk)), 1)
 
 
 def _count_stages(text: str) -> int:
@@ -106,30 +114,5 @@ def _count_stages(text: str) -> int:
     return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
 
 
-def _layers_to_divide(given: Mapping[str, Any], checkpoint: str | None) -> int | None:
-    """Return the number of layers that pipeline stages divide, with embedding and output if flags count them as layers;
-    None if config.json of the checkpoint is not on this machine."""
-    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    try:
-        layers = given.get("num_layers") or model_dimension(checkpoint, "num_layers")
-    except AttributeError:
-        return None
-    return int(layers) + sum(bool(given.get(name)) for name in counted)
-
-
-def chunk_problems(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
-    """Report ``--num-layers-per-virtual-pipeline-stage`` if it does not divide the layers of a pipeline stage.
-
-    Args:
-        given: The flags of Megatron by name.
-        checkpoint: ``--hf-checkpoint``.
-    """
-    pp = int(given.get("pipeline_model_parallel_size") or 1)
-    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
-    layers = _layers_to_divide(given, checkpoint) if per_chunk else None
-    if not per_chunk or not layers or layers % (pp * int(per_chunk)) == 0:
-        return []
-    return [
-        f"--num-layers-per-virtual-pipeline-stage {per_chunk} x --pipeline-model-parallel-size {pp} does not divide "
-        f"the {layers} layers: use another number, or --num-virtual-stages-per-pipeline-rank"
-    ]
+def check_layout(args: Args) -> list[str]:
+    return ParallelLayout.from_args(args).problems()

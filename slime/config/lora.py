@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, flag
-from slime.config.hf_config import read_config
-from slime.config.initial_weights import InitialWeights
-from slime.config.megatron_checkpoint import weights_path
+from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -33,60 +32,33 @@ _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rsl
 class LoraConfig:
     _title = "LoRA"
 
-    lora_rank: int = flag(
-        DERIVED,
-        low=0,
-        help="Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of "
-        "the adapter in --load, otherwise 0",
-    )
-    lora_alpha: float = flag(
-        DERIVED,
-        above=0,
-        help="Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32",
-    )
-    use_rslora: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, "
-        "otherwise off",
-    )
-    lora_dropout: float = flag(
-        0.0, low=0, high=0.99, help="Probability with which inputs of the adapter are zeroed in training steps"
-    )
-    lora_target_modules: list[str] = flag(
-        DERIVED,
-        help="Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or "
-        "by regular expressions for whole names; experts for all routed experts. Default: those of the "
-        "adapter in --load, otherwise all-linear",
-    )
-    lora_exclude_modules: list[str] | None = flag(
-        None, help="Linear layers that have no adapter, named as in --lora-target-modules. Default: none"
-    )
-    lora_init: str = flag(
-        "kaiming",
-        choices=("kaiming", "gaussian"),
-        help="Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard "
-        "deviation 1/rank",
-    )
-    lora_base_quantization: str | None = flag(
-        None,
-        choices=("int8", "nf4"),
-        help="FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits "
-        "(NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype",
-    )
-    lora_sync: str = flag(
-        DERIVED,
-        choices=("adapter", "merged"),
-        help="What a weight sync sends after the first one: the adapter, or weights with the adapter merged "
-        "into them. Default: adapter for embedded engines of the run unless --update-weight-transport is "
-        "disk, otherwise merged",
-    )
-    lora_export: str = flag(
-        "peft",
-        choices=("peft", "merged"),
-        help="What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged "
-        "into its weights",
-    )
+    lora_rank: int = flag(DERIVED, low=0)
+    """Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of the
+    adapter in --load, otherwise 0"""
+    lora_alpha: float = flag(DERIVED, above=0)
+    """Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32"""
+    use_rslora: bool = flag(DERIVED, kind="toggle")
+    """Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, otherwise
+    off"""
+    lora_dropout: float = flag(0.0, low=0, high=0.99)
+    """Probability with which inputs of the adapter are zeroed in training steps"""
+    lora_target_modules: list[str] = flag(DERIVED)
+    """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or by regular
+    expressions for whole names; experts for all routed experts. Default: those of the adapter in --load, otherwise
+    all-linear"""
+    lora_exclude_modules: list[str] | None = None
+    """Linear layers that have no adapter, named as in --lora-target-modules. Default: none"""
+    lora_init: str = flag("kaiming", choices=("kaiming", "gaussian"))
+    """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation 1/rank"""
+    lora_base_quantization: str | None = flag(None, choices=("int8", "nf4"))
+    """FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits (NormalFloat), through
+    torchao (QLoRA). Default: the base is in --train-dtype"""
+    lora_sync: str = flag(DERIVED, choices=("adapter", "merged"))
+    """What a weight sync sends after the first one: the adapter, or weights with the adapter merged into them.
+    Default: adapter for embedded engines of the run unless --update-weight-transport is disk, otherwise merged"""
+    lora_export: str = flag("peft", choices=("peft", "merged"))
+    """What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged into its
+    weights"""
 
 
 def adapter_file(path: str | None) -> dict[str, Any] | None:
@@ -104,44 +76,18 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
 
 def derive_lora(args: Args) -> None:
     found = adapter_file(args.load) or {}
-    if args.lora_rank is None:
-        args.lora_rank = int(found.get("r", 0))
-    if args.lora_alpha is None:
-        args.lora_alpha = float(found.get("lora_alpha", 32))
-    if args.use_rslora is None:
-        args.use_rslora = bool(found.get("use_rslora", False))
-    if args.lora_target_modules is None:
-        targets = found.get("target_modules") or ["all-linear"]
-        args.lora_target_modules = [targets] if isinstance(targets, str) else [str(name) for name in targets]
-
-
-def derive_sync(args: Args) -> None:
-    if args.lora_sync is None:
-        embedded = args.rollout_backend == "embedded" and not _no_adapters(args)
-        args.lora_sync = "adapter" if embedded and args.lora_rank else "merged"
-
-
-def _no_adapters(args: Args) -> str | None:
-    """Return the reason why engines cannot be updated with an adapter; None if they can."""
-    if EXPERTS in args.lora_target_modules:
-        return "engines need merged weights of routed experts (--lora-target-modules experts)"
-    if args.rollout_backend != "sglang":
-        if args.rollout_external_engine_addrs:
-            return "embedded engines of --rollout-external-engine-addrs need merged weights"
-        if args.update_weight_transport == "disk":
-            return "--update-weight-transport disk writes whole models for embedded engines"
-        return None
-    if args.update_weight_mode == "delta":
-        return "--update-weight-mode delta sends changes of weights"
-    if int(str(args.sglang.get("dp_size") or 1)) > 1:
-        return "SGLang loads no adapters with --sglang-dp-size above 1"
-    if args.update_weight_pause_mode in ("retract", "in_place"):
-        return (
-            f"SGLang replaces an adapter only when its last request has ended, so --update-weight-pause-mode "
-            f"{args.update_weight_pause_mode} would wait forever: use abort, which continues requests"
-        )
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    return sglang_problem(config or {}, args.lora_target_modules)
+    # A resumed run without these flags goes on with the adapter that it has.
+    targets = found.get("target_modules") or ["all-linear"]
+    args.fill(
+        lora_rank=int(found.get("r", 0)),
+        lora_alpha=float(found.get("lora_alpha", 32)),
+        use_rslora=bool(found.get("use_rslora", False)),
+        lora_target_modules=[targets] if isinstance(targets, str) else [str(name) for name in targets],
+    )
+    # SGLang merges by default: an update by adapter needs its LoRA kernels and restricts the layers.
+    embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
+    by_adapter = embedded and args.update_weight_transport != "disk" and EXPERTS not in args.lora_target_modules
+    args.fill(lora_sync="adapter" if args.lora_rank and by_adapter else "merged")
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
@@ -163,25 +109,6 @@ def sglang_targets(targets: Sequence[str]) -> list[str]:
     return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
 
 
-def sglang_problem(config: Mapping[str, Any], targets: Sequence[str]) -> str | None:
-    """Return the reason why SGLang cannot load adapters of a model by name; None if it can.
-
-    Args:
-        config: The content of the model's config.json; empty if it is not on this machine.
-        targets: ``--lora-target-modules``.
-    """
-    names = [name.rpartition(".")[2] for name in targets if name != ALL_LINEAR]
-    if other := sorted(set(names) - set(_PROJECTIONS)):
-        return f"slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {other[0]}"
-    if has_experts(config):
-        return "SGLang would need adapters on routed experts, which are not trained"
-    if config.get("kv_lora_rank") or "linear_attention" in (config.get("layer_types") or ()):
-        return "SGLang's adapters on latent attention and on gated delta nets have not been tried"
-    if config.get("model_type") == "phi3":
-        return "the fused projections of phi3 have other adapters in SGLang"
-    return None
-
-
 def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
     """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
 
@@ -195,6 +122,7 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
         ValueError: In some decoder layer, not all projections that SGLang computes at once have an adapter.
     """
     layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
+    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters or none.
     places: dict[str, set[str]] = {}
     for name in layers:
         module, _, last = name.rpartition(".")
@@ -207,6 +135,7 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
                     f"SGLang needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
                     "--lora-exclude-modules, or use --lora-sync merged"
                 )
+    # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
     rank, alpha = int(str(config["r"])), float(str(config["lora_alpha"]))
     return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
 
@@ -223,6 +152,7 @@ def check_lora(args: Args) -> list[str]:
     problems = _contradictions(args)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = InitialWeights.from_args(args).path(args.train_backend == "megatron") if args.hf_checkpoint else None
+    # The codes of a quantized base replace weights in place, so every model of the run must have this base.
     others = {}
     if args.lora_base_quantization:
         others["--opd-teacher-load"] = weights_path(args.opd_teacher_load)
@@ -235,10 +165,18 @@ def check_lora(args: Args) -> list[str]:
         if path not in (None, base)
     ]
     if args.train_backend == "megatron":
-        config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-        problems += megatron_problems(config or {}, int(args.megatron.get("tensor_model_parallel_size") or 1))
-    if args.lora_sync == "adapter" and (reason := _no_adapters(args)):
-        problems.append(f"--lora-sync adapter: {reason}; use --lora-sync merged")
+        problems += megatron_problems(
+            model_config(args.hf_checkpoint), int(args.megatron.get("tensor_model_parallel_size") or 1)
+        )
+    if args.lora_sync == "adapter" and args.rollout_backend == "sglang":
+        # Targets may be regular expressions. Only names of projections can be told to SGLang before it starts.
+        names = {name.rpartition(".")[2] for name in args.lora_target_modules} - {ALL_LINEAR, EXPERTS, *_PROJECTIONS}
+        problems += [
+            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {name}; "
+            "use --lora-sync merged"
+            for name in sorted(names)
+        ]
+    # A refreshed reference is the base with a copy of the adapter.
     if args.ref_update_interval and reference not in (None, base):
         problems.append(
             "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "

@@ -83,6 +83,7 @@ def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
     Args:
         router: The router's address; None if the router will run on this machine.
     """
+    # The router has a socket to the client and one to the engine for each request.
     limits = [resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2]
     if limits[0] <= 0:  # no limit
         limits = []

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import read_table
 from slime.config.machine import cache_folder
 
 if TYPE_CHECKING:
@@ -48,12 +49,9 @@ class DataName:
     rows: str
 
 
-@functools.cache
 def known_sets() -> dict[str, dict[str, Any]]:
     """The table of known data sets by name."""
-    table: dict[str, dict[str, Any]] = json.loads(
-        Path(__file__).with_name("tables").joinpath("datasets.json").read_text(encoding="utf-8")
-    )
+    table: dict[str, dict[str, Any]] = read_table("datasets.json")
     return table
 
 
@@ -62,6 +60,7 @@ def data_name(text: str) -> DataName | None:
     match = _NAME.match(text)
     if match is None or Path(match["path"]).suffix in _FILES or Path(text).expanduser().is_file():
         return None
+    # A typing error in the path of a file must not become a request to the hub.
     folder = Path(match["path"]).expanduser().is_dir()
     if not folder and not (_OF_HUB.match(match["path"]) and (match["first"] or match["path"] in known_sets())):
         return None
@@ -69,6 +68,7 @@ def data_name(text: str) -> DataName | None:
         return None  # a folder without a split is reported as a path that is not a file
     known = known_sets().get(match["path"], {})
     first, second = match["first"], match["second"]
+    # gsm8k:train names a split, gsm8k:main a configuration.
     if first and not second and (first in _USUAL_SPLITS or first == known.get("split")):
         first, second = None, first
     return DataName(match["path"], first or known.get("config"), second or known.get("split"), match["slice"] or "")
@@ -112,6 +112,7 @@ def file_of_name(name: DataName) -> Path:
         NamedDataError: The package is missing, the data set cannot be loaded, or it lacks a column of the table.
     """
     columns = known_sets().get(name.path, {})
+    # Another version of the table, or of a local folder, gives another file. So rows never change under a run.
     key = json.dumps([name.path, name.config, name.split, columns, _folder_state(name.path)], sort_keys=True)
     plain = re.sub(r"[^\w.-]+", "--", f"{Path(name.path).name}-{name.config or ''}-{name.split or ''}").strip("-")
     file = cache_folder("datasets") / f"{plain}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}.jsonl"
@@ -144,6 +145,7 @@ def _load(name: DataName, aside: str) -> Any:
         ) from error
     folder = Path(name.path).expanduser()
     try:
+        # What save_to_disk wrote has a format of its own.
         if folder.is_dir() and any((folder / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(str(folder))
             return found[name.split] if isinstance(found, datasets.DatasetDict) else found
@@ -185,6 +187,7 @@ def _line(error: BaseException) -> str:
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Any], name: DataName) -> None:
     """Write the rows with the columns that the table maps, aside first."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Another run may read the file at the same time.
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as lines:

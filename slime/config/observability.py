@@ -19,54 +19,51 @@ if TYPE_CHECKING:
 class ObservabilityConfig:
     _title = "observability"
 
-    tracker: list[str] | None = flag(
-        None,
-        kind="list",
-        help="Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or commas "
-        "between them, and classes of your own (file.py:Name). Default: tensorboard, and wandb with --use-wandb",
-    )
-    tracker_project: str = flag("slime", help="Project of the run in Trackio and SwanLab, experiment of it in MLflow")
-    use_tensorboard: bool = flag(True, kind="toggle", help="Write TensorBoard events to the run's folder")
-    tb_project_name: str | None = flag(
-        None, help="Folder in tensorboard_log/ for TensorBoard events. Default: the run's folder"
-    )
-    tb_experiment_name: str | None = flag(
-        None, help="Subfolder of --tb-project-name for the TensorBoard events. Default: the run's name"
-    )
-    use_wandb: bool = flag(False, help="Also log metrics to Weights & Biases")
-    wandb_mode: str | None = flag(
-        None, choices=("online", "offline", "disabled"), help="Mode of Weights & Biases. Default: WANDB_MODE"
-    )
-    wandb_dir: str | None = path_flag("Folder for files of Weights & Biases. Default: the run's folder")
-    wandb_key: str | None = flag(
-        None, help="API key of Weights & Biases; ps shows it, so prefer the variable WANDB_API_KEY"
-    )
-    wandb_host: str | None = flag(
-        None,
-        help="URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public server",
-    )
-    wandb_team: str | None = flag(None, help="Entity (team or user) of the run in Weights & Biases")
-    wandb_group: str | None = flag(None, help="Group of the run in Weights & Biases")
-    wandb_project: str | None = flag(None, help="Project of the run in Weights & Biases. Default: slime")
-    wandb_run_id: str | None = flag(None, help="Id of the run to resume in Weights & Biases. Default: a new run")
-    wandb_always_use_train_step: bool = flag(
-        False, help="Use optimizer steps instead of rollouts as the x-axis of all metrics in Weights & Biases"
-    )
-    log_multi_turn: bool = flag(False, help="Log metrics of multi-turn samples")
-    log_passrate: bool = flag(False, help="Log pass@k of the training groups")
-    log_correct_samples: bool = flag(False, help="Also log means over the correct samples, as rollout/correct-<name>")
-    log_reward_category: str | None = flag(
-        None, help="Key of a dict reward by whose values samples are counted in metrics"
-    )
-    log_samples: str = flag(
-        "all",
-        metavar="all|none|N",
-        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run",
-    )
-    log_keep_last: int | None = flag(
-        None, low=1, help="Number of rollouts and evaluations whose texts and traces are kept. Default: all"
-    )
-    log_compress: bool = flag(False, help="Compress the texts of samples as .jsonl.zst, which zstdcat reads")
+    tracker: list[str] | None = flag(None, kind="list")
+    """Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or commas between
+    them, and classes of your own (file.py:Name). Default: tensorboard, and wandb with --use-wandb"""
+    tracker_project: str = "slime"
+    """Project of the run in Trackio and SwanLab, experiment of it in MLflow"""
+    use_tensorboard: bool = flag(True, kind="toggle")
+    """Write TensorBoard events to the run's folder"""
+    tb_project_name: str | None = None
+    """Folder in tensorboard_log/ for TensorBoard events. Default: the run's folder"""
+    tb_experiment_name: str | None = None
+    """Subfolder of --tb-project-name for the TensorBoard events. Default: the run's name"""
+    use_wandb: bool = False
+    """Also log metrics to Weights & Biases"""
+    wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"))
+    """Mode of Weights & Biases. Default: WANDB_MODE"""
+    wandb_dir: str | None = path_flag()
+    """Folder for files of Weights & Biases. Default: the run's folder"""
+    wandb_key: str | None = None
+    """API key of Weights & Biases; ps shows it, so prefer the variable WANDB_API_KEY"""
+    wandb_host: str | None = None
+    """URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public server"""
+    wandb_team: str | None = None
+    """Entity (team or user) of the run in Weights & Biases"""
+    wandb_group: str | None = None
+    """Group of the run in Weights & Biases"""
+    wandb_project: str | None = None
+    """Project of the run in Weights & Biases. Default: slime"""
+    wandb_run_id: str | None = None
+    """Id of the run to resume in Weights & Biases. Default: a new run"""
+    wandb_always_use_train_step: bool = False
+    """Use optimizer steps instead of rollouts as the x-axis of all metrics in Weights & Biases"""
+    log_multi_turn: bool = False
+    """Log metrics of multi-turn samples"""
+    log_passrate: bool = False
+    """Log pass@k of the training groups"""
+    log_correct_samples: bool = False
+    """Also log means over the correct samples, as rollout/correct-<name>"""
+    log_reward_category: str | None = None
+    """Key of a dict reward by whose values samples are counted in metrics"""
+    log_samples: str = flag("all", metavar="all|none|N")
+    """Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run"""
+    log_keep_last: int | None = flag(None, low=1)
+    """Number of rollouts and evaluations whose texts and traces are kept. Default: all"""
+    log_compress: bool = False
+    """Compress the texts of samples as .jsonl.zst, which zstdcat reads"""
 
 
 def log_samples_count(value: str) -> int | None:
@@ -86,69 +83,53 @@ def log_samples_count(value: str) -> int | None:
 class DebugConfig:
     _title = "debugging and profiling"
 
-    debug_rollout_only: bool = flag(False, help="Generate rollouts without a trainer")
-    debug_train_only: bool = flag(
-        False, help="Train without engines, on --load-debug-rollout-data or a rollout function without engines"
-    )
-    save_debug_rollout_data: str | None = path_flag(
-        "File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's number"
-    )
-    load_debug_rollout_data: str | None = path_flag(
-        "File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only"
-    )
-    load_debug_rollout_data_subsample: float | None = flag(
-        None, above=0, high=1, help="Fraction of the samples of --load-debug-rollout-data to train on. Default: all"
-    )
-    load_forge_rollout_data: str | None = path_flag(
-        "File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the "
-        "engines are running"
-    )
-    save_debug_train_data: str | None = path_flag(
-        "File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the "
-        "rollout's number"
-    )
-    dump_details: str | None = path_flag(
-        "Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the tokenizer"
-    )
-    record_memory_history: bool = flag(False, help="Record the trainer's CUDA memory allocations in the first rollouts")
-    memory_snapshot_num_steps: int | None = flag(
-        None, low=1, help="Number of rollouts for which --record-memory-history records. Default: 1"
-    )
-    memory_snapshot_dir: str | None = path_flag(
-        "Folder for the files of --record-memory-history. Default: traces/ of the run"
-    )
-    memory_recorder: str = flag(
-        "torch",
-        choices=("torch", "memray"),
-        help="Memory recorder for --record-memory-history",
-        limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
-    )
-    use_pytorch_profiler: bool = flag(False, help="Write PyTorch profiler traces of the trainer to traces/ of the run")
-    profile_step_start: int = flag(1, low=0, help="First rollout that --use-pytorch-profiler records")
-    profile_step_end: int = flag(2, low=0, help="First rollout that --use-pytorch-profiler no longer records")
-    profile_target: list[str] = flag(
-        ["train_overall"],
-        choices=("train_overall", "train_actor", "train_log_probs"),
-        help="Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps "
-        "(train_actor), or the log-prob passes",
-    )
+    debug_rollout_only: bool = False
+    """Generate rollouts without a trainer"""
+    debug_train_only: bool = False
+    """Train without engines, on --load-debug-rollout-data or a rollout function without engines"""
+    save_debug_rollout_data: str | None = path_flag()
+    """File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's number"""
+    load_debug_rollout_data: str | None = path_flag()
+    """File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only"""
+    load_debug_rollout_data_subsample: float | None = flag(None, above=0, high=1)
+    """Fraction of the samples of --load-debug-rollout-data to train on. Default: all"""
+    load_forge_rollout_data: str | None = path_flag()
+    """File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the engines
+    are running"""
+    save_debug_train_data: str | None = path_flag()
+    """File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the
+    rollout's number"""
+    dump_details: str | None = path_flag()
+    """Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the tokenizer"""
+    record_memory_history: bool = False
+    """Record the trainer's CUDA memory allocations in the first rollouts"""
+    memory_snapshot_num_steps: int | None = flag(None, low=1)
+    """Number of rollouts for which --record-memory-history records. Default: 1"""
+    memory_snapshot_dir: str | None = path_flag()
+    """Folder for the files of --record-memory-history. Default: traces/ of the run"""
+    use_pytorch_profiler: bool = False
+    """Write PyTorch profiler traces of the trainer to traces/ of the run"""
+    profile_step_start: int = flag(1, low=0)
+    """First rollout that --use-pytorch-profiler records"""
+    profile_step_end: int = flag(2, low=0)
+    """First rollout that --use-pytorch-profiler no longer records"""
+    profile_target: list[str] = flag(["train_overall"], choices=("train_overall", "train_actor", "train_log_probs"))
+    """Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps (train_actor), or
+    the log-prob passes"""
 
 
 @dataclass
 class MegatronExtrasConfig:
     _title = "hooks of the Megatron backend"
 
-    custom_megatron_init_path: str | None = hook_flag(
-        "Function fn(args) that is called after Megatron has created its process groups"
-    )
-    custom_megatron_before_log_prob_hook_path: str | None = hook_flag(
-        "Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix "
-        'is "", "ref_" or "teacher_"'
-    )
-    custom_megatron_before_train_step_hook_path: str | None = hook_flag(
-        "Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before "
-        "each optimizer step of Megatron"
-    )
+    custom_megatron_init_path: str | None = hook_flag()
+    """Function fn(args) that is called after Megatron has created its process groups"""
+    custom_megatron_before_log_prob_hook_path: str | None = hook_flag()
+    """Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix
+    is "", "ref_" or "teacher_" for the actor, the reference and the teacher"""
+    custom_megatron_before_train_step_hook_path: str | None = hook_flag()
+    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before each
+    optimizer step of Megatron"""
 
 
 def derive_debug_modes(args: Args) -> None:
@@ -160,34 +141,35 @@ def derive_debug_modes(args: Args) -> None:
         for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
             if getattr(args, name) is None:
                 setattr(args, name, str(Path(args.dump_details) / folder / "{rollout_id}.pt"))
+    # Nothing has to make room.
     if args.debug_rollout_only:  # there is no trainer to share the GPUs with
         args.colocate = args.offload = False
         args.offload_train = args.offload_rollout = False
 
 
-def check_debug_files(args: Args) -> list[str]:
+def check_debug_files(debug: DebugConfig) -> list[str]:
     problems = []
-    flags = flags_of(type(args))
+    flags = flags_of(type(debug))
     for name in (
         "save_debug_rollout_data",
         "load_debug_rollout_data",
         "save_debug_train_data",
         "load_forge_rollout_data",
     ):
-        template = getattr(args, name)
+        template = getattr(debug, name)
         if template and "{rollout_id}" not in template:
             problems.append(f"{flags[name].option} {template}: the path must contain {{rollout_id}}")
-    template = args.load_debug_rollout_data
+    template = debug.load_debug_rollout_data
     if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")
     return problems
 
 
-def chosen_trackers(args: Args) -> list[str]:
+def chosen_trackers(observability: ObservabilityConfig) -> list[str]:
     """Return the trackers of a run: those of ``--tracker``, or those that the older switches choose."""
-    if args.tracker is not None:
-        return list(dict.fromkeys(name for word in args.tracker for name in word.split(",") if name))
-    return ["tensorboard"] * args.use_tensorboard + ["wandb"] * args.use_wandb
+    if observability.tracker is not None:
+        return list(dict.fromkeys(name for word in observability.tracker for name in word.split(",") if name))
+    return ["tensorboard"] * observability.use_tensorboard + ["wandb"] * observability.use_wandb
 
 
 def tracker_packages() -> dict[str, tuple[str, str] | None]:
@@ -195,17 +177,17 @@ def tracker_packages() -> dict[str, tuple[str, str] | None]:
     return {name: part.package for name, part in parts("tracker").items()}
 
 
-def check_sinks(args: Args) -> list[str]:
+def check_sinks(observability: ObservabilityConfig) -> list[str]:
     problems, known = [], tracker_packages()
-    for name in chosen_trackers(args):
+    for name in chosen_trackers(observability):
         if name in known:
             package = known[name]
-            if args.tracker is not None and package is not None and not installed(package[0]):
+            if observability.tracker is not None and package is not None and not installed(package[0]):
                 problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
         elif not is_hook_path(name):
             problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
     try:
-        log_samples_count(args.log_samples)
+        log_samples_count(observability.log_samples)
     except ValueError as error:
         problems.append(str(error))
     return problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 import os
@@ -13,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime import registry
-from slime.config import megatron_lm, passthrough
-from slime.config.args import FLAGS, Args
-from slime.config.facts import Run
-from slime.config.flag import Flag, OutOfRange, convert
+from slime.config import megatron, passthrough
+from slime.config.args import FLAGS, Args, Spelling
+from slime.config.flag import Flag, Kind, did_you_mean
 from slime.config.flag_support import (
     check_states,
     no_effect_notice,
@@ -24,11 +22,11 @@ from slime.config.flag_support import (
     unread_variables,
     why_missing,
 )
-from slime.config.idle_flags import idle_flags
 from slime.config.machine import this_machine
-from slime.config.megatron_flags import idle_megatron_flags
+from slime.config.megatron import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
-from slime.config.settings import apply_file, redacted, set_value
+from slime.config.rules import Run, idle_flags
+from slime.config.settings import apply_file, redacted, set_value, store
 from slime.config.trainer import drop_other_model
 
 
@@ -90,6 +88,9 @@ class _Help(argparse.HelpFormatter):
             return super()._format_action(action)
         return f"  {self._format_action_invocation(action):<44}  {self._expand_help(action)}\n"
 
+    def _expand_help(self, action: argparse.Action) -> str:
+        return help_text(FLAGS[action.dest]) if action.dest in FLAGS else super()._expand_help(action)
+
 
 @functools.cache
 def _own_parser(prog: str | None) -> FlagParser:
@@ -121,52 +122,45 @@ def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | N
     return parser
 
 
+_ARGPARSE: dict[Kind, dict[str, Any]] = {
+    "switch": {"action": "store_const", "const": True},
+    "negative": {"action": "store_const", "const": False},
+    "toggle": {"action": argparse.BooleanOptionalAction},
+    "list": {"nargs": "+"},
+    "pairs": {"nargs": "+", "action": "append"},
+    "repeat": {"action": "append"},
+}
+"""What argparse needs to know about each kind of flag."""
+
+
 def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    shown = argparse.SUPPRESS if flag.status == "refused" else help_text(flag)
-    common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown}
-    if flag.kind == "switch":
-        group.add_argument(flag.option, action="store_const", const=True, **common)
-    elif flag.kind == "negative":
-        group.add_argument(flag.option, action="store_const", const=False, **common)
-    elif flag.kind == "toggle":
-        group.add_argument(flag.option, action=argparse.BooleanOptionalAction, **common)
-    elif flag.kind == "list":
-        group.add_argument(flag.option, nargs="+", metavar=metavar(flag), **common)
-    elif flag.kind == "pairs":
-        group.add_argument(flag.option, nargs="+", action="append", metavar=metavar(flag), **common)
-    elif flag.kind == "repeat":
-        group.add_argument(flag.option, action="append", metavar=metavar(flag), **common)
-    else:
-        group.add_argument(flag.option, metavar=metavar(flag), **common)
+    shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
+    properties = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown, **_ARGPARSE.get(flag.kind, {})}
+    if not flag.is_bool:
+        properties["metavar"] = metavar(flag)
+    group.add_argument(flag.option, **properties)
 
 
 def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.PassOption) -> None:
-    common: dict[str, Any] = {
-        "dest": f"{_PASS}{entry.family}:{entry.flag.name}",
-        "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS,
-    }
+    properties = {**_ARGPARSE.get(entry.flag.kind, {}), "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if entry.sets is not None:
-        parser.add_argument(option, action="store_const", const=entry.sets, **common)
-    elif entry.flag.kind == "toggle":
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
+        properties |= {"action": "store_const", "const": entry.sets}
     elif entry.flag.kind == "list":
-        parser.add_argument(option, nargs="*", **common)
-    else:
-        parser.add_argument(option, **common)
+        properties["nargs"] = "*"
+    parser.add_argument(option, dest=f"{_PASS}{entry.family}:{entry.flag.name}", **properties)
 
 
 def help_text(flag: Flag) -> str:
-    """Return the ``--help`` line of a flag: its meaning and its default. ``%`` is doubled, as argparse formats it."""
+    """Return the ``--help`` line of a flag: its meaning and its default."""
     if flag.kind == "negative" or flag.derived or "Default" in flag.help:
-        return flag.help.replace("%", "%%")
+        return flag.help
     if flag.is_bool:
         default = "on" if flag.default else "off"
     elif flag.default in (None, [], {}):
         default = "none"
     else:
         default = " ".join(map(str, flag.default)) if isinstance(flag.default, list) else str(flag.default)
-    return f"{flag.help} (default: {default})".replace("%", "%%")
+    return f"{flag.help} (default: {default})"
 
 
 def metavar(flag: Flag) -> str:
@@ -191,10 +185,10 @@ def read_command_line(
     problems = _unknown(parser, rest)
     # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only for
     # flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
-    if problems and megatron_lm.is_there():
+    if problems and megatron.is_there():
         known = set(parser._option_string_actions)
         parser = build_parser(add_custom_arguments, prog)
-        problem = megatron_lm.add_options(parser)
+        problem = megatron.add_options(parser)
         namespace, rest, misused = _parse(parser, argv)
         problems = [*_unknown(parser, rest), *([problem] if problem else [])]
         words = {word.partition("=")[0] for word in argv}
@@ -205,13 +199,9 @@ def read_command_line(
         args.notices.append(
             f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may use them"
         )
-    given: set[str] = set()
-    for dest, value in vars(namespace).items():
-        problem = _store(args, dest, value, given)
-        if problem:
-            problems.append(problem)
-    args.explicit = frozenset(given)
-    return args, problems
+    # argparse only splits the words. Types, ranges and choices are checked as for values of files.
+    stored = (_store(args, dest, value) for dest, value in vars(namespace).items())
+    return args, problems + [problem for problem in stored if problem]
 
 
 def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
@@ -244,31 +234,20 @@ def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
     return kept
 
 
-def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
+def _store(args: Args, dest: str, value: object) -> str | None:
     """Convert one value and store it in ``args``. The user's own arguments are stored as argparse returned them."""
     if dest in FLAGS:
-        flag, target = FLAGS[dest], dest
-        if flag.kind == "pairs" and isinstance(value, list):
+        known = Spelling(FLAGS[dest], None, sets=True)
+        if known.flag.kind == "pairs" and isinstance(value, list):
             value = list(itertools.chain.from_iterable(value))
     elif dest.startswith(_PASS):
-        _, family, name = dest.split(":")
-        flag = passthrough.by_name(family)[name].flag
-        target = name
+        family, name = dest.removeprefix(_PASS).split(":")
+        entry = passthrough.by_name(family)[name]
+        known = Spelling(entry.flag, entry.family, sets=True)
     else:
         setattr(args, dest, value)
         return None
-    try:
-        converted = convert(flag, value)
-    except OutOfRange as error:
-        return f"{flag.option} {' '.join(map(str, value)) if isinstance(value, list) else value}: {error}"
-    except ValueError as error:
-        return f"{flag.option}: {error}"
-    if dest in FLAGS:
-        setattr(args, target, converted)
-        given.add(dest)
-    else:
-        getattr(args, family)[target] = converted
-    return None
+    return store(args, known.flag.option, known, value)
 
 
 def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
@@ -283,20 +262,12 @@ def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
                 problems.append(f"{word!r} does not belong to any flag")
         elif option not in known:
             reason = why_missing(option)
-            problems.append(f"{option} {reason}" if reason else f"{option}: no such flag{_suggestion(option, known)}")
+            problems.append(
+                f"{option} {reason}"
+                if reason
+                else f"{option}: no such flag{did_you_mean(option.replace('_', '-'), known)}"
+            )
     return problems
-
-
-def _suggestion(option: str, known: list[str]) -> str:
-    normal = option.replace("_", "-")
-    if normal in known:
-        return f"; did you mean {normal}?"
-    # The high cutoff finds a name with a wrong letter or two, and rejects most of the 1,300 names by their letters. The
-    # best name above it is also the best one above the low cutoff.
-    for cutoff in (0.9, 0.6):
-        if near := difflib.get_close_matches(normal, known, n=1, cutoff=cutoff):
-            return f"; did you mean {near[0]}?"
-    return ""
 
 
 def parse_args(
@@ -353,10 +324,12 @@ def check_args(
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
+    # What a refused flag says is told before what follows from other flags.
     refused, idle = check_states(args, FLAGS)
     args.notices += [*unread_variables(os.environ), *registry.failures()]
     problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
+    # One notice lists all flags without effect, whatever the reason.
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
     idle += idle_flags(Run(args, asynchronous, this_machine()))
@@ -375,6 +348,7 @@ def read_settings(
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
+    # Recipes are scaled to a machine by this file, so it comes after everything that the recipe says.
     if args.override:
         problems += _apply_override(args, args.override)
         drop_other_model(args, args.override)

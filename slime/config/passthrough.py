@@ -9,12 +9,11 @@ config field in megatron-core, or one of another name (``field``). The values th
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Required, TypedDict
 
+from slime.config.files import read_table
 from slime.config.flag import Flag, Kind, Loose
 from slime.config.machine import version_of
 
@@ -23,42 +22,13 @@ if TYPE_CHECKING:
 
 Family = Literal["sglang", "router", "megatron"]
 FAMILIES: tuple[Family, ...] = ("sglang", "router", "megatron")
-TABLES = Path(__file__).parent / "tables"
 SGLANG_VERSIONS = ("0.5.23", "0.5.15.post1")  # newest first
 ROUTER_VERSION = "0.3.2"
 MEGATRON_VERSION = "0.16.1"
 
-SET_BY_SLIME: dict[str, str] = {
-    **dict.fromkeys(("model_path", "tokenizer_path"), "it follows from --hf-checkpoint"),
-    **dict.fromkeys(
-        ("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"),
-        "use --rollout-num-gpus-per-engine",
-    ),
-    **dict.fromkeys(("host", "port", "nccl_port"), "slime chooses free ports"),
-    "config": "pass the flags on the command line",
-    "trust_remote_code": "use --trust-remote-code",
-    "random_seed": "use --rollout-seed",
-    "enable_memory_saver": "it follows from --offload-rollout",
-    "skip_server_warmup": "slime does the warm-up",
-    "enable_return_routed_experts": "use --use-rollout-routing-replay",
-}
-ROUTER_SET_BY_SLIME: dict[str, str] = {
-    **dict.fromkeys(("host", "port"), "use --sglang-router-ip and --sglang-router-port"),
-    "worker_urls": "slime registers its engines",
-    "request_timeout_secs": "use --sglang-router-request-timeout-secs",
-}
-_NO_TOKEN = "slime's own requests have keys and no JSON web tokens; use --router-api-key"
-_NO_TLS = "slime sends plain HTTP requests; keep the ports on a private network"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "enable_ssl_refresh"), _NO_TLS
-    ),
-}
-"""Options of SGLang with which slime's own requests would fail."""
-ROUTER_REFUSED: dict[str, str] = {
-    **dict.fromkeys(("jwt_issuer", "jwt_audience", "jwt_jwks_uri", "jwt_role_mapping"), _NO_TOKEN),
-    **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
-}
+REASONS: dict[str, dict[str, dict[str, str]]] = read_table("passed_on.json")
+"""Options that slime refuses by family and status, each with the reason: ``set by slime`` itself, or ``not supported``
+because slime's own requests would fail with them."""
 KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
 """Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
 ROUTER_DEFAULTS: dict[str, object] = {
@@ -97,10 +67,9 @@ class PassOption:
     versions: tuple[str, ...] = ()  # the pinned versions that have the option
 
 
-@functools.cache
 def load_table(package: str, version: str) -> dict[str, TableEntry]:
     """Load the table of options of a pinned package."""
-    table: dict[str, TableEntry] = json.loads((TABLES / f"{package}-{version}.json").read_text())["options"]
+    table: dict[str, TableEntry] = read_table(f"{package}-{version}.json")["options"]
     return table
 
 
@@ -148,6 +117,7 @@ def _server_options(family: Family, package: str, versions: tuple[str, ...]) -> 
 def _megatron_options() -> dict[str, PassOption]:
     found: dict[str, PassOption] = {}
     own = load_table("megatron_lm", MEGATRON_VERSION)
+    # An option of Megatron-LM replaces the field of megatron-core that it sets, under its own name.
     covered = {entry["dest"] for entry in own.values()} | {entry.get("field") for entry in own.values()}
     for name, entry in load_table("megatron_core", MEGATRON_VERSION).items():
         if name in covered:
@@ -170,12 +140,13 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
     kind = entry["kind"]
     value_type = bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
     choices = tuple(entry.get("choices", ()))
-    return Flag(name, option, kind, value_type, entry.get("default"), "", group, fixed_choices=choices)
+    return Flag(name, option, kind, value_type, entry.get("default"), group, fixed_choices=choices)
 
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
     """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of Megatron's options are
     found only with ``--train-backend megatron``."""
+    # The prefix of Megatron is empty, so the family comes last.
     for family in FAMILIES:
         short = name.removeprefix(prefix_of(family))
         if not name.startswith(prefix_of(family)):
@@ -203,24 +174,26 @@ def sglang_table_version() -> str:
 
 def check(args: Args) -> list[str]:
     """Report pass-through flags that slime sets itself, that cannot work, or that the installed SGLang lacks."""
-    tables = (
-        (args.sglang, "--sglang-", SET_BY_SLIME, "set by slime"),
-        (args.sglang, "--sglang-", REFUSED, "not supported"),
-        (args.router, "--router-", ROUTER_REFUSED, "not supported"),
-        (args.router, "--router-", ROUTER_SET_BY_SLIME, "set by slime"),
-    )
     problems = [
-        f"{prefix}{name.replace('_', '-')} is {what}: {table[name]}"
-        for given, prefix, table, what in tables
+        f"--{family}-{name.replace('_', '-')} is {status}: {reasons[name]}"
+        for family, given in (("sglang", args.sglang), ("router", args.router))
+        for status, reasons in REASONS[family].items()
         for name in given
-        if name in table
+        if name in reasons
     ]
     problems += _check_keys(args)
+    # Keys are for all engines; all other options are those of SGLang itself.
     if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
         given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))
         args.notices.append(f"{given}: no effect with --rollout-backend embedded")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
-        problems += _absent_in(args.sglang, sglang_table_version())
+        version = sglang_table_version()
+        known = {entry["dest"] for entry in load_table("sglang", version).values()}
+        problems += [
+            f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have this option"
+            for name in args.sglang
+            if name not in known
+        ]
     return problems
 
 
@@ -236,35 +209,17 @@ def _check_keys(args: Args) -> list[str]:
     """Report keys of servers with which requests would fail, and engines that have no key."""
     problems = []
     engine, router = args.sglang.get("api_key"), args.router.get("api_key")
-    control = args.router.get("control_plane_api_keys") or []
-    given = {"--sglang-api-key": engine, "--router-api-key": router}
-    given["--sglang-admin-api-key"] = args.sglang.get("admin_api_key")
-    given |= {f"--router-control-plane-api-keys (entry {i})": entry for i, entry in enumerate(control)}
-    for option, key in given.items():
-        allowed = " " if "control" in option else ""  # the name of an entry may contain spaces
-        if key is not None and (not key or not all("!" <= letter <= "~" or letter in allowed for letter in str(key))):
-            problems.append(f"{option}: a key consists of one or more printable ASCII characters without spaces")
-    if control and not any(str(entry).split(":", 3)[2:3] == ["admin"] for entry in control):
-        words = "one of them must have the role admin (id:name:admin:key), since slime registers engines at the router"
-        problems.append(f"--router-control-plane-api-keys: {words}")
     if engine and router and engine != router and (args.prefill_num_servers or args.sglang_config):
-        words = "the router forwards its own key to prefill and decode servers, so the keys must be equal"
-        problems.append(f"--sglang-api-key, --router-api-key: {words}")
+        problems.append(
+            "--sglang-api-key, --router-api-key: the router forwards its own key to prefill and decode servers, so the "
+            "keys must be equal"
+        )
     if args.rollout_backend == "sglang" and (options := ", ".join(keyless_options(args.sglang))):
         if engine or args.sglang.get("admin_api_key"):
             problems.append(f"--sglang-api-key, --sglang-admin-api-key: SGLang accepts no key with {options}")
         else:
             args.notices.append(f"{options}: the engines have no key, so everyone who reaches their ports can use them")
     return problems
-
-
-def _absent_in(given: Mapping[str, object], version: str) -> list[str]:
-    known = {entry["dest"] for entry in load_table("sglang", version).values()}
-    return [
-        f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have this option"
-        for name in given
-        if name not in known
-    ]
 
 
 def command_line(family: Family, given: Mapping[str, object], version: str | None = None) -> list[str]:
@@ -275,6 +230,7 @@ def command_line(family: Family, given: Mapping[str, object], version: str | Non
     """
     version = version or (sglang_table_version() if family == "sglang" else ROUTER_VERSION)
     table = load_table("sglang" if family == "sglang" else "sglang_router", version)
+    # Of several spellings, the one that is the name of the attribute comes first.
     spelling: dict[str, str] = {}
     for option, entry in sorted(table.items(), key=lambda item: item[0] != "--" + item[1]["dest"].replace("_", "-")):
         spelling.setdefault(entry["dest"], option)

@@ -14,28 +14,24 @@ from slime.config import (
     algorithm,
     batch,
     cluster,
-    corrections,
     data,
     engine,
-    environment,
     hooks,
+    layout,
     lora,
-    megatron_flags,
+    megatron,
     named_data,
     observability,
     passthrough,
-    precision,
     rollout,
     run,
     settings,
     trainer,
 )
 from slime.config.args import FLAGS, Args
-from slime.config.facts import Run
 from slime.config.flag import out_of_range
-from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, this_machine
-from slime.config.rules import check_rules
+from slime.config.rules import Run, check_rules
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
@@ -45,23 +41,29 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     """
     machine = machine or this_machine()
     problems: list[str] = []
+    # The checks compare these paths with those of slime's own functions, so each has one spelling.
     for name, flag in FLAGS.items():
         if flag.kind == "hook":
             setattr(args, name, hooks.dotted(getattr(args, name)))
+    # First the backends: the defaults of the model, of precision and of weight syncs depend on them.
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
-    lora.derive_sync(args)
+    # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an environment or an
+    # agent program selects functions of its own.
     observability.derive_debug_modes(args)
-    environment.derive_environment(args)
+    agent.derive_environment(args)
     agent.derive_agent(args)
+    # A data set by name becomes a file here, because the next derivation reads the first row of the file.
     problems += named_data.derive_named_data(args)
     data.derive_data(args)
+    # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += batch.derive_batch(args)
     algorithm.derive_algorithm(args)
-    corrections.derive_corrections(args, asynchronous)
+    algorithm.derive_corrections(args, asynchronous)
     cluster.derive_resources(args, machine, asynchronous)
     data.derive_evaluation(args)
+    # The folders come last: their names contain the model and the estimator.
     run.derive_checkpoints(args)
     run.derive_run_folder(args)
     return problems
@@ -78,18 +80,13 @@ def check_ranges(args: Args) -> list[str]:
     return problems
 
 
-def check_layout(args: Args) -> list[str]:
-    return ParallelLayout.from_args(args).problems()
-
-
 CHECKS: tuple[Callable[[Args], list[str]], ...] = (
     trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
     observability.check_debug_files, observability.check_sinks, hooks.check_hooks, data.check_multimodal_keys,
-    data.check_context, check_ranges, batch.check_static_split, batch.check_samples, engine.check_draft,
-    engine.check_outer_caches, data.check_reward, agent.check_parsers, algorithm.check_estimator,
-    algorithm.check_patterns, trainer.check_shape, trainer.check_media, check_layout, megatron_flags.check_fsdp,
-    megatron_flags.check_megatron, lora.check_lora, precision.check_quantized_model, cluster.check_placement,
-    passthrough.check, settings.check_roles,
+    rollout.check_rotary, check_ranges, batch.check_split, engine.check_outer_caches, data.check_reward,
+    agent.check_parsers, algorithm.check_estimator, algorithm.check_patterns, trainer.check_shape, trainer.check_media,
+    layout.check_layout, megatron.check_fsdp, megatron.check_megatron, lora.check_lora, trainer.check_quantized_model,
+    cluster.check_placement, passthrough.check, settings.check_roles,
 )  # fmt: skip
 """What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to say."""
 DATA_CHECKS = (data.check_data_files, data.check_scored, data.check_eval_files)
@@ -106,6 +103,7 @@ def validate(
     """
     machine = machine or this_machine()
     problems = [problem for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS)) for problem in check(args)]
+    # Rules are checked even if other checks fail, so that one call tells everything.
     problems += check_rules(Run(args, asynchronous, machine))
     if asynchronous:
         problems += [*rollout.check_staleness(args), *rollout.check_old_actor(args)]

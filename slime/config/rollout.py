@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.hf_config import context_length, read_config, rotary_limit
+from slime.config.hf_config import context_length, model_config, rotary_limit
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -26,105 +26,73 @@ OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 class RolloutConfig:
     _title = "rollout"
 
-    rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook", help="Function that generates a rollout")
-    rollout_workers: int = flag(
-        1,
-        low=1,
-        help="Processes that generate and score, for many engines; 1 does this in the rollout manager",
-    )
-    custom_generate_function_path: str | None = hook_flag(
-        "Function that generates one sample, for example over several turns or with tools. Default: one request "
-        "to an engine"
-    )
-    max_turns: int | None = flag(
-        None, low=1, help="Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"
-    )
-    rollout_temperature: float = flag(1.0, low=0, help="Sampling temperature of rollouts; must be above 0")
-    rollout_top_p: float = flag(
-        1.0,
-        above=0,
-        high=1,
-        help="Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains "
-        "tokens over the nucleus they were sampled from",
-    )
-    rollout_top_k: int = flag(
-        -1, low=1, off=-1, help="Top-k: number of most likely tokens to sample from; -1 disables it"
-    )
-    allow_truncated_sampling: bool = flag(
-        False,
-        help="Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of "
-        "--agent-constrained-decoding, with wrong importance ratios",
-    )
-    rollout_max_response_len: int = flag(1024, low=1, help="Maximum number of tokens of a response, per sample")
-    rollout_max_prompt_len: int | None = flag(
-        None,
-        low=1,
-        help="Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1",
-    )
-    rollout_max_context_len: int | None = flag(
-        None,
-        low=2,
-        help="Maximum number of tokens of prompt and response together. Default and upper limit: the context length "
-        "of the engines (--sglang-context-length or the model's)",
-    )
-    rollout_skip_special_tokens: bool = flag(False, help="Remove special tokens from the text of responses")
-    rollout_stop: list[str] | None = flag(None, help="Strings that end a response")
-    rollout_stop_token_ids: list[int] | None = flag(
-        None, low=0, help="Token ids that end a response besides the model's own"
-    )
-    over_sampling_batch_size: int = flag(
-        DERIVED, low=1, help="Prompts that a rollout takes at a time. Default: --rollout-batch-size"
-    )
-    dynamic_sampling_filter_path: str | None = hook_flag(
-        "Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"
-    )
-    partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(
-        False,
-        help="Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights",
-    )
-    rollout_sample_hook_path: list[str] = flag(
-        [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
-    )
-    rollout_sample_filter_path: str | None = hook_flag(
-        "Function that marks samples of a finished rollout that are not to be trained"
-    )
-    rollout_all_samples_process_path: str | None = hook_flag(
-        "Function that is called with all groups of a rollout, including dropped ones"
-    )
-    rollout_data_postprocess_path: str | None = hook_flag(
-        "Function that is called in the trainer after advantages are computed, with the rank's training data"
-    )
-    custom_rollout_log_function_path: str | None = hook_flag(
-        "Function that logs the metrics of a rollout instead of the built-in one"
-    )
-    custom_eval_rollout_log_function_path: str | None = hook_flag(
-        "Function that logs the metrics of an evaluation instead of the built-in one"
-    )
-    custom_convert_samples_to_train_data_path: str | None = hook_flag(
-        "Function that converts samples to training data instead of the built-in one"
-    )
+    rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook")
+    """Function that generates a rollout"""
+    rollout_workers: int = flag(1, low=1)
+    """Processes that generate and score, for many engines; 1 does this in the rollout manager"""
+    custom_generate_function_path: str | None = hook_flag()
+    """Function that generates one sample, for example over several turns or with tools. Default: one request to an
+    engine"""
+    max_turns: int | None = flag(None, low=1)
+    """Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"""
+    rollout_temperature: float = flag(1.0, low=0)
+    """Sampling temperature of rollouts; must be above 0"""
+    rollout_top_p: float = flag(1.0, above=0, high=1)
+    """Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains tokens over the
+    nucleus they were sampled from"""
+    rollout_top_k: int = flag(-1, low=1, off=-1)
+    """Top-k: number of most likely tokens to sample from; -1 disables it"""
+    allow_truncated_sampling: bool = False
+    """Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of
+    --agent-constrained-decoding, with wrong importance ratios"""
+    rollout_max_response_len: int = flag(1024, low=1)
+    """Maximum number of tokens of a response, per sample"""
+    rollout_max_prompt_len: int | None = flag(None, low=1)
+    """Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1"""
+    rollout_max_context_len: int | None = flag(None, low=2)
+    """Maximum number of tokens of prompt and response together. Default and upper limit: the context length of the
+    engines (--sglang-context-length or the model's)"""
+    rollout_skip_special_tokens: bool = False
+    """Remove special tokens from the text of responses"""
+    rollout_stop: list[str] | None = None
+    """Strings that end a response"""
+    rollout_stop_token_ids: list[int] | None = flag(None, low=0)
+    """Token ids that end a response besides the model's own"""
+    over_sampling_batch_size: int = flag(DERIVED, low=1)
+    """Prompts that a rollout takes at a time. Default: --rollout-batch-size"""
+    dynamic_sampling_filter_path: str | None = hook_flag()
+    """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"""
+    partial_rollout: bool = False
+    """Continue groups that a rollout aborted at its end in a later rollout"""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights"""
+    rollout_sample_hook_path: list[str] = flag([], kind="repeat")
+    """Function that is called with each sample before it is scored; the flag can be repeated"""
+    rollout_sample_filter_path: str | None = hook_flag()
+    """Function that marks samples of a finished rollout that are not to be trained"""
+    rollout_all_samples_process_path: str | None = hook_flag()
+    """Function that is called with all groups of a rollout, including dropped ones"""
+    rollout_data_postprocess_path: str | None = hook_flag()
+    """Function that is called in the trainer after advantages are computed, with the rank's training data"""
+    custom_rollout_log_function_path: str | None = hook_flag()
+    """Function that logs the metrics of a rollout instead of the built-in one"""
+    custom_eval_rollout_log_function_path: str | None = hook_flag()
+    """Function that logs the metrics of an evaluation instead of the built-in one"""
+    custom_convert_samples_to_train_data_path: str | None = hook_flag()
+    """Function that converts samples to training data instead of the built-in one"""
 
 
 @dataclass
 class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
-    async_buffer_size: int = flag(
-        1,
-        low=1,
-        help="train_async.py: maximum number of rollouts that are in progress or wait while another is trained",
-    )
-    max_weight_staleness: int | None = flag(
-        None,
-        low=0,
-        help="Maximum number of steps between the weights that sampled a token and those that train on it "
-        "(train_async.py). Default: the bound implied by --async-buffer-size and "
-        "--update-weights-interval",
-    )
-    replay_schedule: str | None = path_flag(
-        "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"
-    )
+    async_buffer_size: int = flag(1, low=1)
+    """train_async.py: maximum number of rollouts that are in progress or wait while another is trained"""
+    max_weight_staleness: int | None = flag(None, low=0)
+    """Maximum number of steps between the weights that sampled a token and those that train on it (train_async.py).
+    Default: the bound implied by --async-buffer-size and --update-weights-interval"""
+    replay_schedule: str | None = path_flag()
+    """File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"""
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
@@ -151,15 +119,17 @@ def old_actor_lag(args: Args) -> int | None:
         0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across an update.
     """
     buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
+    # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
+    # Several rollouts are in progress then, and which of them an update interrupts depends on their speed.
     if is_fully_async(args) or (buffered > 1 and (bound is None or bound > interval)):
         return None
     return 1
 
 
-def is_fully_async(args: Args) -> bool:
-    return args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+def is_fully_async(rollout: RolloutConfig) -> bool:
+    return rollout.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
 
 
 def may_use_workers(args: Args) -> bool:
@@ -226,12 +196,13 @@ def served_context(args: Args) -> int | None:
     the requests of a rollout; the overrides of a group take precedence over the flags.
     """
     path: str | None = args.hf_checkpoint
+    # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep their limit.
     if args.rollout_backend == "embedded":
-        of_rotary = rotary_limit((read_config(path) if path else None) or {})
+        of_rotary = rotary_limit(model_config(path))
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = args.sglang
-        path, overrides = _first_model(args, path)
+        path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
         limits = []
         for options in ({**given, **group} for group in overrides):
             limits += [options.get("context_length") or _of_model(path), options.get("max_total_tokens")]
@@ -239,17 +210,16 @@ def served_context(args: Args) -> int | None:
 
 
 def _of_model(path: str | None, scaled: bool = True) -> int | None:
-    return context_length((read_config(path) if path else None) or {}, scaled)
+    return context_length(model_config(path), scaled)
 
 
-def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
+def _first_model(file: str | None, path: str | None, per_engine: int) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of its groups. Without
     a file, or with an invalid one, which the checks report, there is one group without overrides."""
-    file = args.sglang_config
     if not file:
         return path, [{}]
     try:
-        model = read_server_groups(file, str(path), args.rollout_num_gpus_per_engine)[0]
+        model = read_server_groups(file, str(path), per_engine)[0]
     except (ServerGroupError, OSError):
         return path, [{}]
     return model.model_path, [group.overrides for group in model.groups if group.worker_type != "placeholder"]
@@ -260,6 +230,7 @@ def context_limit(args: Args, given: int | None) -> int | None:
     ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept. None if there is no
     limit."""
     served = served_context(args)
+    # SGLang refuses requests that would use its last tokens.
     limits = [given, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
@@ -276,21 +247,21 @@ def longest_sample(args: Args) -> int:
     return longest if limit is None else min(longest, limit)
 
 
-def rotary_problem(args: Args) -> str | None:
-    """Return an error if samples of a rollout may be longer than what the trainer computes independently of their
-    batch."""
-    limit = rotary_limit((read_config(args.hf_checkpoint) if args.hf_checkpoint else None) or {})
-    if limit is None or args.loss_type == "sft_loss":
-        return None
+def check_rotary(args: Args) -> list[str]:
+    """Refuse samples of a rollout that may be longer than what the trainer computes independently of their batch."""
+    limit = rotary_limit(model_config(args.hf_checkpoint))
+    if limit is None or args.loss_type == "sft_loss" or args.debug_rollout_only:
+        return []
     served = context_limit(args, args.rollout_max_context_len)
+    # Without a limit of prompts, only the context of the engines bounds a sample.
     is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
     if is_known and longest_sample(args) <= limit:
-        return None
-    return (
+        return []
+    return [
         f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this model "
         f"(longrope or dynamic in config.json) would change for all samples in a batch: use "
         f"--rollout-max-context-len {limit}"
-    )
+    ]
 
 
 def context_notice(args: Args) -> str | None:

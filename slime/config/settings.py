@@ -7,18 +7,16 @@ changes the arguments of one role (actor or critic). All of them are applied bef
 from __future__ import annotations
 
 import copy
-import difflib
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.config.args import FLAGS, Args
+from slime.config.args import FLAGS, Args, Spelling, spellings, underscored
 from slime.config.files import read_yaml
-from slime.config.flag import Flag, OutOfRange, convert
+from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
-from slime.config.passthrough import FAMILIES, PassOption, by_name, options, prefix_of
+from slime.config.passthrough import FAMILIES, prefix_of
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -74,6 +72,7 @@ def redacted(name: str, value: object) -> object:
 def redacted_text(text: str) -> str:
     """Hide the user part of URLs, the values of options, headers and variables that are secrets, and keys of a known
     form, in a text."""
+    # From what is certain to what is likely: a key of a known form is hidden wherever it stands.
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
     text = _KNOWN_FORM.sub(HIDDEN, _TOLD.sub(rf"\g<1>{HIDDEN}", text))
 
@@ -116,11 +115,6 @@ RESERVED = frozenset(
 """Attributes of the arguments that are not flags."""
 
 
-def names_of_flag(flag: Flag) -> set[str]:
-    """Return the spellings of a flag in a file: its attribute, and its option without the leading dashes."""
-    return {flag.name, flag.option[2:].replace("-", "_")}
-
-
 def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]:
     """Set every key of the file on ``args``.
 
@@ -144,6 +138,7 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are left out, and the
     pass-through flags get their full names."""
     left_out = {*RESERVED, "override"}
+    # A hidden value would replace the real one by three stars.
     settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
     if isinstance(variables := settings.get(_ENVIRONMENT), dict):
         settings[_ENVIRONMENT] = {name: value for name, value in variables.items() if value != HIDDEN}
@@ -156,27 +151,13 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
 
 def set_value(args: Args, key: str, value: object, new_names: bool = False) -> str | None:
     """Set one flag by name, and return the problem, if any. The value None restores the default of the flag."""
-    name = key.removeprefix("--").replace("-", "_")
+    name = underscored(key)
     if name in RESERVED or name.startswith("__"):
         return f"{key}: slime sets this itself"
     if name == "override" and not new_names:
         return f"{key}: an --override file cannot name another --override file"
-    own = _own_flags().get(name)
-    try:
-        if own is not None:
-            flag, spelled_by_option = own
-            value = flag.default if value is None else convert(flag, value)
-            # disable_x: true sets the attribute x to False.
-            setattr(args, flag.name, not value if spelled_by_option and flag.kind == "negative" else value)
-            args.explicit |= {flag.name}
-            return None
-        if (found := _pass_options().get(name)) is not None:
-            _set_pass(args, *found, value)
-            return None
-    except OutOfRange as error:
-        return f"{key} {value}: {error}"
-    except ValueError as error:
-        return f"{key}: {error}"
+    if (known := spellings().get(name)) is not None:
+        return store(args, key, known, value)
     if new_names or name in args.__dict__:
         setattr(args, name, value)
         args.explicit |= {name}
@@ -184,29 +165,28 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     reason = why_missing(f"--{name}")
     if reason:
         return f"{key} {reason}"
-    near = difflib.get_close_matches(name, [*_own_flags(), *_pass_options()], n=1)
-    return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{key}: no such flag{did_you_mean(name, spellings())}"
 
 
-def _own_flags() -> dict[str, tuple[Flag, bool]]:
-    return {name: (flag, name != flag.name) for flag in FLAGS.values() for name in names_of_flag(flag)}
-
-
-@functools.cache
-def _pass_options() -> dict[str, tuple[PassOption, bool]]:
-    """Every name of a pass-through option in a file, and whether it is that of the command line (``disable_x``)."""
-    spelled = {option[2:].replace("-", "_"): (entry, True) for option, entry in options().items()}
-    named = {prefix_of(family) + name: (entry, False) for family in FAMILIES for name, entry in by_name(family).items()}
-    return spelled | named
-
-
-def _set_pass(args: Args, entry: PassOption, spelled: bool, value: object) -> None:
-    given: dict[str, Any] = getattr(args, entry.family)
-    if value is None:
-        given.pop(entry.flag.name, None)
-        return
-    converted = convert(entry.flag, value)
-    given[entry.flag.name] = not converted if spelled and entry.sets is False else converted
+def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
+    """Convert a value and store it; return the problem, if any, which begins with ``key``."""
+    flag, values = known.flag, known.values(args)
+    if value is not None:
+        try:
+            converted = convert(flag, value)
+        except OutOfRange as error:
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            return f"{key} {shown}: {error}"
+        except ValueError as error:
+            return f"{key}: {error}"
+        values[flag.name] = converted if known.sets else not converted  # disable_x: true sets x to False
+    elif known.family is None:
+        values[flag.name] = flag.default
+    else:
+        values.pop(flag.name, None)
+    if known.family is None:
+        args.explicit |= {flag.name}
+    return None
 
 
 ROLES = ("actor", "critic")
@@ -243,6 +223,7 @@ def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
     values: Any = read_yaml(args.megatron_config_path, _ROLES_OPTION)[0].get(role) or {}
     if not isinstance(values, dict):
         return args, [f"needs a mapping of flag names to values, not a {type(values).__name__}"]
+    # The roles must not share dicts such as args.megatron.
     changed = copy.deepcopy(args)
     told = (set_value(changed, str(name), value) for name, value in values.items() if name not in _IGNORED)
     return changed, [problem for problem in told if problem]

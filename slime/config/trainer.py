@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder
 from slime.config.files import read_yaml
 from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import (
@@ -15,11 +18,10 @@ from slime.config.hf_config import (
     lookup_dimension,
     media_token_ids,
     megatron_folder,
-    read_config,
+    model_config,
 )
 from slime.config.machine import Machine, installed
-from slime.config.megatron_checkpoint import is_foreign_megatron, megatron_lm_folder
-from slime.config.megatron_flags import ARCHITECTURE
+from slime.config.megatron import ARCHITECTURE
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -29,128 +31,91 @@ if TYPE_CHECKING:
 class ModelConfig:
     _title = "model and trainer"
 
-    hf_checkpoint: str = flag(
-        DERIVED,
-        kind="path",
-        help="Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to "
-        "train. Default: --ref-load or --load if that is a Hugging Face folder",
-    )
-    model_name: str | None = flag(
-        None,
-        help="Megatron: model family that determines the names of weights, for a model_type that has no map of its "
-        "own. Default: the model_type of config.json",
-    )
-    trust_remote_code: bool = flag(False, help="Allow running Python code that is part of the checkpoint")
-    train_dtype: str = flag(
-        DERIVED,
-        choices=("float32", "bfloat16", "float16"),
-        help="Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU",
-    )
-    bf16: bool = flag(False, help="Megatron's spelling of --train-dtype bfloat16")
-    fp16: bool = flag(False, help="Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only")
-    attn_implementation: str | None = flag(
-        None,
-        help="Attention implementation of the trainer, by its name in transformers; all but varlen train "
-        "padded batches. Default: varlen, with an equivalent for the CPU",
-    )
-    gradient_checkpointing: bool = flag(
-        False, help="Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"
-    )
-    compile_layers: bool = flag(
-        DERIVED, kind="toggle", help="Compile layers and logits with torch.compile. Default: on with CUDA and Triton"
-    )
-    log_probs_chunk_size: int = flag(
-        -1, low=1, off=-1, help="Tokens per chunk when log-probs are computed from logits; -1: automatic"
-    )
-    share_prompt_in_pack: bool = flag(
-        True,
-        kind="toggle",
-        help="Store what samples of a group begin with once per pack: the same gradients in less time",
-    )
-    skip_zero_advantage_groups: bool = flag(
-        True, kind="toggle", help="Skip forward and backward passes of groups whose advantages are all 0"
-    )
-    only_train_params_name_list: list[str] | None = flag(
-        None, help="Regular expressions of parameter names; only matching parameters are trained. Default: all"
-    )
-    freeze_params_name_list: list[str] | None = flag(
-        None, help="Regular expressions of parameter names; matching parameters are not trained"
-    )
-    keep_old_actor: bool = flag(
-        False,
-        help="Compute the old log-probs with a copy of the weights that generated the samples. Refused in "
-        "train_async.py if samples can come from several weight versions",
-    )
-    fsdp_shard_size: int | None = flag(
-        None,
-        low=1,
-        help="FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are "
-        "sharded; it must divide the training ranks. Each such group holds a replica of the model. "
-        "Default: all training ranks",
-    )
-    fsdp_reshard_after_forward: bool = flag(
-        True,
-        kind="toggle",
-        help="FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward "
-        "keeps them for a whole optimizer step, for models that fit on every rank in --train-dtype",
-    )
-    fsdp_accumulate_unsharded_gradients: bool = flag(
-        False,
-        help="FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes "
-        "of memory per trained parameter",
-    )
-    deterministic_mode: bool = flag(False, help="Megatron's spelling of --deterministic")
-    megatron_config_path: str | None = path_flag(
-        "YAML file with flag values for one role, under the keys actor and critic"
-    )
+    hf_checkpoint: str = flag(DERIVED, kind="path")
+    """Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to train. Default:
+    --ref-load or --load if that is a Hugging Face folder"""
+    model_name: str | None = None
+    """Megatron: model family that determines the names of weights, for a model_type that has no map of its own.
+    Default: the model_type of config.json"""
+    trust_remote_code: bool = False
+    """Allow running Python code that is part of the checkpoint"""
+    train_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
+    """Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU"""
+    bf16: bool = False
+    """Megatron's spelling of --train-dtype bfloat16"""
+    fp16: bool = False
+    """Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only"""
+    attn_implementation: str | None = None
+    """Attention implementation of the trainer, by its name in transformers; all but varlen train padded batches.
+    Default: varlen, with an equivalent for the CPU"""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"""
+    compile_layers: bool = flag(DERIVED, kind="toggle")
+    """Compile layers and logits with torch.compile. Default: on with CUDA and Triton"""
+    log_probs_chunk_size: int = flag(-1, low=1, off=-1)
+    """Tokens per chunk when log-probs are computed from logits; -1: automatic"""
+    share_prompt_in_pack: bool = flag(True, kind="toggle")
+    """Store what samples of a group begin with once per pack: the same gradients in less time"""
+    skip_zero_advantage_groups: bool = flag(True, kind="toggle")
+    """Skip forward and backward passes of groups whose advantages are all 0"""
+    only_train_params_name_list: list[str] | None = None
+    """Regular expressions of parameter names; only matching parameters are trained. Default: all"""
+    freeze_params_name_list: list[str] | None = None
+    """Regular expressions of parameter names; matching parameters are not trained"""
+    keep_old_actor: bool = False
+    """Compute the old log-probs with a copy of the weights that generated the samples. Refused in train_async.py if
+    samples can come from several weight versions"""
+    fsdp_shard_size: int | None = flag(None, low=1)
+    """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are sharded; it must
+    divide the training ranks. Each such group holds a replica of the model. Default: all training ranks"""
+    fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
+    """FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward keeps them
+    for a whole optimizer step, for models that fit on every rank in --train-dtype"""
+    fsdp_accumulate_unsharded_gradients: bool = False
+    """FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes of memory per
+    trained parameter"""
+    deterministic_mode: bool = False
+    """Megatron's spelling of --deterministic"""
+    megatron_config_path: str | None = path_flag()
+    """YAML file with flag values for one role, under the keys actor and critic"""
 
 
 def derive_model(args: Args, machine: Machine) -> None:
-    if args.hf_checkpoint is None:
-        for name in ("ref_load", "load"):
-            if is_hf_folder(getattr(args, name)):
-                args.hf_checkpoint = getattr(args, name)
-                args.notices.append(
-                    f"--hf-checkpoint is not given: --{name.replace('_', '-')} {args.hf_checkpoint} is used"
-                )
-                break
-    if args.ref_load is None:
-        args.ref_load = args.hf_checkpoint
-    if args.deterministic is None:
-        # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
-        # partial rollout cannot be deterministic: which samples it continues depends on timing.
-        on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
-        args.deterministic = args.deterministic_mode or (on_cpu and not args.partial_rollout)
-    if args.bf16 and args.train_dtype is None:
-        args.train_dtype = "bfloat16"
-    if args.fp16 and args.train_dtype is None:
-        args.train_dtype = "float16"
-    if args.train_dtype is None:
-        args.train_dtype = "bfloat16" if machine.cuda else "float32"
-    if args.compile_layers is None:
-        compiles = args.lora_base_quantization is None  # torchao's tensors are not compiled
-        args.compile_layers = machine.cuda and installed("triton") and compiles
-    if args.rollout_dtype is None:
-        args.rollout_dtype = args.train_dtype
-    if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):
+    # Launch scripts often name the model only once.
+    for name in ("ref_load", "load"):
+        folder = getattr(args, name)
+        if args.hf_checkpoint is None and is_hf_folder(folder):
+            args.hf_checkpoint = folder
+            args.notices.append(f"--hf-checkpoint is not given: --{name.replace('_', '-')} {folder} is used")
+    # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
+    # partial rollout cannot be deterministic: which samples it continues depends on timing.
+    on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
+    asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    args.fill(
+        ref_load=args.hf_checkpoint,
+        deterministic=args.deterministic_mode or (on_cpu and not args.partial_rollout),
+        train_dtype=asked or ("bfloat16" if machine.cuda else "float32"),
+        # torchao's tensors are not compiled.
+        compile_layers=machine.cuda and installed("triton") and args.lora_base_quantization is None,
+        lr_warmup_fraction=args.warmup_ratio,
+        critic_lr=args.lr,
+    )
+    # Engines that compute in another type than the trainer would add to the mismatch of log-probs.
+    args.fill(rollout_dtype=args.train_dtype)
+    recomputes = args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity")
+    if recomputes or args.offload_activations:
         args.gradient_checkpointing = True
-    if args.offload_activations:
-        args.gradient_checkpointing = True
-    if args.lr_warmup_fraction is None:
-        args.lr_warmup_fraction = args.warmup_ratio
-    if args.critic_lr is None:
-        args.critic_lr = args.lr
-    if args.critic_lr_warmup_iters is None and not args.lr_warmup_fraction:  # which is that of both roles
-        args.critic_lr_warmup_iters = args.lr_warmup_iters
+    if not args.lr_warmup_fraction:  # which is that of both roles
+        args.fill(critic_lr_warmup_iters=args.lr_warmup_iters)
 
 
-def check_checkpoint(args: Args) -> list[str]:
-    if args.hf_checkpoint is None:
+def check_checkpoint(model: ModelConfig) -> list[str]:
+    if model.hf_checkpoint is None:
         return [
             "--hf-checkpoint is missing: pass a Hugging Face folder or hub id with the weights and the tokenizer "
             "(MODEL_ARGS describe only the shape of the model)"
         ]
-    return _hf_problem("--hf-checkpoint", args.hf_checkpoint)
+    return _hf_problem("--hf-checkpoint", model.hf_checkpoint)
 
 
 def _hf_problem(option: str, name: str) -> list[str]:
@@ -183,6 +148,7 @@ def check_reference(args: Args) -> list[str]:
     problems = _hf_problem("--ref-load", args.ref_load)
     if not problems:
         return []
+    # A launch script may name a conversion that only its own framework can read. It matters only if it is used.
     if args.kl_coef == 0 and (args.kl_loss_coef == 0 or not args.use_kl_loss):
         args.notices.append(
             f"{problems[0]}. No KL term is trained with it, so it is ignored: initial weights and reference model are "
@@ -204,7 +170,7 @@ def check_shape(args: Args) -> list[str]:
     """Report every difference between the shape flags (MODEL_ARGS) and config.json."""
     return [
         f"{difference}: use the model script of this checkpoint, or leave the flag out"
-        for difference in _differences(args)
+        for difference in _differences(args.megatron, args.hf_checkpoint)
     ]
 
 
@@ -227,7 +193,8 @@ def drop_other_model(args: Args, override: str) -> None:
     Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape of the larger one.
     Its config.json is used instead.
     """
-    differences = _differences(args) if _names_checkpoint(override) else []
+    names = {str(key).replace("-", "_") for key in read_yaml(override, "--override")[0]}
+    differences = _differences(args.megatron, args.hf_checkpoint) if "hf_checkpoint" in names else []
     if not differences:
         return
     args.notices.append(
@@ -238,87 +205,139 @@ def drop_other_model(args: Args, override: str) -> None:
         args.megatron.pop(name, None)
 
 
-def _differences(args: Args) -> list[str]:
-    given = {name: args.megatron[name] for name in SHAPE if name in args.megatron}
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    if config is None or not given:
+def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
+    shape = {name: given[name] for name in SHAPE if name in given}
+    config = model_config(checkpoint)
+    if not config or not shape:
         return []
+    # Latent attention has head sizes of its own, so the flag has no meaning.
     if config.get("kv_lora_rank"):
-        given.pop("kv_channels", None)  # latent attention has head sizes of its own, so the flag has no meaning
+        shape.pop("kv_channels", None)
     differences = [
-        f"--{name.replace('_', '-')} {value}, but config.json of {args.hf_checkpoint} has {key} {config_value}"
-        for name, value in given.items()
+        f"--{name.replace('_', '-')} {value}, but config.json of {checkpoint} has {key} {config_value}"
+        for name, value in shape.items()
         for key, config_value in [lookup_dimension(config, name)]
         if config_value is not None and not _same(value, config_value)
     ]
-    return differences + _tied(args, config)
-
-
-def _names_checkpoint(override: str) -> bool:
-    return any(key.replace("-", "_") == "hf_checkpoint" for key in map(str, read_yaml(override, "--override")[0]))
+    return differences + _tied(given, checkpoint, config)
 
 
 def _same(flag: object, config: object) -> bool:
-    if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
-        return abs(float(flag) - float(config)) <= 1e-9 * max(abs(float(config)), 1e-30) or float(flag) == float(config)
+    if isinstance(flag, int | float) and isinstance(config, int | float):
+        return math.isclose(flag, config, rel_tol=1e-9)
     return bool(flag == config)
 
 
-def _tied(args: Args, config: dict[str, Any]) -> list[str]:
+def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str, Any]) -> list[str]:
     tied = config.get("tie_word_embeddings")
-    if tied is None or "num_layers" not in args.megatron:
+    if tied is None or "num_layers" not in given:
         return []
-    untied = bool(args.megatron.get("untie_embeddings_and_output_weights", False))
+    untied = bool(given.get("untie_embeddings_and_output_weights", False))
     if untied != bool(tied):  # the flag says untied and the config says tied, so equal values are a contradiction
         return []
     has = "contain --untie-embeddings-and-output-weights" if untied else "lack --untie-embeddings-and-output-weights"
-    return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]
+    return [f"MODEL_ARGS {has}, but config.json of {checkpoint} has tie_word_embeddings {tied}"]
 
 
 @dataclass
 class OptimizerConfig:
     _title = "optimizer and schedule"
 
-    optimizer: str = flag(
-        "adam",
-        choices=("adam", "sgd"),
-        help="Optimizer; adam is AdamW",
-        limits={"sgd": ("refused", "policies are trained with AdamW")},
-    )
-    lr: float = flag(1e-6, low=0, help="Peak learning rate")
-    min_lr: float = flag(0.0, low=0, help="Learning rate at the end of the decay")
-    lr_decay_style: str = flag(
-        "constant",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
-        help="Shape of the learning-rate decay",
-    )
-    lr_decay_iters: int | None = flag(
-        None, low=1, help="Number of optimizer steps of the learning-rate decay. Default: all steps of the run"
-    )
-    lr_warmup_iters: int = flag(0, low=0, help="Number of optimizer steps of linear learning-rate warm-up")
-    lr_warmup_fraction: float | None = flag(
-        None, low=0, high=1, help="Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"
-    )
-    lr_warmup_init: float = flag(0.0, low=0, help="Learning rate at the start of the warm-up")
-    lr_wsd_decay_iters: int | None = flag(
-        None, low=0, help="Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"
-    )
-    lr_wsd_decay_style: str = flag(
-        "exponential",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        help="Shape of the final decay with --lr-decay-style WSD",
-    )
-    warmup_ratio: float | None = flag(None, low=0, high=1, help="Former name of --lr-warmup-fraction")
-    weight_decay: float = flag(0.0, low=0, help="Coefficient of decoupled weight decay")
-    adam_beta1: float = flag(0.9, low=0, help="Adam's beta1, the decay rate of the first moment")
-    adam_beta2: float = flag(0.95, low=0, help="Adam's beta2, the decay rate of the second moment")
-    adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, which is added to the denominator")
-    clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
-    critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
-    critic_lr_warmup_iters: int = flag(
-        DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"
-    )
-    reset_optimizer_states: bool = flag(False, help="Reset Adam's moments at the start of each rollout's steps")
-    use_stateless_adam: bool = flag(
-        False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
-    )
+    lr: float = flag(1e-6, low=0)
+    """Peak learning rate"""
+    min_lr: float = flag(0.0, low=0)
+    """Learning rate at the end of the decay"""
+    lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the learning-rate decay"""
+    lr_decay_iters: int | None = flag(None, low=1)
+    """Number of optimizer steps of the learning-rate decay. Default: all steps of the run"""
+    lr_warmup_iters: int = flag(0, low=0)
+    """Number of optimizer steps of linear learning-rate warm-up"""
+    lr_warmup_fraction: float | None = flag(None, low=0, high=1)
+    """Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"""
+    lr_warmup_init: float = flag(0.0, low=0)
+    """Learning rate at the start of the warm-up"""
+    lr_wsd_decay_iters: int | None = flag(None, low=0)
+    """Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"""
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the final decay with --lr-decay-style WSD"""
+    warmup_ratio: float | None = flag(None, low=0, high=1)
+    """Former name of --lr-warmup-fraction"""
+    weight_decay: float = flag(0.0, low=0)
+    """Coefficient of decoupled weight decay"""
+    adam_beta1: float = flag(0.9, low=0)
+    """Adam's beta1, the decay rate of the first moment"""
+    adam_beta2: float = flag(0.95, low=0)
+    """Adam's beta2, the decay rate of the second moment"""
+    adam_eps: float = flag(1e-8, above=0)
+    """Adam's epsilon, which is added to the denominator"""
+    clip_grad: float = flag(1.0, low=0)
+    """Maximum norm of the gradient; 0 disables clipping"""
+    critic_lr: float = flag(DERIVED, low=0)
+    """Peak learning rate of the critic. Default: --lr"""
+    critic_lr_warmup_iters: int = flag(DERIVED, low=0)
+    """Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"""
+    reset_optimizer_states: bool = False
+    """Reset Adam's moments at the start of each rollout's steps"""
+    use_stateless_adam: bool = False
+    """Use Adam without moments: each step is nearly the learning rate times the gradient's sign"""
+
+
+SGLANG_FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures of which SGLang quantizes exactly the projections that slime sends as 8-bit floats."""
+_NO_SCALES = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures of which SGLang (0.5.15 and 0.5.23) loads no scales of blocks: it renames them to those of tensors, and
+ignores names that it does not know. The scales would keep the values of uninitialized memory."""
+
+
+@dataclass
+class RolloutPrecisionConfig:
+    _title = "precision of the engines"
+
+    rollout_quantization: str | None = flag(None, choices=("fp8",))
+    """Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are 8-bit floats
+    (E4M3). Turns on --use-tis"""
+    rollout_quantization_scale: str = flag("block", choices=("block", "channel", "tensor"))
+    """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights of an output
+    channel, or the whole tensor. SGLang can update only block"""
+
+
+def check_quantized_model(args: Args) -> list[str]:
+    """Refuse models of which SGLang would not quantize the same layers as slime."""
+    if args.rollout_quantization is None or args.rollout_backend != "sglang" or not args.hf_checkpoint:
+        return []
+    architectures = set(model_config(args.hf_checkpoint).get("architectures") or ())
+    option, other = f"--rollout-quantization {args.rollout_quantization}", "use the embedded engine"
+    if lost := ", ".join(sorted(architectures & set(_NO_SCALES))):
+        return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]
+    if unknown := ", ".join(sorted(architectures - set(SGLANG_FAMILIES))):
+        known = ", ".join(SGLANG_FAMILIES)
+        return [f"{option}: slime does not know which layers of {unknown} SGLang quantizes, but of {known}; {other}"]
+    return []
+
+
+@dataclass
+class TrainingPrecisionConfig:
+    _title = "precision and memory of the trainer"
+
+    loss_scale: float | None = flag(None, above=0)
+    """Constant scale of the loss in float16. Default: it follows the overflows of gradients"""
+    initial_loss_scale: float = flag(65536.0, above=0)
+    """Scale of the loss in float16 at the start of a run"""
+    min_loss_scale: float = flag(1.0, above=0)
+    """Smallest scale of the loss in float16"""
+    loss_scale_window: int = flag(1000, low=1)
+    """Optimizer steps without an overflow after which the scale of the loss in float16 is doubled"""
+    float8_training: str | None = flag(None, choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    """FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao, with one scale
+    per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)"""
+    optimizer_8bit: bool = False
+    """FSDP: keep Adam's moments in 8 bits (torchao): 2 instead of 8 bytes per parameter"""
+    bf16_master_weights: bool = False
+    """FSDP: keep master weights and gradients in bfloat16 and round updates stochastically (torchao): 4 instead of
+    8 bytes per parameter. Needs --train-dtype bfloat16"""
+    offload_activations: bool = False
+    """FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their activations; implies
+    --gradient-checkpointing"""
+    fsdp_cpu_offload: bool = False
+    """FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there"""

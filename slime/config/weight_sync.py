@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, flag, hook_flag, path_flag
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -16,75 +16,45 @@ if TYPE_CHECKING:
 class WeightSyncConfig:
     _title = "weight sync"
 
-    update_weights_interval: int = flag(1, low=1, help="Number of rollouts between two weight syncs (train_async.py)")
-    update_weight_pause_mode: str | None = flag(
-        None,
-        choices=("abort", "retract", "in_place", "drain"),
-        help="Treatment of running requests during a weight sync. abort: end them, and continue from their "
-        "tokens. retract: free their KV cache and prefill it again. in_place: keep the old KV cache. "
-        "drain: wait until they finish. Default: retract if the engine can, otherwise abort",
-    )
-    update_weight_mode: str = flag(
-        "full",
-        choices=("full",),
-        kind_of_part="weight mode",
-        help="What a weight sync sends: all weights (full), or only the bytes that changed (delta)",
-    )
-    update_weight_transport: str = flag(
-        "nccl",
-        kind_of_part="transport",
-        help="Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise "
-        "NCCL or gloo). disk: through files in --update-weight-disk-dir",
-    )
-    update_weight_buffer_size: int | None = flag(
-        None, low=1, help="Bytes per bucket of weights. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB"
-    )
-    update_weight_senders: int | None = flag(
-        None, low=1, help="Training ranks that broadcast weights at the same time. Default: one per 16 engines"
-    )
-    update_weight_disk_dir: str | None = path_flag(
-        "Folder that the trainer and all engines share, for --update-weight-transport disk. Each run needs its own"
-    )
-    update_weight_disk_keep_files: bool = flag(
-        False, help="Keep the weight files of --update-weight-transport disk after the engines have loaded them"
-    )
-    update_weight_delta_encoding: str = flag(
-        "xor",
-        choices=("xor", "overwrite"),
-        help="Delta of a changed byte: the XOR of old and new value, or the new value",
-    )
+    update_weights_interval: int = flag(1, low=1)
+    """Number of rollouts between two weight syncs (train_async.py)"""
+    update_weight_pause_mode: str | None = flag(None, choices=("abort", "retract", "in_place", "drain"))
+    """Treatment of running requests during a weight sync. abort: end them, and continue from their tokens. retract:
+    free their KV cache and prefill it again. in_place: keep the old KV cache. drain: wait until they finish.
+    Default: retract if the engine can, otherwise abort"""
+    update_weight_mode: str = flag("full", choices=("full",), kind_of_part="weight mode")
+    """What a weight sync sends: all weights (full), or only the bytes that changed (delta)"""
+    update_weight_transport: str = flag("nccl", kind_of_part="transport")
+    """Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise NCCL or
+    gloo). disk: through files in --update-weight-disk-dir"""
+    update_weight_buffer_size: int | None = flag(None, low=1)
+    """Bytes per bucket of weights. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB"""
+    update_weight_senders: int | None = flag(None, low=1)
+    """Training ranks that broadcast weights at the same time. Default: one per 16 engines"""
+    update_weight_disk_dir: str | None = path_flag()
+    """Folder that the trainer and all engines share, for --update-weight-transport disk. Each run needs its own"""
+    update_weight_disk_keep_files: bool = False
+    """Keep the weight files of --update-weight-transport disk after the engines have loaded them"""
+    update_weight_delta_encoding: str = flag("xor", choices=("xor", "overwrite"))
+    """Delta of a changed byte: the XOR of old and new value, or the new value"""
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         choices=("xxh3-128", "blake3", "adler32"),
-        help="Checksum of each tensor with --update-weight-mode delta",
-        limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
     )
-    custom_update_weight_post_write_path: str | None = hook_flag(
-        "Function fn(args, version_dir, engines) that is called on the sending rank after weight files are "
-        "written and before the engines read them"
-    )
-    audit_weights: bool = flag(
-        True, kind="toggle", help="Compare the weights of engines and trainer after every weight sync"
-    )
-    audit_threshold: float | None = flag(
-        None, low=0, help="Maximum log-prob difference that the audit of a weight sync accepts. Default: by data type"
-    )
-    check_weight_update_equal: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Let the engines overwrite their weights, send the same weights again, and compare, at the first "
-        "weight sync and then every --check-weight-update-interval. Default: on with SGLang and "
-        "--update-weight-transport nccl, for models of which all tensors are sent",
-    )
-    check_weight_update_interval: int = flag(
-        100, low=0, help="Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"
-    )
-    rollout_data_transport: str = flag(
-        "object-store",
-        choices=("object-store", "nixl"),
-        help="Transport of rollout data from the rollout manager to the trainer",
-        limits={"nixl": ("refused", "Ray's object store carries the batches")},
-    )
+    """Checksum of each tensor with --update-weight-mode delta"""
+    custom_update_weight_post_write_path: str | None = hook_flag()
+    """Function fn(args, version_dir, engines) that is called on the sending rank after weight files are written and
+    before the engines read them"""
+    audit_weights: bool = flag(True, kind="toggle")
+    """Compare the weights of engines and trainer after every weight sync"""
+    audit_threshold: float | None = flag(None, low=0)
+    """Maximum log-prob difference that the audit of a weight sync accepts. Default: by data type"""
+    check_weight_update_equal: bool = flag(DERIVED, kind="toggle")
+    """Let the engines overwrite their weights, send the same weights again, and compare, at the first weight sync
+    and then every --check-weight-update-interval. Default: on with SGLang and --update-weight-transport nccl, for
+    models of which all tensors are sent"""
+    check_weight_update_interval: int = flag(100, low=0)
+    """Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"""
 
 
 def checks_first_update(args: Args) -> bool:
@@ -97,6 +67,6 @@ def checks_first_update(args: Args) -> bool:
         return False
     if args.rollout_external_engine_addrs or args.sglang.get("quantization") or args.rollout_quantization:
         return False
-    config = read_config(str(args.hf_checkpoint)) or {}
+    config = model_config(args.hf_checkpoint)
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
     return not other and not args.sglang.get("speculative_algorithm")

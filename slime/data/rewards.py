@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import SupportsFloat
 
 from slime.algorithms.algorithm import subtract_baseline
-from slime.algorithms.dapo import overlong_penalty
+from slime.algorithms.baselines import overlong_penalty
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
 from slime.config.hooks import load_function

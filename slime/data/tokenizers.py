@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hf_config import end_token_ids
-from slime.config.loading import ONE_AT_A_TIME
+from slime.config.process import ONE_AT_A_TIME
 from slime.data.json_text import parse_json
 from slime.types import Tokenizer
 

@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from slime.config.parent import adopt_orphans, kill_with_parent
+from slime.config.process import adopt_orphans, kill_with_parent
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0

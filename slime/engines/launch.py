@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from slime.config.cluster import inline_engine
 from slime.config.engine import DEFAULT_MODEL, EngineConfig, WorkerType, read_server_groups, simple_groups
 from slime.config.hf_config import read_config
-from slime.config.inline import inline_engine
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config.engine import DEFAULT_MODEL, WorkerType
-from slime.config.process_environment import module_command
+from slime.config.process import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import CONTROL_VARIABLE, send_key, worker_key
 from slime.engines.launch import RouterSettings

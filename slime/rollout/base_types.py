@@ -1,11 +1,17 @@
-"""The return types of rollout functions, and the call of a rollout function."""
+"""The return types of rollout functions, and the calls of users' functions."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
+import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
+from slime.config.hooks import is_async
 from slime.data.sample import Group, Sample
 from slime.data.source import DataSource
 
@@ -70,3 +76,34 @@ def call_rollout_fn(
     raise TypeError(
         f"{name}(evaluation={evaluation}) returned {type(output).__name__}, not {wanted.__name__} or {older}"
     )
+
+
+@functools.lru_cache(maxsize=256)
+def parameters(fn: Callable[..., object]) -> tuple[frozenset[str], bool]:
+    """Return the names of a function's parameters, and whether it accepts any keyword (``**kwargs``)."""
+    found = inspect.signature(fn).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    return frozenset(found), anything
+
+
+def supported_kwargs(fn: Callable[..., object], **keywords: object) -> dict[str, Any]:
+    """Return the entries of ``keywords`` that ``fn`` accepts."""
+    names, anything = parameters(fn)
+    return {name: value for name, value in keywords.items() if anything or name in names}
+
+
+async def call(fn: Callable[..., object], *args: object, threads: Executor | None = None, **keywords: object) -> Any:
+    """Await an async function; run a synchronous one in a thread, so that it cannot block the event loop.
+
+    Args:
+        threads: Executor for a synchronous function. Default: that of the event loop, which has only a few more threads
+            than the machine has cores.
+    """
+    if is_async(fn):
+        answer: Any = fn(*args, **keywords)
+        return await answer
+    # run_in_executor does not copy the context. Without the copy, context variables (traces, the schedule of the run)
+    # would be unset in the user function.
+    run = functools.partial(contextvars.copy_context().run, fn, *args, **keywords)
+    result = await asyncio.get_running_loop().run_in_executor(threads, run)
+    return await result if inspect.isawaitable(result) else result

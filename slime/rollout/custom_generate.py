@@ -20,9 +20,9 @@ from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
-from slime.rollout.end_token import text_of
+from slime.rollout.base_types import call, parameters, supported_kwargs
+from slime.rollout.ends import text_of
 from slime.rollout.generate import generate
-from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, prompt_ids, render, render_first
 from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState
@@ -146,6 +146,7 @@ def _finish_all(
 
 def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, prompt: str | list[Message]) -> None:
     """Fill in what the function left out, and check that the per-token fields have the length of the response."""
+    # The prompt stays what the data set gave; turns that the function appended to it are part of the response.
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
         sample.prompt = prompt  # the appended turns are part of the response, see split_conversation_ids
@@ -156,9 +157,11 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
         take_arrays(sample)
     except ValueError as error:
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index}: {error}") from error
+    # A function may have set only text, which is then tokenized here.
     only_text = not sample.response_length and (sample.response or not sample.num_tokens)
     if only_text and sample.status is not Sample.Status.ABORTED:
         _from_text(fn, state, sample, conversation)
+    # Lengths that do not fit are an error of the function, unless an abort interrupted it.
     problem = _misaligned(sample)
     if problem and sample.status is Sample.Status.ABORTED:
         sample.reset_response()  # the abort interrupted the function while it filled the sample: generate it again
@@ -166,6 +169,7 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
         return
     if problem:
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index} has {problem}")
+    # An unset mask means that all tokens are trained. The text follows from the tokens if it is missing.
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
@@ -249,6 +253,8 @@ def split_conversation_ids(
         Prompt ids, response ids, and a mask with one entry per response id.
     """
     first = sample.prompt if isinstance(sample.prompt, str) else render_first(tokenizer, sample)
+    # Turns are tokenized one by one, so that the mask is exact; a template that rewrites earlier turns allows no such
+    # division.
     turns = _turns(sample, conversation)
     if turns:
         parts = _parts(tokenizer, sample, turns, first)

@@ -1,10 +1,11 @@
-"""Evaluation on all data sets of ``--eval-prompt-data`` or ``--eval-config``, concurrently."""
+"""Generation outside of training rollouts: evaluations on all data sets, and responses to single prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,14 @@ import orjson
 
 from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
-from slime.data.sample import Group, Sample, flatten
+from slime.data.sample import Group, Message, Sample, flatten
 from slime.data.source import deep_copy
+from slime.engines.http import HttpError
 from slime.observability import progress
-from slime.rollout.abort import retry_delay
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
-from slime.rollout.generator import generator_of
-from slime.rollout.group import continuable, snapshot
-from slime.rollout.state import GenerateState
+from slime.rollout.generate import generate
+from slime.rollout.group import gather_all, generate_to_the_end, snapshot
+from slime.rollout.state import GenerateState, seeded
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,14 +42,10 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """
     state = GenerateState(args)
     state.eval_rollout_id = rollout_id
-    plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
+    # All groups of all data sets run at once; the semaphore of the state limits the requests.
+    plans = [(config, eval_groups(state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
-        config.name: [
-            asyncio.ensure_future(
-                _finished(args, group, state.stopping_at_media(eval_sampling_params(config)), f"eval {config.name}")
-            )
-            for group in groups
-        ]
+        config.name: [asyncio.ensure_future(_generated(state, group, config)) for group in groups]
         for config, groups in plans
     }
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
@@ -57,22 +54,10 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data={config.name: _results(config, done[config.name], key) for config, _ in plans})
 
 
-async def _finished(args: Args, group: Group, params: SamplingParams, purpose: str) -> Group:
-    """Generate and score a group of an evaluation until it is finished.
-
-    Engines may end its requests (a weight update, a restart, the abort of a rollout, which ends all requests of an
-    engine). Generation then continues from the tokens so far.
-    """
-    original, tries = snapshot(group), 0
-    while True:
-        before = sum(sample.response_length for sample in flatten(group))
-        group = await generator_of(args).generate(args, group, params, evaluation=True, purpose=purpose)
-        leaves = flatten(group)
-        if not any(sample.status is Sample.Status.ABORTED for sample in leaves):
-            return group
-        tries = 0 if sum(sample.response_length for sample in leaves) > before else tries + 1
-        group = continuable(group, snapshot(original), partial=True)
-        await asyncio.sleep(retry_delay(f"{purpose}, prompt {leaves[0].group_index}", tries))
+async def _generated(state: GenerateState, group: Group, config: EvalDatasetConfig) -> Group:
+    params = state.stopping_at_media(eval_sampling_params(config))
+    purpose = f"eval {config.name}"
+    return await generate_to_the_end(state, group, snapshot(group), params, evaluation=True, purpose=purpose)
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
@@ -98,15 +83,15 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
+def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
-    for i, prompt in enumerate(_dataset(args.hf_checkpoint, state, config).samples):
+    for i, prompt in enumerate(_dataset(state, config).samples):
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
             sample = deep_copy(prompt)
             sample.group_index, sample.index = i, i * (config.n_samples_per_eval_prompt or 1) + k
-            _override(args, config, sample)
+            _override(state.args, config, sample)
             group.append(sample)
         groups.append(group)
     return groups
@@ -147,8 +132,8 @@ def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
         sample.generate_function_path = config.custom_generate_function_path
 
 
-def _dataset(checkpoint: str, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
-    key = orjson.dumps([checkpoint, asdict(config)], default=str)
+def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
+    key = orjson.dumps([state.args.hf_checkpoint, asdict(config)], default=str)
     if key not in state.eval_datasets:
         make = config.prompt_maker()
         if make.apply_chat_template or make.max_length is not None:
@@ -190,3 +175,57 @@ def eval_reward(sample: Sample, key: str | None) -> float:
             )
         reward = reward[key]
     return float(reward)
+
+
+Prompt = str | list[Message]
+
+
+class NotCompleted(ValueError):
+    """A prompt or a sampling parameter was refused; nothing is wrong with the run."""
+
+
+async def complete(
+    args: Args, prompts: Sequence[Prompt], n: int = 1, changes: Mapping[str, object] | None = None
+) -> list[list[Sample]]:
+    """Generate ``n`` responses to each prompt, with the sampling parameters of the run.
+
+    Neither the user's generate function nor a reward is called. With ``--deterministic``, the same weights give the
+    same responses.
+
+    Args:
+        prompts: Texts, which are sent as they are, or messages, which the chat template renders.
+        changes: SGLang's sampling parameters that differ from those of the run (``temperature``, ``max_new_tokens``).
+
+    Returns:
+        The samples of each prompt, with token ids and the engine's log-probs.
+
+    Raises:
+        NotCompleted: The chat template or the engine refused a prompt, or the engine refused a parameter.
+    """
+    state = GenerateState(args)
+    params = state.sampling_params.copy()
+    params.update(changes or {})  # type: ignore[typeddict-item]  # the engine checks names that it does not know
+    kwargs = dict(args.apply_chat_template_kwargs or {})
+
+    async def one(place: int, position: int) -> Sample:
+        sample = Sample(prompt=prompts[place], group_index=place, index=place * n + position)
+        sample.apply_chat_template_kwargs = kwargs
+        async with state.semaphore:
+            return await _answered(
+                place, generate(args, sample, seeded(state.seed, params, sample, position, "complete"))
+            )
+
+    made = await gather_all(one(place, number) for place in range(len(prompts)) for number in range(n))
+    return [made[place * n : (place + 1) * n] for place in range(len(prompts))]
+
+
+async def _answered(place: int, answer: Awaitable[Sample]) -> Sample:
+    """Await a response to the prompt ``place``."""
+    try:
+        return await answer
+    except HttpError as error:
+        if error.retryable:
+            raise
+        raise NotCompleted(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise NotCompleted(f"prompt {place}: {type(error).__name__}: {error}") from error

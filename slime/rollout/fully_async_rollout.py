@@ -82,6 +82,7 @@ class StandingPool(RolloutLoop):
         # Always, not only with --deterministic: Admission's bound on staleness assumes that groups are trained in the
         # order of admission.
         self.deterministic = True
+        # Rollouts that exist already count as admitted, as they did when the run was stopped.
         self.admission = Admission(
             self.target,
             args.async_buffer_size,

@@ -14,11 +14,10 @@ from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, retrying
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
-from slime.rollout.end_token import end_text
+from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text
 from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.state import GenerateState
-from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.rollout.weight_timeline import TIMELINE
 from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
@@ -50,6 +49,15 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
         HttpError: The engine refused the request.
     """
+    return await respond(args, sample, sampling_params, _ask_on_schedule)
+
+
+Ask = Callable[[GenerateState, Sample, GenerateBody], Awaitable[GenerateOutput | None]]
+"""Sends a body and returns the engine's reply, or None if the rollout was aborted before one came."""
+
+
+async def respond(args: Args, sample: Sample, sampling_params: SamplingParams, ask: Ask) -> Sample:
+    """Do what :func:`generate` says, with a request that ``ask`` sends."""
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(f"sample {sample.index} is {sample.status.value}: there is nothing left to generate")
     state = GenerateState(args)
@@ -59,11 +67,11 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     params = remaining(state, sample, sampling_params)
     if params is None:
         return without_room(state, sample)
+    # The request, and the three ways in which it can end without a response.
+    body = build_generate_body(state, sample, params)
     with trace_span(sample, "sglang_generate") as span:
-        body, send = (build_generate_body(state, sample, params), functools.partial(ask_engine, state, sample))
-        schedule = TIMELINE.get()
         try:
-            output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
+            output = await ask(state, sample, body)
         except HttpError as error:
             if error.status != 400 or not says_too_long(error):
                 raise
@@ -73,9 +81,17 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
             sample.status = Sample.Status.ABORTED
             return sample
         span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
+    # The reply.
     compare_read(state, sample, body, output["meta_info"])
     append_output(args, sample, output, params)
     return sample
+
+
+async def _ask_on_schedule(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
+    schedule = TIMELINE.get()
+    if schedule is None:
+        return await ask_engine(state, sample, body)
+    return await schedule.ask(sample, body, functools.partial(ask_engine, state, sample))
 
 
 def compare_read(state: GenerateState, sample: Sample, body: GenerateBody, meta: MetaInfo) -> None:
@@ -132,6 +148,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
         params: The parameters of the request. A reply that continues an interrupted response is cut at a stop string of
             theirs that is divided between the two.
     """
+    # What the interruption divided is joined first: a stop string, then a character.
     if params is not None and sample.response_length and sample.status is Sample.Status.ABORTED:
         known = sample.array("tokens")
         assert known is not None
@@ -142,6 +159,7 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
     if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
+    # The token that ended the response is trained, but its text is not part of what the model said.
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else finish
     if text and len(tokens) and kind in ("stop", "length") and args.hf_checkpoint:
@@ -256,6 +274,7 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
         vocabulary: The number of token ids of the model, if it is known.
         part: Whether it is a part of a streamed answer, which may have no end yet.
     """
+    # The form of the answer.
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(answer, dict) or not isinstance(meta, dict) or not isinstance(answer.get("text"), str):
         return f"without text or meta_info: {str(answer)[:200]}"
@@ -263,6 +282,7 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
     kind = finish.get("type") if isinstance(finish, dict) else None
     if not isinstance(kind, str) and not (part and finish is None):
         return f"its finish_reason is {finish!r}"
+    # Tokens and log-probs, which are trained as they are: each id must be one of the model, each log-prob a number.
     scored = meta.get("output_token_logprobs")
     if scored is None and not part and kind != "abort":
         return f"it has no output_token_logprobs; its meta_info has {', '.join(sorted(meta))}"
@@ -276,6 +296,7 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
         return f"its token id {wrong[0]} is none of the {vocabulary or 2**31} of the model"
     if np.isnan(log_probs).any():
         return f"the log-prob of its token {int(np.isnan(log_probs).argmax())} is null or NaN"
+    # Two lists of the same tokens must agree.
     sampled = answer.get("output_ids")
     # An engine may count a token of an aborted request that it has not scored.
     if sampled and not part and kind != "abort" and len(sampled) != len(ids):

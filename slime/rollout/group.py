@@ -1,4 +1,4 @@
-"""Generate and score one sample, or one group (the samples of one prompt)."""
+"""Generate and score one sample, or one group (the samples of one prompt), in this process or in a rollout worker."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import copy
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slime.config.hooks import load_function
 from slime.config.seeds import derive_seed
 from slime.data.sample import Group, Sample, flatten
 from slime.observability.trace_utils import trace_span
+from slime.rollout.abort import retry_delay
+from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
-from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.multi_turn import TURNS
 from slime.rollout.prompts import cut_at_sampled_media
-from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
-from slime.rollout.settings import seeded
+from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.rollout.state import EVALUATION, GenerateState
+from slime.rollout.state import EVALUATION, GenerateState, seeded
+from slime.rollout.weight_timeline import TIMELINE
 from slime.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ async def generate_and_rm(
     """
     EVALUATION.set(evaluation)
     state = GenerateState(args)
+    # A group from the buffer may have some finished samples.
     if sample.status in _FINISHED:
         mask_earlier_rollouts(state, sample)
-        _check_scored(args, sample)
+        _check_scored(state, sample)
         return sample
     with trace_span(sample, "generate_and_rm"):
         async with state.semaphore:
@@ -79,7 +81,7 @@ async def generate_and_rm(
                 result = await call_single(fn, args, sample, sampling_params, evaluation)
         # Scoring is outside of the semaphore: a slow verifier must not take slots from generation.
         _abort_custom(state, fn, result, evaluation)
-        return await _hooks_and_reward(args, result, evaluation)
+        return await _hooks_and_reward(state, result, evaluation)
 
 
 async def generate_and_rm_group(
@@ -93,6 +95,7 @@ async def generate_and_rm_group(
     EVALUATION.set(evaluation)
     state = GenerateState(args)
     _assign_sessions(state.seed, group, purpose)
+    # The list form gets all samples in one call, otherwise each sample has a task.
     with trace_span(group, "generate_and_rm_group"):
         unfinished = [entry for entry in group if isinstance(entry, Sample) and entry.status not in _FINISHED]
         functions = {generate_function(args, sample) for sample in unfinished}
@@ -101,20 +104,20 @@ async def generate_and_rm_group(
         fn = next(iter(functions), None)
         result: Group
         if fn is not None and len(unfinished) == len(group) and len(functions) == 1 and takes_list(fn):
-            result = [*await _whole_group(fn, args, unfinished, evaluation)]
+            result = [*await _whole_group(fn, state, unfinished, evaluation)]
         else:
-            result = await _gather(
+            result = await gather_all(
                 generate_and_rm(args, entry, seeded(state.seed, sampling_params, entry, position, purpose), evaluation)
                 if isinstance(entry, Sample)
                 else _same(entry)
                 for position, entry in enumerate(group)
             )
         if scores_whole_groups(args) and not _is_aborted(result):
-            await _score(args, flatten(result), "group_reward_model")
+            await _score(state, flatten(result), "group_reward_model")
     return result
 
 
-async def _gather(tasks: Iterable[Awaitable[T]]) -> list[T]:
+async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
     """Like :func:`asyncio.gather`, but if one task fails, the others are cancelled and awaited.
 
     Otherwise they would keep sending requests after the rollout has failed.
@@ -133,19 +136,18 @@ async def _same(entry: list[Sample]) -> list[Sample]:
 
 
 async def _whole_group(
-    fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool
+    fn: Callable[..., object], state: GenerateState, samples: list[Sample], evaluation: bool
 ) -> Sequence[Generated]:
     """Generate with the list form of a function, which gets all samples of the prompt at once."""
-    state = GenerateState(args)
     async with state.semaphore:
         if state.aborted and not evaluation:
             for sample in samples:
                 sample.status = Sample.Status.ABORTED
             return samples
-        results = await call_list(fn, args, samples, evaluation)
+        results = await call_list(fn, state.args, samples, evaluation)
     for result in results:
         _abort_custom(state, fn, result, evaluation)
-    return await _gather(_hooks_and_reward(args, result, evaluation) for result in results)
+    return await gather_all(_hooks_and_reward(state, result, evaluation) for result in results)
 
 
 def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
@@ -191,52 +193,53 @@ def _is_aborted(result: Generated | Group) -> bool:
     return any(sample.status is Sample.Status.ABORTED for sample in flatten(result))
 
 
-async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> Generated:
+async def _hooks_and_reward(state: GenerateState, result: Generated, evaluation: bool) -> Generated:
     for sample in flatten(result):  # before the hooks and the verifier: they must see the response that is trained
-        cut_at_sampled_media(GenerateState(args), sample)
+        cut_at_sampled_media(state, sample)
     if _is_aborted(result):  # the response is continued or generated again, and the hooks see it when it is complete
         return result
     if isinstance(result, list):
-        result = [await _sample_hooks(args, sample, evaluation) for sample in result]
+        result = [await _sample_hooks(state, sample, evaluation) for sample in result]
     else:
-        result = await _sample_hooks(args, result, evaluation)
-    if scores_whole_groups(args) or _is_aborted(result):
+        result = await _sample_hooks(state, result, evaluation)
+    # Groups that are scored as a whole get their rewards when all of their samples are there.
+    if scores_whole_groups(state.args) or _is_aborted(result):
         return result
     if isinstance(result, list):
-        await _score(args, result, "group_reward_model")
+        await _score(state, result, "group_reward_model")
     elif result.reward is None and not result.reward_timed_out:
         with trace_span(result, "reward_model"):
-            result.reward = await async_rm(args, result)
-        _check_scored(args, result)
+            result.reward = await async_rm(state.args, result)
+        _check_scored(state, result)
     return result
 
 
-async def _sample_hooks(args: Args, sample: Sample, evaluation: bool) -> Sample:
-    for path in args.rollout_sample_hook_path:
+async def _sample_hooks(state: GenerateState, sample: Sample, evaluation: bool) -> Sample:
+    for path in state.args.rollout_sample_hook_path:
         hook = load_function(path)
-        state = GenerateState(args)
         rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
         keywords = supported_kwargs(hook, rollout_id=rollout_id, evaluation=evaluation)
-        answer = await call(hook, args, sample, threads=state.threads, **keywords)
+        answer = await call(hook, state.args, sample, threads=state.threads, **keywords)
         if answer is not None and not isinstance(answer, Sample):
             raise TypeError(f"sample hook {path} returned {type(answer).__name__}, but it must return None or a Sample")
         sample = sample if answer is None else answer
     return sample
 
 
-async def _score(args: Args, samples: Sequence[Sample], span: str) -> None:
+async def _score(state: GenerateState, samples: Sequence[Sample], span: str) -> None:
     """Score the samples that have no reward yet, in one batched call."""
     todo = [sample for sample in samples if sample.reward is None and not sample.reward_timed_out]
     if not todo:
         return
     with trace_span(todo, span):
-        rewards = await batched_async_rm(args, todo)
+        rewards = await batched_async_rm(state.args, todo)
     for sample, reward in zip(todo, rewards, strict=True):
         sample.reward = reward
-        _check_scored(args, sample, scored=True)
+        _check_scored(state, sample, scored=True)
 
 
-def _check_scored(args: Args, sample: Sample, scored: bool = False) -> None:
+def _check_scored(state: GenerateState, sample: Sample, scored: bool = False) -> None:
+    args = state.args
     if sample.reward is None and not sample.reward_timed_out and (scored or not scores_whole_groups(args)):
         name = sample.custom_rm_path or args.custom_rm_path or sample.metadata.get("rm_type") or args.rm_type
         raise ValueError(
@@ -280,3 +283,68 @@ def continuable(group: Group, original: Group, partial: bool) -> Group:
         if not sample.response_length and not before.response_length:
             sample.multimodal_inputs = before.multimodal_inputs  # without the media of the response that is discarded
     return group
+
+
+class GroupGenerator(Protocol):
+    """Generates and scores groups. It is called on the event loop of the rollout."""
+
+    async def generate(
+        self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
+    ) -> Group:
+        """Do what :func:`~slime.rollout.group.generate_and_rm_group` does.
+
+        ``group`` itself may or may not have changed afterwards: use the returned one.
+        """
+
+    async def abort(self) -> None:
+        """Let groups in progress, other than those of evaluations, end without further requests.
+
+        The caller has set ``GenerateState.aborted``, and ends the requests that the engines work on.
+        """
+
+
+async def _generate_once(
+    state: GenerateState, group: Group, params: SamplingParams, evaluation: bool, purpose: str
+) -> Group:
+    if state.generator is not None:
+        return await state.generator.generate(state.args, group, params, evaluation=evaluation, purpose=purpose)
+    if not evaluation:
+        # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
+        TIMELINE.set(state.schedule)
+    return await generate_and_rm_group(state.args, group, params, evaluation, purpose)
+
+
+async def generate_to_the_end(
+    state: GenerateState,
+    group: Group,
+    original: Group,
+    params: SamplingParams,
+    evaluation: bool = False,
+    purpose: str = "sampling",
+    on_continue: Callable[[Group], None] | None = None,
+) -> Group:
+    """Generate and score a group until it is finished, or until its rollout is aborted.
+
+    Engines may end its requests without that (a weight update, a restart, the abort of a rollout, which ends all
+    requests of an engine). Generation then continues from the tokens so far.
+
+    Args:
+        original: The group before generation.
+        on_continue: Called with the group each time before it continues.
+    """
+    tries = 0
+    while True:
+        before = _tokens(group)
+        group = await _generate_once(state, group, params, evaluation, purpose)
+        if (state.aborted and not evaluation) or not _is_aborted(group):
+            return group
+        if on_continue is not None:
+            on_continue(group)
+        # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
+        tries = 0 if _tokens(group) > before else tries + 1
+        group = continuable(group, snapshot(original), partial=True)
+        await asyncio.sleep(retry_delay(f"{purpose}: group of sample {index_of(original)}", tries))
+
+
+def _tokens(group: Group) -> int:
+    return sum(sample.response_length for sample in flatten(group))

@@ -7,6 +7,7 @@ counted), replaced because its verifier gave no result (and counted), or back in
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict, deque
@@ -17,15 +18,13 @@ from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, RolloutDataSource
 from slime.observability import progress
-from slime.rollout.abort import abort_and_drain, retry_delay
+from slime.rollout.abort import abort_and_drain
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
-from slime.rollout.generator import generator_of
-from slime.rollout.group import continuable, index_of, is_finished, snapshot
+from slime.rollout.group import continuable, generate_to_the_end, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
-from slime.rollout.settings import LoopSettings
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, LoopSettings
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -194,22 +193,10 @@ class RolloutLoop:
             self._woken.set()
 
     async def _generate(self, group: Group, original: Group) -> Group:
-        """Generate and score a group. Returns it finished, or partial if the rollout aborted it.
-
-        If an engine ends a request that the rollout did not abort (a restart, a weight update), generation continues
-        from the tokens so far.
-        """
-        generator, retries = generator_of(self.args), 0
-        while True:
-            before = _tokens(group)
-            group = await generator.generate(self.args, group, self.state.sampling_params)
-            if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
-                return packed(group)
-            self._notify("continued", group)
-            group = continuable(group, snapshot(original), partial=True)
-            # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
-            retries = 0 if _tokens(group) > before else retries + 1
-            await asyncio.sleep(retry_delay(f"group {index_of(group)}", retries))
+        """Generate and score a group. Returns it finished, or partial if the rollout aborted it."""
+        tell = functools.partial(self._notify, "continued")
+        params = self.state.sampling_params
+        return packed(await generate_to_the_end(self.state, group, original, params, on_continue=tell))
 
     def _ready(self) -> bool:
         """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""
@@ -246,6 +233,7 @@ class RolloutLoop:
     # --- judging -----------------------------------------------------------------------------
 
     def _judge(self, item: _InFlightGroup) -> None:
+        # Counted in any case, whatever becomes of the group.
         group = item.group
         leaves = flatten(group)
         self._notify("generated", group)
@@ -309,6 +297,7 @@ class RolloutLoop:
 
     async def _hand_back(self) -> None:
         """Return the groups that the rollout does not need to the data source, in the order of submission."""
+        # Unfinished groups end first: by themselves if the run is deterministic, otherwise by an abort.
         in_flight = self.in_flight.values()
         tasks = [item.task for item in in_flight if item.task is not None and not item.task.done()]
         if tasks and self.deterministic:  # how far an aborted group got would depend on time, so let all of them finish
@@ -317,6 +306,7 @@ class RolloutLoop:
                 raise TimeoutError(self._deadline_report())
         elif tasks:
             await abort_and_drain(self.args, tasks, self.deadline)
+        # What was generated is kept as far as the flags allow.
         back = []
         for item in in_flight:
             self._raise(item)
@@ -329,6 +319,7 @@ class RolloutLoop:
                 self.counts.aborted += 1
                 group = continuable(group, item.original, self.settings.partial_rollout)
             back.append(group)
+        # Groups that never started follow, in the order in which they were fetched.
         back += self.unstarted
         self._clear()
         for sample in flatten(back):
@@ -393,7 +384,3 @@ def packed(group: Group) -> Group:
     for sample in flatten(group):
         sample.pack()
     return group
-
-
-def _tokens(group: Group) -> int:
-    return sum(sample.response_length for sample in flatten(group))

@@ -101,11 +101,13 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     """
     if not samples:
         return {}
+    # Lengths and endings.
     metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
     metrics["truncated_ratio"] = fmean(float(sample.status is Sample.Status.TRUNCATED) for sample in samples)
     metrics["repetition_frac"] = fmean(float(has_repetition(sample.response)) for sample in samples)
     outcomes = Counter(str(s.metadata["code_outcome"]) for s in samples if "code_outcome" in s.metadata)
     metrics.update({f"code/{outcome}_count": float(count) for outcome, count in sorted(outcomes.items())})
+    # Caches and drafts of the engines; counters that no engine reported are left out.
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompt_tokens:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
@@ -117,6 +119,7 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
     if verified:
         metrics["spec_accept_length"] = sum(sample.spec_info.completion_token_num for sample in samples) / verified
+    # How far top-p and top-k cut the vocabulary.
     nuclei = [s for s in samples if s.rollout_top_p_token_offsets is not None and s.response_length]
     if nuclei:
         kept = sum(int(sample.rollout_top_p_token_offsets[-1]) for sample in nuclei)  # type: ignore[index, misc]

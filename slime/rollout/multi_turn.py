@@ -18,7 +18,7 @@ from slime.data.json_text import parse_json
 from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.rollout.end_token import end_text
+from slime.rollout.ends import end_text
 from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
@@ -135,6 +135,7 @@ class Conversation:
         if self.state.aborted and not self.evaluation:
             sample.status = Sample.Status.ABORTED
             return None
+        # A new turn needs room and must be allowed; otherwise an interrupted turn goes on.
         if last is None or last["end"] is not None:
             if self.left <= 0 and not sample.response_length:
                 without_room(self.state, sample)
@@ -214,6 +215,7 @@ class Conversation:
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
+        # The model may have sampled the end-of-turn token itself.
         tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
         if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:
             after = after.removeprefix(state.tokenizer.decode(tokens[:1]))  # _append writes its text

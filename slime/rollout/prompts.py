@@ -112,6 +112,7 @@ def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
         None if there is no such form: the sample has other media than images; the processor inserts more than repeated
         placeholders (Gemma 3's); or two images have no token between them.
     """
+    # Only images have this form, and only with a processor that names its placeholder.
     media, processor = sample.multimodal_inputs or {}, state.processor
     ids, images = sample.array("tokens"), media.get("images") or []
     if ids is None or processor is None or any(media.get(kind) for kind in media if kind != "images"):
@@ -121,6 +122,7 @@ def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
         return None
     if state.repeats_placeholders is None:
         state.repeats_placeholders = _placeholder_alone(processor, word, images[0]) == {token}
+    # The first placeholder of each run of them; two images without a token between them are one run.
     first = (ids == token) & np.append(True, ids[:-1] != token)
     if not state.repeats_placeholders or int(first.sum()) != len(images):
         return None

@@ -13,7 +13,7 @@ from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource
 from slime.observability import progress
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.end_token import text_of
+from slime.rollout.ends import text_of
 from slime.rollout.prompts import encode_conversation
 from slime.rollout.state import GenerateState
 

@@ -17,20 +17,7 @@ import orjson
 from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, decoded, session
 from slime.engines.keys import auth_headers
-from slime.observability.trace_utils import trace_span
-from slime.rollout.generate import (
-    answer_problem,
-    append_output,
-    build_generate_body,
-    compare_read,
-    get_model_url,
-    remaining,
-    routing_headers,
-    with_retries,
-    without_room,
-)
-from slime.rollout.prompts import prompt_ids
-from slime.rollout.rm_hub.outcome import says_too_long
+from slime.rollout.generate import answer_problem, get_model_url, respond, routing_headers, with_retries
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
@@ -51,29 +38,14 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
         HttpError: The engine refused the request, or no engine could be reached.
         TimeoutError: The response was not complete within ``--sglang-router-request-timeout-secs``.
     """
-    state = GenerateState(args)
-    if not sample.num_tokens:
-        sample.tokens = prompt_ids(state, sample)
-        sample.pack()
-    params = remaining(state, sample, sampling_params)
-    if params is None:
-        return without_room(state, sample)
-    body = build_generate_body(state, sample, params)
+    return await respond(args, sample, sampling_params, _stream)
+
+
+async def _stream(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
     body["stream"] = True
     answer = StreamedAnswer()
-    with trace_span(sample, "sglang_generate_stream"):
-        try:
-            await with_retries(state, sample, lambda: read_stream(state, sample, body, answer))
-        except HttpError as error:
-            if error.status != 400 or not says_too_long(error):
-                raise
-            return without_room(state, sample)
-    if answer.meta is not None:
-        compare_read(state, sample, body, answer.meta)
-        append_output(args, sample, answer.output(aborted=not answer.ended), params)
-    else:
-        sample.status = Sample.Status.ABORTED
-    return sample
+    await with_retries(state, sample, lambda: read_stream(state, sample, body, answer))
+    return None if answer.meta is None else answer.output(aborted=not answer.ended)
 
 
 class StreamedAnswer:
@@ -100,6 +72,7 @@ class StreamedAnswer:
         return "".join(self._parts)
 
     def add(self, chunk: GenerateOutput) -> None:
+        # Cumulative chunks replace what is there, others are appended.
         meta, text = chunk["meta_info"], chunk["text"]
         scored = meta.get("output_token_logprobs") or []
         nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
@@ -165,6 +138,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
     """
     import aiohttp
 
+    # The address is read in each attempt: a router that was started again may have another one.
     url = get_model_url(state.args)
     headers = {"Content-Type": "application/json", **auth_headers(url), **(routing_headers(state, sample) or {})}
     try:
@@ -172,6 +146,7 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
             if response.status != 200:
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
+                # A lost engine is no error if tokens have arrived: generation continues from them.
                 if isinstance(chunk, dict) and "error" in chunk:
                     failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", status_of(chunk["error"]))
                     if answer.meta is None or not failure.retryable:

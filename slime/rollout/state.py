@@ -1,4 +1,7 @@
-"""State that all tasks of a run share: tokenizer, sampling parameters, limit of requests in flight, abort flag."""
+"""State that all tasks of a run share: tokenizer, sampling parameters, limit of requests in flight, abort flag.
+
+The settings are made once from the arguments. User functions get ``args`` itself.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,135 @@ import functools
 import math
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slime.config.hf_config import media_token_ids
+from slime.config.hf_config import media_token_ids, read_config
+from slime.config.lora import engine_adapter
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
-from slime.data.sample import Group
+from slime.config.seeds import derive_seed
+from slime.data.sample import Group, Sample
 from slime.data.tokenizers import end_ids, load_processor, load_tokenizer
 from slime.engines.launch import engine_count
-from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
 from slime.types import SamplingParams, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.rollout.generator import GroupGenerator
+    from slime.rollout.group import GroupGenerator
+
+_POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
+
+
+def request_params(args: Args) -> SamplingParams:
+    """Return SGLang's ``sampling_params`` of a training request, without the seed."""
+    return {
+        "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """How requests are sent.
+
+    Attributes:
+        timeout: Maximum seconds of one request (``--sglang-router-request-timeout-secs``).
+        embedded: Whether the engines are embedded engines, which accept media as token ids and report the part of the
+            vocabulary from which a token was sampled.
+        has_routing_key: Whether the router's policy reads the routing key of a session.
+        returns_experts: Whether engines report the experts of each token (``--use-rollout-routing-replay``).
+        adapter: The name of the trained adapter, for engines that load adapters by name (``--lora-sync adapter`` with
+            SGLang).
+        vocabulary: The number of token ids of the model; None if config.json does not tell it.
+    """
+
+    timeout: float
+    embedded: bool
+    has_routing_key: bool
+    returns_experts: bool
+    adapter: str | None = None
+    vocabulary: int | None = None
+
+    @classmethod
+    def from_args(cls, args: Args) -> RequestSettings:
+        return cls(
+            timeout=float(args.sglang_router_request_timeout_secs),
+            embedded=args.rollout_backend == "embedded",
+            has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
+            returns_experts=args.use_rollout_routing_replay,
+            # Without a trainer nobody loads the adapter, and the engines have the base only.
+            adapter=None
+            if args.debug_rollout_only
+            else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
+            vocabulary=(read_config(args.hf_checkpoint or "") or {}).get("vocab_size"),
+        )
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How a rollout collects its groups.
+
+    Attributes:
+        groups: Number of groups in a rollout (``--rollout-batch-size``).
+        fetched_at_once: Number of groups that are fetched from the data source at a time.
+        timeout: Maximum seconds of a rollout (``--phase-timeout``).
+        masks_earlier_rollouts: Whether tokens of earlier rollouts are masked (``--mask-offpolicy-in-partial-rollout``).
+    """
+
+    groups: int
+    fetched_at_once: int
+    timeout: float
+    deterministic: bool
+    partial_rollout: bool
+    masks_earlier_rollouts: bool
+    dynamic_filter_path: str | None
+    sample_filter_path: str | None
+    all_samples_path: str | None
+    reward_key: str | None
+
+    @classmethod
+    def from_args(cls, args: Args) -> LoopSettings:
+        return cls(
+            groups=args.rollout_batch_size,
+            fetched_at_once=max(args.over_sampling_batch_size or 0, args.rollout_batch_size),
+            timeout=args.phase_timeout,
+            deterministic=args.deterministic,
+            partial_rollout=args.partial_rollout,
+            masks_earlier_rollouts=args.mask_offpolicy_in_partial_rollout,
+            dynamic_filter_path=args.dynamic_sampling_filter_path,
+            sample_filter_path=args.rollout_sample_filter_path,
+            all_samples_path=args.rollout_all_samples_process_path,
+            reward_key=args.reward_key,
+        )
+
+
+def seeded(
+    seed: int, params: SamplingParams, sample: Sample, position: int, purpose: str = "sampling"
+) -> SamplingParams:
+    """Return a copy of ``params`` with the seed of this sample's next request.
+
+    The seed depends on the run seed, the purpose, the prompt, the position, and the number of earlier engine calls of
+    the sample. It does not depend on time, on the engine, or on the order of requests.
+
+    Args:
+        seed: The seed of the run (``--rollout-seed``).
+        position: The position of the sample in its group.
+        purpose: What the sample is for, such as ``sampling`` or an evaluation data set.
+    """
+    prompt = sample.group_index if sample.group_index is not None else sample.index
+    if prompt is None:  # the data source assigns no indices: without a seed is better than one seed for all prompts
+        return {**params}
+    turn = len(sample.weight_versions)
+    return {**params, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}
+
 
 Observer = Callable[[str, Group, dict[str, Any]], None]
 """Called on the event loop as ``observer(event, group, facts)``. The events of a group, in their order:
@@ -40,14 +153,12 @@ Observer = Callable[[str, Group, dict[str, Any]], None]
 * ``given_back``: it was returned to the data source.
 """
 
-Reference: TypeAlias = "weakref.ref[Args] | Args"
-"""A weak reference, or the object itself if it does not support weak references (a test's SimpleNamespace)."""
-_KEPT_WITHOUT_WEAKREF = 8  # states of strongly referenced args that are kept; older ones are dropped
 _MOST_THREADS = 4096  # a process cannot have many more; further calls of synchronous functions wait in a queue
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """Whether the current task generates for an evaluation. Both go through the same functions, with the same ``args``."""
 _lock = threading.Lock()
-states_by_args: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
+states_by_args: dict[int, tuple[Callable[[], Args | None], GenerateState]] = {}
+"""By the id of ``args``: a function that returns them while they exist, and their state."""
 
 
 class GenerateState:
@@ -83,23 +194,21 @@ class GenerateState:
         with _lock:
             # Args are not hashable, so states are found by id. An id can be reused after its object was deleted, which
             # is why the referenced object is compared as well.
-            held = states_by_args.get(id(args))
-            if held is not None and _target(held[0]) is args:
-                return held[1]
+            known = states_by_args.get(id(args))
+            if known is not None and known[0]() is args:
+                return known[1]
             state = super().__new__(cls)
             try:
                 state._start(args)
             except AttributeError as error:
                 error.add_note("slime.rollout needs the `args` that hooks get, or an object with all its attributes")
                 raise
-            states_by_args[id(args)] = (_reference(args), state)
-            strong = [key for key, (reference, _) in states_by_args.items() if not isinstance(reference, weakref.ref)]
-            for key in strong[:-_KEPT_WITHOUT_WEAKREF]:
-                del states_by_args[key]
+            states_by_args[id(args)] = (state._args, state)
             return state
 
     def _start(self, args: Args) -> None:
         self._args = _reference(args)
+        # Limits of a sequence, which differ between rollouts and evaluations.
         self.served = served_context(args)
         self._contexts = {
             False: context_limit(args, args.rollout_max_context_len),
@@ -148,7 +257,7 @@ class GenerateState:
     @property
     def args(self) -> Args:
         """The arguments of the run, as user functions get them."""
-        args = _target(self._args)
+        args = self._args()
         assert args is not None, "a state is reached only through its args, so the args still exist"
         return args
 
@@ -213,21 +322,17 @@ def concurrency(args: Args) -> int:
     return max(1, args.sglang_server_concurrency * engine_count(args))
 
 
-def _reference(args: Args) -> Reference:
+def _reference(args: Args) -> Callable[[], Args | None]:
+    """Return a function that returns ``args`` as long as they exist. An object without weak references is kept."""
     try:
         return weakref.ref(args, functools.partial(_forget, id(args)))
     except TypeError:  # SimpleNamespace
-        return args
-
-
-def _target(reference: Reference) -> Args | None:
-    return reference() if isinstance(reference, weakref.ref) else reference
+        return lambda: args
 
 
 def _forget(
-    key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = states_by_args
+    key: int, reference: object, states: dict[int, tuple[Callable[[], Args | None], GenerateState]] = states_by_args
 ) -> None:
     # `states` is a default argument because module globals may be gone when this runs at interpreter shutdown.
-    held = states.get(key)  # it may belong to a newer args with the same id
-    if held is not None and held[0] is reference:
-        states.pop(key, None)
+    if key in states and states[key][0] is reference:  # otherwise newer args have the same id
+        del states[key]

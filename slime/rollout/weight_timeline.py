@@ -89,6 +89,7 @@ class Recording:
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         self.path = path
+        # The settings that decide what is generated must be the recorded ones.
         lines = read_lines(path)
         first = next(lines, {})
         if "settings" not in first:
@@ -97,6 +98,7 @@ class Recording:
         wrong = [f"{name}: {then[name]} -> {value}" for name, value in settings.items() if then.get(name) != value]
         if wrong:
             raise ScheduleError(f"--replay-schedule {path} was recorded with other settings: {'; '.join(wrong)}")
+        # One pass over the file; later lines of a resumed run replace earlier ones.
         self.requests: dict[tuple[int, int], Recorded] = {}
         group_of: dict[int, list[tuple[int, int]]] = {}
         started: dict[int, int] = {}  # by group: the step of the weights with which it started last

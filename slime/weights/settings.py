@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import read_config
-from slime.config.inline import inline_engine
+from slime.config.cluster import inline_engine
+from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_adapter
 from slime.engines.launch import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -172,7 +172,7 @@ class WeightSyncSettings:
 
 
 def _is_untied(model: str) -> bool:
-    config = read_config(model) or {}
+    config = model_config(model)
     return bool(config.get("tie_word_embeddings")) and bool(set(config.get("architectures") or ()) & set(UNTIED))
 
 

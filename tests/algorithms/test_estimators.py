@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.algorithm import EstimatorSettings
-from slime.algorithms.baselines import centred, standardized
-from slime.algorithms.dapo import overlong_penalty
+from slime.algorithms.baselines import centred, overlong_penalty, standardized
 from slime.algorithms.gae import get_advantages_and_returns_batch
-from slime.algorithms.reduce import Identity
-from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns
-from slime.algorithms.rloo import leave_one_out
-from slime.algorithms.sequences import scan_from_end
-from slime.algorithms.whitening import normalize_advantages
+from slime.algorithms.grpo import leave_one_out
+from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns, normalize_advantages
+from slime.algorithms.sequences import Identity, scan_from_end
 from slime.backends import advantages
 from slime.backends.advantages import AdvantageSettings
 from slime.config.algorithm import algorithm_class

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slime.algorithms.mis import MisConfig, compute_mis_weights, mean_weight
 from slime.algorithms.off_policy import icepop_function, vanilla_tis_function
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 
 quick = settings(deadline=None, max_examples=60)
 

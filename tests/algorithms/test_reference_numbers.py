@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, get_args
 
-from slime.algorithms import baselines, dapo, distillation, mis, rloo, sft, value_loss, whitening
-from slime.algorithms.kl import KL_TYPES
+from slime.algorithms import baselines, grpo, losses, mis, reinforce_plus_plus
+from slime.algorithms.losses import KL_TYPES
 from slime.backends.loss import LOSSES
 from slime.backends.megatron_utils import loss as corrections
 from slime.utils import ppo_utils
@@ -27,13 +27,13 @@ FUNCTIONS: dict[str, Any] = {
     for function in (
         baselines.centred,
         baselines.standardized,
-        rloo.leave_one_out,
-        dapo.overlong_penalty,
-        distillation.reverse_kl,
-        distillation.distilled_advantages,
-        sft.compute_sft_loss,
-        value_loss.compute_value_loss,
-        whitening.normalize_advantages,
+        grpo.leave_one_out,
+        baselines.overlong_penalty,
+        losses.reverse_kl,
+        losses.distilled_advantages,
+        losses.compute_sft_loss,
+        losses.compute_value_loss,
+        reinforce_plus_plus.normalize_advantages,
     )
 }
 

@@ -16,9 +16,9 @@ from make_args import make_args
 from slime.api.functions import UnknownParameters, adapt, forget, pack, ship
 from slime.config.hooks import is_async, load_function
 from slime.data.sample import Sample
+from slime.rollout.base_types import supported_kwargs
 from slime.rollout.custom_generate import takes_list
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
-from slime.rollout.hooks import supported_kwargs
 from slime.rollout.rm_hub.custom import call_bounded
 
 REWARD, GENERATE, FILTER = "custom_rm_path", "custom_generate_function_path", "dynamic_sampling_filter_path"

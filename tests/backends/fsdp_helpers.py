@@ -18,7 +18,7 @@ from transformers import (
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.config.args import Args
 from slime.data.fields import RankBatch
-from slime.plugins.tools.verify.batch import RandomSample, make_batch, make_samples
+from slime.plugins.tools.verify.reference import RandomSample, make_batch, make_samples
 from slime.plugins.tools.verify.small import VOCAB
 
 __all__ = ["VOCAB", "make_batch", "make_samples"]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import LossSettings, compute_loss, is_max_metric
-from slime.backends.token_batch import TokenBatch
+from slime.backends.loss_inputs import TokenBatch
 from slime.config.args import Args
 from tests.every_algorithm import ALGORITHMS
 

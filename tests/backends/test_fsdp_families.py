@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from test_engine_families import saved
 
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.fsdp.hf_weights import iter_hf_weights
+from slime.backends.fsdp.hf_weights import ModelFormat, iter_hf_weights, load_full_model, loading_dtype
 from slime.backends.fsdp.model import check_device
-from slime.backends.fsdp.reading import ModelFormat, load_full_model, loading_dtype
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 from slime.models.scorer import PolicyScorer
@@ -135,6 +134,6 @@ def test_a_checkpoint_that_was_read_before_is_not_read_again(tmp_path: Path, mon
     args = make_args(save_tiny("Qwen3-MoE", tmp_path))
     expected = dict(make_backend(args).named_weights())
     read = FsdpBackend.read_ahead(args)
-    monkeypatch.delattr("slime.backends.fsdp.reading.load_hf_model")
+    monkeypatch.delattr("slime.backends.fsdp.hf_weights.load_hf_model")
     given = dict(FsdpBackend(args, "actor", 0, 1, torch.device("cpu"), read).named_weights())
     assert given.keys() == expected.keys() and all(torch.equal(given[name], expected[name]) for name in given)

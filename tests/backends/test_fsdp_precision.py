@@ -11,9 +11,9 @@ import torch
 from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
 from torch import nn
 
-from slime.backends.fsdp import small_adam
-from slime.backends.fsdp.float8 import use_float8
-from slime.backends.fsdp.offload_activations import checkpoint_offloaded
+from slime.backends.fsdp.low_precision import use_float8
+from slime.backends.fsdp.model import checkpoint_offloaded
+from slime.backends.fsdp.optimizer import first_state, plain_tensors
 from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
@@ -115,7 +115,7 @@ def test_moments_are_zero_after_a_reset(llama: Path, torchao: None) -> None:
 )  # fmt: skip
 def test_blocks_divide_the_rows_of_matrices(shape: tuple[int, ...], block: int | None, torchao: None) -> None:
     parameter = nn.Parameter(torch.zeros(shape))
-    tensors = small_adam.plain_tensors(parameter, small_adam.first_state(parameter, True))
+    tensors = plain_tensors(parameter, first_state(parameter, True))
     if block is None:
         assert tensors["exp_avg"].dtype == torch.float32
     else:

@@ -16,7 +16,7 @@ from torch import nn
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.fsdp.hf_weights import iter_hf_weights
-from slime.backends.fsdp.quantized_base import quantize_base, quantized_layers
+from slime.backends.fsdp.low_precision import quantize_base, quantized_layers
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import ModelError
 from slime.models.lora import merged

@@ -21,11 +21,11 @@ from fsdp_helpers import (
 )
 from transformers import AutoModelForCausalLM
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
+from slime.backends.loss_inputs import TokenBatch
 from slime.backends.shared import NonFiniteError
-from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.models.loading import decoder_layers
 

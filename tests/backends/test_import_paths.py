@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from slime.backends import loss
-from slime.backends.loss_settings import LossSettings
+from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_responses, policy_loss_function
-from slime.backends.token_batch import TokenBatch
 from tests.make_args import make_args
 
 VOCAB = 11

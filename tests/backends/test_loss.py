@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.reduce import Identity
+from slime.algorithms.sequences import Identity
 from slime.backends import advantages, loss
 from slime.backends.advantages import AdvantageSettings
 from slime.backends.loss import LossSettings, divide_by_weights, is_max_metric, rescale_diagnostics
-from slime.backends.token_batch import TokenBatch
+from slime.backends.loss_inputs import TokenBatch
 from slime.config.args import FLAGS, Args
 from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args as resolved_args

@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import async_simulation as benchmark
+from async_simulation import MODES, Tail, gains
 
 from slime.plugins.tools.plan import simulation
 from slime.plugins.tools.plan.simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
-from slime.plugins.tools.plan.simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
+from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, simulate
 
-SMALL = Setting(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
+SMALL = Tail(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
 
 
 @pytest.mark.parametrize("mode", [SYNCHRONOUS, *MODES], ids=lambda mode: mode.name)
 def test_what_is_asked_is_trained_in_that_order_so_slow_prompts_do_not_starve(mode: Mode) -> None:
-    run = simulate(SMALL, mode, 2e-4).run
+    run = simulate(SMALL, mode, 2e-4)
     for first in (SMALL.batch * SMALL.samples, len(run.trained) // 2, len(run.trained)):
         trained = fmean(run.lengths[index] for index in run.trained[:first])
         asked = fmean(run.lengths[index] for index in run.asked[:first])
@@ -44,7 +45,7 @@ def test_taking_what_is_finished_first_would_starve_the_slow_ones(monkeypatch: p
 
     open_pool = simulation.open_pool
     monkeypatch.setattr(simulation, "open_pool", quickest_first)
-    run = simulate(SMALL, Mode("fully asynchronous"), 2e-4).run
+    run = simulate(SMALL, Mode("fully asynchronous"), 2e-4)
     half = len(run.trained) // 2
     trained = fmean(run.lengths[index] for index in run.trained[:half])
     assert trained < 0.98 * fmean(run.lengths[index] for index in run.asked[:half])
@@ -52,7 +53,7 @@ def test_taking_what_is_finished_first_would_starve_the_slow_ones(monkeypatch: p
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_with_a_filter_every_group_is_trained_or_dropped(mode: Mode) -> None:
-    run = simulate(Setting(**{**vars(SMALL), "drop_share": 0.4}), mode, 2e-4).run
+    run = simulate(Tail(**{**vars(SMALL), "drop_share": 0.4}), mode, 2e-4)
     assert len(run.trained) == SMALL.steps * SMALL.batch * SMALL.samples
     assert run.trained == sorted(run.trained), "in the order of admission"
     groups = {index // SMALL.samples for index in run.trained}
@@ -85,8 +86,8 @@ def test_no_trained_token_is_older_than_the_bound(
     train_seconds: float,
 ) -> None:
     staleness = None if spare is None else interval - 1 + spare
-    setting = Setting(2, 8, batch, 2, 10, 64, sigma, drop_share=drop_share, seed=seed)
-    run = simulate(setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds).run
+    setting = Tail(2, 8, batch, 2, 10, median=64, sigma=sigma, drop_share=drop_share, seed=seed)
+    run = simulate(setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds)
     assert max(run.staleness) <= simulation.Admission(batch, buffer, interval, staleness).bound
     assert run.trained == sorted(run.trained)
     assert len(run.trained) == 10 * batch * 2
@@ -95,8 +96,8 @@ def test_no_trained_token_is_older_than_the_bound(
 @pytest.mark.slow
 def test_modes_gain_in_their_order_and_a_seed_repeats_itself() -> None:
     modes = (MODES[0], *MODES[2:4])
-    rows = simulation.gains(SMALL, modes)
-    assert rows == simulation.gains(SMALL, modes)
+    rows = gains(SMALL, modes)
+    assert rows == gains(SMALL, modes)
     over = {name: row["over_synchronous"] for name, row in rows.items()}
     assert 1 > over["one-step"] > over["buffered"] > over["fully asynchronous"] > 1 / 3
     assert rows["one-step"]["staleness_max"] == 1

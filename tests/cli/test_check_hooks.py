@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slime.cli.errors import CommandError
-from slime.cli.main import main
+from slime.cli.main import build_parser, main
 from slime.config.hooks import load_function
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.check import check_hooks
@@ -45,7 +45,8 @@ def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         hooks.load_file.cache_clear()
         lines: list[str] = []
         common = ["--hf-checkpoint", str(smollm2), "--prompt-data", "data.jsonl", "--train-backend", "fsdp"]
-        status = check_hooks([*common, *flags], lines.append)
+        options, rest = build_parser().parse_known_args(["check-hooks", *common, *flags])
+        status = check_hooks(rest, lines.append, options.check_timeout, options.check_tool_answer)
         return status, "\n".join(lines)
 
     return run
@@ -266,10 +267,6 @@ async def replaced(args, sample, sampling_params):
     sample = await tool_turn(args, sample, sampling_params)
     sample.loss_mask = None
     return sample
-async def left_out(args, sample, sampling_params):
-    sample = await tool_turn(args, sample, sampling_params)
-    sample.loss_mask[0] = 0
-    return sample
 async def nothing(args, sample, sampling_params):
     await ask(args, sample, sampling_params)
 async def response_only(args, sample, sampling_params):
@@ -437,8 +434,7 @@ def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
         ),
         ("--custom-generate-function-path", "mask", 1, "has 2 entries in loss_mask, but response_length is"),
         ("--custom-generate-function-path", "tool_turn", 0, ": 4 samples, 7 to 7 tokens"),
-        ("--custom-generate-function-path", "replaced", 1, "3 of the 3 tokens that it appended with trainable=False"),
-        ("--custom-generate-function-path", "left_out", 0, "1 tokens that were appended as trainable have loss_mask 0"),
+        ("--custom-generate-function-path", "replaced", 1, "3 tokens that no engine sampled would be trained"),
         ("--custom-generate-function-path", "nothing", 1, "returned NoneType, not a Sample or a list of them"),
         ("--custom-generate-function-path", "response_only", 1, "it must be prompt tokens + response tokens"),
         ("--custom-generate-function-path", "blocks", 1, "it blocks the event loop for"),
@@ -471,7 +467,7 @@ PARTIAL = ("--partial-rollout",)
         ("looks_first", (), 0, "a prompt that is too long"),
         ("made_up", (), 1, "for a prompt that the engine refused as too long, it returns 1 tokens to train on"),
         ("careless", (), 1, "it raised KeyError: 'text'"),
-        ("mask_lost", (), 1, "3 of the 3 tokens that it appended with trainable=False"),
+        ("mask_lost", (), 1, "3 tokens that no engine sampled would be trained"),
         ("no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
@@ -583,8 +579,9 @@ def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
         main(["summary", "x", "--no-such-flag"])
     assert stopped.value.code == 2
     for words in (["--check-timeout"], ["--check-timeout=nan"], ["--check-timeout", "0"], ["--check-timeout", "soon"]):
-        assert main(["check-hooks", *words]) == 1
-        assert "--check-timeout" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as stopped:
+            main(["check-hooks", *words])
+        assert stopped.value.code == 2 and "--check-timeout" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_no_blocked_event_loop() -> None:

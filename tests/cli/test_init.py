@@ -16,7 +16,7 @@ from slime.cli.errors import CommandError
 from slime.cli.main import main
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
-from slime.plugins.tools.commands.init import STARTERS, TASKS, init
+from slime.plugins.tools.commands.make_data import STARTERS, TASKS, init
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -12,9 +12,8 @@ import pytest
 
 from slime.cli.main import main
 from slime.plugins.tools.commands import replay as replay_command
-from slime.plugins.tools.commands import verify as verify_command
-from slime.plugins.tools.commands.replay import ReplayOptions
 from slime.plugins.tools.replay import recorded, step
+from slime.plugins.tools.replay.step import Wanted
 from slime.plugins.tools.verify import run as verify_run
 from slime.plugins.tools.verify.check import Check
 from slime.plugins.tools.verify.run import Verified
@@ -28,7 +27,7 @@ def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, 
         asked.append((target, as_json))
         return 0
 
-    monkeypatch.setattr(verify_command, "verify_model", verify_model)
+    monkeypatch.setattr(replay_command, "verify_model", verify_model)
     assert main(["verify", "models/mine", *words]) == 0
     return asked[0]
 
@@ -69,7 +68,7 @@ def test_json_of_an_infinite_difference(monkeypatch: pytest.MonkeyPatch, capsys:
     result = Verified(SmallModel(Path("small"), 2, "2 layers"), 1, checks)
     monkeypatch.setattr(verify_run, "verify", lambda target: result)
     target: Any = None
-    assert verify_command.verify_model(target, as_json=True) == 1
+    assert replay_command.verify_model(target, as_json=True) == 1
     printed = capsys.readouterr().out
     facts = json.loads(printed, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert [check["largest"] for check in facts["checks"]] == [None, 0.5]
@@ -85,10 +84,10 @@ def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, ReplayOptions]] = []
+    asked: list[tuple[object, ...]] = []
 
-    def replay(folder: Path, options: ReplayOptions) -> int:
-        asked.append((folder, options))
+    def replay(*words: object) -> int:
+        asked.append(words)
         return 1
 
     monkeypatch.setattr(replay_command, "replay", replay)
@@ -96,10 +95,9 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
     words = ["--step", "4", "--through", "--sample", "7", "--tensors", "t", "--tolerance", "0.5", "--json"]
     words += ["--run-its-code"]
     assert main(["replay", "outputs/mine", *words]) == 1
-    flags = ["--context-parallel-size", "2"]
     assert asked == [
-        (Path("outputs/mine"), ReplayOptions(3, False, None, None, None, False, flags)),
-        (Path("outputs/mine"), ReplayOptions(4, True, 7, Path("t"), 0.5, True, [], True)),
+        (Path("outputs/mine"), Wanted(3), ["--context-parallel-size", "2"], False, False),
+        (Path("outputs/mine"), Wanted(4, True, 7, Path("t").absolute(), 0.5), [], True, True),
     ]
 
 

@@ -10,24 +10,29 @@ import pytest
 from config_parts import Workplace
 from make_args import make_args, rule_problems
 
-from slime.config import precision, trainer
+from slime.config import rules, trainer
 from slime.config.lora import (
     ADAPTER_NAME,
     check_lora,
     engine_adapter,
     megatron_problems,
     sglang_adapter,
-    sglang_problem,
     sglang_targets,
 )
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
-from slime.rollout.settings import RequestSettings
+from slime.rollout.state import RequestSettings
 from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
 GPU = Machine(gpus=1, cores=8, in_cluster=False)
 INT8 = "--lora-rank 8 --lora-base-quantization int8 "
+
+
+@pytest.fixture(autouse=True)
+def every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao is an extra, which the tests of flags do not need."""
+    monkeypatch.setattr(rules, "installed", lambda name: True)
 
 
 def test_defaults(workplace: Workplace) -> None:
@@ -41,11 +46,11 @@ def test_defaults(workplace: Workplace) -> None:
 
 
 def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
+    monkeypatch.setattr(rules, "installed", lambda name: name != "torchao")
     monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
-    (problem,) = precision.check_torchao(args)
-    assert "--lora-base-quantization: torchao" in problem
+    (problem,) = rule_problems(args)
+    assert "--lora-base-quantization nf4 needs the package torchao" in problem
     for form, compiled in (("nf4", False), (None, True)):
         args.lora_base_quantization, args.compile_layers = form, None
         trainer.derive_model(args, GPU)
@@ -95,9 +100,12 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list q_proj exclude"),
         (
             "--lora-rank 8 --lora-sync adapter --update-weight-transport disk --update-weight-disk-dir /tmp/x",
-            "--update-weight-transport disk writes whole models",
+            "these engines get whole models",
         ),
-        ("--lora-rank 8 --lora-sync adapter --rollout-external-engine-addrs 127.0.0.1:1", "need merged weights"),
+        (
+            "--lora-rank 8 --lora-sync adapter --rollout-external-engine-addrs 127.0.0.1:1",
+            "these engines get whole models",
+        ),
         ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --ref-load {other}", "the same base"),
         ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --load {other}", "--ref-load {other}"),
     ],
@@ -178,36 +186,30 @@ def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "config", "said"),
     [
-        ({}, None),
-        ({"update_weight_pause_mode": "abort"}, None),
-        ({"update_weight_pause_mode": "retract"}, "use abort"),
-        ({"update_weight_pause_mode": "in_place"}, "use abort"),
-        ({"update_weight_mode": "delta"}, "delta sends"),
-        ({"sglang": {"dp_size": 2}}, "--sglang-dp-size above 1"),
-        ({"lora_target_modules": ["q_proj", "gate"]}, "on gate"),
+        ({}, {"model_type": "qwen3"}, None),
+        ({"update_weight_pause_mode": "abort"}, {}, None),
+        ({"update_weight_pause_mode": "retract"}, {}, "use abort"),
+        ({"update_weight_pause_mode": "in_place"}, {}, "use abort"),
+        ({"update_weight_mode": "delta"}, {}, "--update-weight-mode delta"),
+        ({"sglang": {"dp_size": 2}}, {}, "--sglang-dp-size 2"),
+        ({"lora_target_modules": ["q_proj", "gate"]}, {}, "on gate"),
+        ({"lora_target_modules": ["experts"]}, {}, "merged weights of routed experts"),
+        ({}, {"num_experts": 8}, "routed experts"),
+        ({}, {"n_routed_experts": 8}, "routed experts"),
+        ({}, {"kv_lora_rank": 8}, "latent attention"),
+        ({}, {"layer_types": ["linear_attention"]}, "delta nets"),
+        ({}, {"model_type": "phi3"}, "fused projections"),
     ],
 )
-def test_flags_with_which_sglang_loads_no_adapter(flags: dict[str, Any], said: str | None) -> None:
-    problems = check_lora(make_args(**(SGLANG | flags)))
-    assert said is None if not problems else said is not None and any(said in problem for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"model_type": "qwen3"}, None),
-        ({"num_experts": 8}, "routed experts"),
-        ({"n_routed_experts": 8}, "routed experts"),
-        ({"kv_lora_rank": 8}, "latent attention"),
-        ({"layer_types": ["linear_attention"]}, "delta nets"),
-        ({"model_type": "phi3"}, "phi3"),
-    ],
-)
-def test_models_whose_adapters_sglang_does_not_load(config: dict[str, Any], said: str | None) -> None:
-    problem = sglang_problem(config, ["all-linear"])
-    assert problem is None if said is None else said in str(problem)
+def test_flags_and_models_with_which_sglang_loads_no_adapter(
+    flags: dict[str, Any], config: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = make_args(**(SGLANG | flags), hf_checkpoint=str(tmp_path))
+    problems = [problem for problem in [*check_lora(args), *rule_problems(args)] if "--lora-sync" in problem]
+    assert bool(problems) is (said is not None) and all(str(said) in problem for problem in problems)
 
 
 def test_the_file_from_which_sglang_computes_the_same_factor() -> None:

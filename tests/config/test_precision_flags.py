@@ -9,7 +9,7 @@ import pytest
 from config_parts import Workplace
 from make_args import make_args, rule_problems
 
-from slime.config import precision
+from slime.config import rules, trainer
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.engines.launch import EngineSettings, EngineSpec, fp8_format
@@ -20,6 +20,12 @@ from slime.weights.settings import WeightSyncSettings
 GPU = Machine(gpus=1, cores=8, in_cluster=False)
 CPU = Machine(gpus=0, cores=2, in_cluster=False)
 FP8 = "--rollout-quantization fp8 "
+
+
+@pytest.fixture(autouse=True)
+def every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao is an extra, which the tests of flags do not need."""
+    monkeypatch.setattr(rules, "installed", lambda name: True)
 
 
 def test_defaults(workplace: Workplace) -> None:
@@ -89,15 +95,15 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
     args = make_args(machine=GPU, hf_checkpoint=str(tmp_path), **flags)
-    (problem,) = precision.check_quantized_model(args)
+    (problem,) = trainer.check_quantized_model(args)
     assert "DeepseekV3ForCausalLM" in problem
     (problem,) = rule_problems(args)
     assert "--rollout-backend embedded" in problem and not rule_problems(args, machine=GPU)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    (problem,) = precision.check_quantized_model(args)
+    (problem,) = trainer.check_quantized_model(args)
     assert "LlamaForCausalLM" in problem
     embedded = args.with_values(rollout_backend="embedded")
-    assert not precision.check_quantized_model(embedded)
+    assert not trainer.check_quantized_model(embedded)
 
 
 def test_shards_over_all_ranks_are_no_replicas() -> None:
@@ -109,11 +115,11 @@ def test_shards_over_all_ranks_are_no_replicas() -> None:
 
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(machine=GPU, train_backend="fsdp", optimizer_8bit=True)
-    monkeypatch.setattr(precision, "installed", lambda name: name != "torchao")
-    (problem,) = precision.check_torchao(args)
-    assert "--optimizer-8bit: torchao" in problem
-    monkeypatch.setattr(precision, "installed", lambda name: True)
-    assert not precision.check_torchao(args), "it runs on a CPU, only not compiled"
+    monkeypatch.setattr(rules, "installed", lambda name: name != "torchao")
+    (problem,) = rule_problems(args)
+    assert "--optimizer-8bit needs the package torchao" in problem
+    monkeypatch.setattr(rules, "installed", lambda name: True)
+    assert not rule_problems(args), "it runs on a CPU, only not compiled"
 
 
 def test_sglang_is_told_of_the_quantization() -> None:

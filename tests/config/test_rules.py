@@ -8,11 +8,8 @@ import pytest
 from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
-from slime.config.facts import FACTS, Run
-from slime.config.idle_flags import IDLE, NOTICES
 from slime.config.machine import Machine
-from slime.config.rule import Rule, holding, look_up
-from slime.config.rules import RULES
+from slime.config.rules import FACTS, IDLE, NOTICES, RULES, Rule, Run, holding, look_up
 
 ROWS = [*RULES, *NOTICES, *IDLE]
 ALL = [
@@ -43,8 +40,8 @@ class Setup:
             self.patch.setitem(FACTS, part, lambda run: holds)
             return
         option, _, wanted = part.partition(" ")
-        _, flag, family, sets = look_up(option, self.args)
-        values = getattr(self.args, family) if family else vars(self.args)
+        _, known = look_up(option, self.args)
+        flag, values, sets = known.flag, known.values(self.args), known.sets
         self.args.explicit |= {flag.name}
         if flag.is_bool:
             values[flag.name] = sets is holds
@@ -61,7 +58,7 @@ class Setup:
             return "other" if holds else wanted
         number = 4.0
         if wanted.startswith("--"):
-            _, flag, _, _ = look_up(wanted, self.args)
+            _, (flag, _, _) = look_up(wanted, self.args)
             setattr(self.args, flag.name, number)
         else:
             number = float(wanted)

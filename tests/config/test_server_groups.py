@@ -11,9 +11,8 @@ from make_args import make_args, rule_problems
 
 from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
-from slime.config.facts import Run
-from slime.config.idle_flags import idle_flags
 from slime.config.machine import Machine
+from slime.config.rules import Run, idle_flags
 from slime.engines.launch import plan_engines
 from slime.rollout.state import concurrency
 
@@ -72,25 +71,25 @@ def test_one_model_without_a_file() -> None:
     ("text", "says"),
     [
         ("other: 1", "'sglang'"),
-        ("sglang: [{name: a}]", r"'a'.*server_groups"),
-        ("sglang: [{server_groups: [{num_gpus: 1}]}]", "model 1"),
-        ("sglang: [{name: a, server_grups: []}]", "'server_groups'"),
-        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "'num_gpus'"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "'a', group 1: num_gpus"),
+        ("sglang: [{name: a}]", r"sglang\[0\]: .* is not valid"),
+        ("sglang: [{server_groups: [{num_gpus: 1}]}]", "'name' is a required property"),
+        ("sglang: [{name: a, server_grups: []}]", "'server_grups' was unexpected"),
+        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "'num_gpus' is a required"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", r"server_groups\[0\]\.num_gpus: 0 is less than"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "not a multiple"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "regular, prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "'regular', 'prefill'"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]",
-            "encoder servers",
+            "'encoder' is not one of",
         ),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "only regular"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "only placeholders"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names to values"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "object"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]",
             "api_key",
         ),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context_length"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context-length"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
             "name 'a'",

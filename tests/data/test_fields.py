@@ -13,7 +13,7 @@ import pytest
 import torch
 from make_args import make_args
 
-from slime.backends.token_batch import PER_TOKEN, TokenBatch
+from slime.backends.loss_inputs import PER_TOKEN, TokenBatch
 from slime.data import fields
 from slime.data.convert import samples_to_train_data
 from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch, on_hook_names

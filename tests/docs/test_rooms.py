@@ -77,16 +77,16 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "a value of --rollout-function-path with other checks",
     ("slime.config.agent", "slime.plugins.agents.rollout"): "--custom-generate-function-path, where an agent is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.source",
     ): "--data-source-path, where --environment is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
-    ("slime.config.environment", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
+    ("slime.config.agent", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
     (
-        "slime.config.environment",
+        "slime.config.agent",
         "slime.plugins.agents.environments.verifiers",
     ): "--agent-function-path, for tasks of verifiers",
     (
@@ -95,7 +95,13 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "--rollout-function-path, with --load-forge-rollout-data",
     ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
     ("slime.engines.embedded.server", "slime.plugins.embedded.server"): "the documented command",
+    ("slime.backends.megatron_utils.loss", "slime.plugins.compat.custom_losses"): "a documented import path",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
+    ("slime.rollout.rm_hub.gpqa", "slime.plugins.rewards.gpqa"): "a documented import path",
+    ("slime.rollout.rm_hub.sglang_scorer", "slime.plugins.rewards.sglang_scorer"): "a documented import path",
+    ("slime.rollout.rm_hub.math_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
+    ("slime.rollout.rm_hub.math_dapo_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
+    ("slime.rollout.rm_hub.deepscaler", "slime.plugins.compat.reward_helpers"): "a documented import path",
     ("slime.plugins.agents.environments.base", "slime.environments.base"): "the name that a message tells users",
     (
         "slime.engines.sglang_api",

@@ -108,7 +108,7 @@ def test_the_ranks_of_a_server_meet_at_a_reserved_port() -> None:
 
 
 def test_a_stopped_server_releases_its_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slime.config.process_environment.sys", SimpleNamespace(executable="true"))
+    monkeypatch.setattr("slime.config.process.sys", SimpleNamespace(executable="true"))
     before = dict(process._marks)
     for node, number in (((0, 1, None), 1), ((1, 2, "10.0.0.1:21000"), 0)):
         engine = launch.start_engine(sglang_settings(sglang={"device": "cuda"}), SPEC, node=node)

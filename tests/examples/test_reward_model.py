@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from example_scripts import load_example
 
-from slime.rollout.rm_hub.model_rm import check_class, is_model_class
+from slime.rollout.rm_hub.custom import check_class, is_model_class
 
 meaning = load_example("reward_model/meaning.py")
 

@@ -11,7 +11,7 @@ from example_scripts import CHECKOUT, EXAMPLES, LAPTOP, dry_run, load_example, p
 
 from slime.data.sample import Sample
 from slime.plugins.tools.commands.make_data import make_products
-from slime.rollout.rm_hub.last_number import last_number_reward
+from slime.rollout.rm_hub.simple import last_number_reward
 
 transcripts = load_example("sft_then_rl/transcripts.py")
 

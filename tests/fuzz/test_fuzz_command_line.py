@@ -15,7 +15,7 @@ from slime.config.parser import check_args
 from slime.data.validate import check_data
 from slime.engines.launch import plan_engines
 from slime.rollout.rm_hub import check_label
-from slime.rollout.rm_hub.checks import check_rewards
+from slime.rollout.rm_hub.dispatch import check_rewards
 
 CHUNKS = 20
 OPTIONS = [flag.option for flag in FLAGS.values()]

@@ -16,7 +16,7 @@ from slime.plugins.rewards.code import program_of
 from slime.plugins.rewards.code_tests import BadTests, read_tests, same_output
 from slime.rollout.metrics import sample_metrics
 from slime.rollout.rm_hub import async_rm, check_label
-from slime.rollout.rm_hub.checks import check_rewards
+from slime.rollout.rm_hub.dispatch import check_rewards
 
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HUMAN_EVAL = {

@@ -13,7 +13,7 @@ import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
 from slime.config.hf_config import context_length, rotary_limit
-from slime.config.rollout import context_limit, context_notice, rotary_problem, served_context
+from slime.config.rollout import check_rotary, context_limit, context_notice, served_context
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
 from slime.rollout.multi_turn import Conversation
@@ -56,13 +56,13 @@ def test_samples_that_would_change_the_rotary_frequencies_of_others(checkpoint: 
     config = {"model_type": "phi3", "max_position_embeddings": 48, "original_max_position_embeddings": 20}
     (checkpoint / "config.json").write_text(json.dumps({**config, "rope_scaling": long}))
     assert served_context(arguments(checkpoint, rollout_backend="embedded")) == 20
-    assert rotary_problem(arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40)) is None
-    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=5)) is None
-    assert rotary_problem(arguments(checkpoint, rollout_max_context_len=20, rollout_max_prompt_len=None)) is None
-    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=None)) is not None
-    assert rotary_problem(arguments(checkpoint, rollout_max_response_len=40, loss_type="sft_loss")) is None
-    problem = rotary_problem(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=6))
-    assert problem is not None and problem.endswith("use --rollout-max-context-len 20")
+    assert check_rotary(arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40)) == []
+    assert check_rotary(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=5)) == []
+    assert check_rotary(arguments(checkpoint, rollout_max_context_len=20, rollout_max_prompt_len=None)) == []
+    assert check_rotary(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=None)) != []
+    assert check_rotary(arguments(checkpoint, rollout_max_response_len=40, loss_type="sft_loss")) == []
+    (problem,) = check_rotary(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=6))
+    assert problem.endswith("use --rollout-max-context-len 20")
 
     in_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 30}
     assert rotary_limit({"rope_parameters": in_parameters, "max_position_embeddings": 48}) == 30

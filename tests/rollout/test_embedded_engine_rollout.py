@@ -8,7 +8,7 @@ from rollout_parts import Prompts, arguments, source_of
 
 from slime.data.sample import Sample, flatten
 from slime.rollout.abort import worker_urls
-from slime.rollout.complete import NotCompleted, complete
+from slime.rollout.evaluate import NotCompleted, complete
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
 

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import logging
 import os
+import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +17,7 @@ from rollout_parts import Prompts, SmallEngine, arguments, source_of
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.observability import best_effort
-from slime.rollout import custom_generate, sglang_streaming_rollout
+from slime.rollout import custom_generate
 from slime.rollout.group import continuable
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.sglang_rollout import (
@@ -307,13 +308,14 @@ async def test_a_streamed_response_that_ended_before_the_abort_is_kept(tokenizer
         partial_rollout=True,
         custom_generate_function_path="slime.rollout.sglang_streaming_rollout.generate_streaming",
     )
-    state, append = GenerateState(args), sglang_streaming_rollout.append_output
+    module = sys.modules[generate.__module__]  # not the function of the same name
+    state, append = GenerateState(args), module.append_output
 
     def append_and_abort(*given):
         append(*given)
         state.aborted = True
 
-    monkeypatch.setattr(sglang_streaming_rollout, "append_output", append_and_abort)
+    monkeypatch.setattr(module, "append_output", append_and_abort)
     sample = Sample(prompt="p", index=0, group_index=0)
     async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 6) as engine:
         await generate_and_rm(engine.serve(args), sample, {**state.sampling_params, "sampling_seed": 1})

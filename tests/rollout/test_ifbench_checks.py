@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.plugins.rewards.ifbench_checks import CHECKERS, follows, instructions_problem
-from slime.plugins.rewards.ifbench_checks.registry import NEEDS
-from slime.plugins.rewards.ifbench_checks.text import enclosed, sentences, tokens, words
+from slime.plugins.rewards.ifbench_checks.registry import NEEDS, enclosed, sentences, tokens, words
 
 PALINDROMES = "level radar civic kayak madam refer rotor tenet solos"
 FIVE_KEYWORDS = {f"keyword{n}": word for n, word in enumerate(["ant", "bee", "cow", "dog", "elk"], start=1)}

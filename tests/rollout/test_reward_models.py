@@ -8,8 +8,8 @@ from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.data.sample import Sample, flatten
+from slime.plugins.rewards.sglang_scorer import JUDGE, score, score_group
 from slime.rollout.rm_hub import batched_async_rm
-from slime.rollout.rm_hub.sglang_scorer import JUDGE, score, score_group
 from slime.rollout.sglang_rollout import generate_rollout_async
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]

@@ -18,6 +18,8 @@ from needs import of_all
 from slime import registry
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
+from slime.plugins.rewards.gpqa import extract_letter
+from slime.plugins.rewards.sglang_scorer import judge_text
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import (
     async_rm,
@@ -27,12 +29,10 @@ from slime.rollout.rm_hub import (
     math_utils,
     scores_whole_groups,
 )
-from slime.rollout.rm_hub.dapo import dapo_reward
+from slime.rollout.rm_hub.answers import as_number, last_boxed, last_number, normalize_math
 from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.gpqa import extract_letter
+from slime.rollout.rm_hub.math import dapo_reward
 from slime.rollout.rm_hub.reward import Reward
-from slime.rollout.rm_hub.sglang_scorer import judge_text
-from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
 
 HERE = Path(__file__).parent
 
@@ -568,7 +568,7 @@ class RewardServer:
 
 @pytest.fixture
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.remote_rm.FIRST_PAUSE", 0.001)
 
 
 async def test_remote_rm_posts_and_tries_again(quick_retries):
@@ -580,8 +580,8 @@ async def test_remote_rm_posts_and_tries_again(quick_retries):
 
 
 async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypatch, caplog):
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.FIRST_REPORT", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.remote_rm.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.remote_rm.FIRST_REPORT", 0.001)
     async with RewardServer(failures=40) as server:
         args = arguments("remote_rm", rm_url=server.url)
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
@@ -596,7 +596,7 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
     async with RewardServer(failures=999) as server:
         with pytest.raises(RuntimeError, match=f"{server.url}.*--phase-timeout.*500"):
             await async_rm(arguments("remote_rm", rm_url=server.url, phase_timeout=0.05), Sample())
-        monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
+        monkeypatch.setattr("slime.plugins.rewards.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
         with pytest.raises(RuntimeError, match=r"limit: 0\.01 s"):
             await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
     async with RewardServer(failures=99, status=422) as server:
@@ -608,7 +608,7 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
 
 
 async def test_remote_rm_that_fails_on_one_sample_alone_marks_it(quick_retries, monkeypatch):
-    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.remote_rm.LONGEST_PAUSE", 0.001)
     async with RewardServer() as server:
         server.poison = "c"
         args, bad = arguments("remote_rm", rm_url=server.url), Sample(response="c")
@@ -769,7 +769,7 @@ class CustomRewardModel:
 
 
 def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     file = tmp_path / "custom_rm.py"
     file.write_text(MODEL_CLASS)
@@ -784,7 +784,7 @@ def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path
 
 
 def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     (tmp_path / "rm.py").write_text(MODEL_CLASS)
     config = tmp_path / "eval.yaml"
@@ -795,7 +795,7 @@ def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["ifbench", "boxed_ifbench"])
 def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monkeypatch, name):
-    from slime.rollout.rm_hub.checks import check_rewards
+    from slime.rollout.rm_hub.dispatch import check_rewards
 
     assert check_rewards(arguments(rm_type=name)) == []
     assert check_label(name, None, FOLLOWS_ONE_OF_TWO) is None

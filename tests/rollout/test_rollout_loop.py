@@ -18,8 +18,8 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
 from slime.rollout.group import mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
+from slime.rollout.state import seeded
 
 
 def contents(groups):

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rollout_parts import SmallEngine, arguments, to_id
 
 from slime.data.sample import Sample
+from slime.rollout.ends import cut_at_stop, divided_stop
 from slime.rollout.generate import generate
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import GenerateState
-from slime.rollout.stop_strings import cut_at_stop, divided_stop
 
 WORDS = ["a", "b", "ab", " ", "\u00e9", "\u20ac", "<", "/s>", "</", "s>"]
 

@@ -155,7 +155,7 @@ def test_what_a_change_can_break() -> None:
 
     views = affected_tests(["slime/plugins/tools/ui/views.py"])
     assert "tests/plugins/tools/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
-    kl = affected_tests(["slime/algorithms/kl.py"])
+    kl = affected_tests(["slime/algorithms/losses.py"])
     assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(kl)
     assert "tests/plugins/tools/ui/test_site.py" not in kl
     assert affected_tests(["tests/plugins/tools/ui/test_site.py"]) == ["tests/plugins/tools/ui/test_site.py"]

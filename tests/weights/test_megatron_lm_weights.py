@@ -15,7 +15,7 @@ from megatron_lm_folders import TRACKER, Experts, stacked, their_names, write
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from slime.config.megatron_checkpoint import is_foreign_megatron, megatron_lm_folder, weights_path
+from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder, weights_path
 from slime.models.shards import ModelError
 from slime.plugins.compat.megatron_lm import MegatronLmWeights
 from slime.weights.hf_folder import HfFolder

@@ -17,30 +17,34 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from slime.backends.adapter import lora_settings
 from slime.backends.base import Metrics, ModelTag
-from slime.backends.collectives import DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
-from slime.backends.fsdp.hf_weights import iter_hf_weights, names_with_adapters, save_hf_checkpoint
+from slime.backends.fsdp.hf_weights import (
+    ModelFormat,
+    iter_hf_weights,
+    load_full_model,
+    names_with_adapters,
+    read_checkpoint,
+    save_hf_checkpoint,
+)
 from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.fsdp.reading import DTYPES, ModelFormat, load_full_model, read_checkpoint
+from slime.backends.loss_inputs import Scores
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
+from slime.backends.trainable import lora_settings
 from slime.config.args import Args
-from slime.config.initial_weights import InitialWeights
+from slime.config.checkpoint import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.inputs import ModelInputs
 from slime.models.loading import decoder_layers
-from slime.models.peft_files import factor_names, named_factors
 from slime.models.scorer import PolicyScorer, ValueScorer
-from slime.weights.settings import AdapterSync
 
 
 class FsdpBackend(SharedBackend):
@@ -60,6 +64,7 @@ class FsdpBackend(SharedBackend):
         read: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(args, role, rank, world_size, device)
+        # Groups of ranks: those with other samples, and with context parallelism those with other tokens of them.
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
@@ -72,6 +77,8 @@ class FsdpBackend(SharedBackend):
             mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
             data, self.context_group = mesh.get_group("data"), mesh.get_group("context")
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
+        # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of passes replace its mixed
+        # precision.
         self.scorer, builder = build_scorer(args, role, device, world_size, read)
         self.builder = replace(builder, context_group=self.context_group)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
@@ -83,6 +90,7 @@ class FsdpBackend(SharedBackend):
             keep = not args.fsdp_reshard_after_forward
             away = device if args.fsdp_cpu_offload else None
             self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
+        # The optimizer comes before the copies, because these stay on the accelerator only if there is room beside it.
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
@@ -164,6 +172,7 @@ class FsdpBackend(SharedBackend):
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
+        # All backward passes are queued before any number is read, so that the accelerator never waits for the host.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
@@ -174,6 +183,7 @@ class FsdpBackend(SharedBackend):
                 parts.append(self.backward_pass(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
+        # In float16 a step whose gradients overflowed is left out, and the scale of the next loss is halved.
         scale = self.optimizer.loss_scale
         self.optimizer.unscale()
         metrics = self.finish_step(shares, batch, step, scheduled, trained)
@@ -253,45 +263,19 @@ class FsdpBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
+    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self.scorer, PolicyScorer)
+        return iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype], merge, self.device)
 
-        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
-        They may be the memory of the model.
-        """
-        assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
-        dtype, separate = DTYPES[self.args.train_dtype], self.args.lora_sync == "adapter"
-        yield from iter_hf_weights(self.scorer.hf, dtype, merge=not separate, device=self.device)
-        if self.adapter is not None and separate:
-            yield from self._named_factors()
+    def _adapted_weights(self) -> frozenset[str]:
+        assert isinstance(self.scorer, PolicyScorer)
+        return names_with_adapters(self.scorer.hf)
 
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.adapter is not None
-        dtype = DTYPES[self.args.train_dtype]
-        yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
-
-    @property
-    def adapter_sync(self) -> AdapterSync | None:
-        """See :attr:`TrainBackend.adapter_sync`."""
-        if self.adapter is None or not isinstance(self.scorer, PolicyScorer):
-            return None
-        if self.args.lora_sync == "merged":
-            return AdapterSync(names_with_adapters(self.scorer.hf), None)
-        names = frozenset(name for layer in self.adapter.layers for name in factor_names(layer))
-        return AdapterSync(names, self.adapter.config(list(self.adapter.layers)))
-
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        assert isinstance(self.scorer, PolicyScorer), "a critic is not a language model"
-        writer, dtype = self.rank == 0, DTYPES[self.args.train_dtype]
-        try:
-            if self.adapter is not None and self.args.lora_export == "peft":
-                self.adapter.save(Path(path), writer)
-            else:
-                args = self.args
-                save_hf_checkpoint(self.scorer.hf, Path(path), dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
-        finally:
-            self.barrier()  # also after an error of the writer, for which the other ranks would wait
+    def _export(self, path: Path, writer: bool) -> None:
+        assert isinstance(self.scorer, PolicyScorer)
+        args = self.args
+        dtype = DTYPES[args.train_dtype]
+        save_hf_checkpoint(self.scorer.hf, path, dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
 
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
+from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.config.args import Args
 from slime.weights.torch_dist import META
 
@@ -89,11 +89,13 @@ class FsdpState:
             raise FileNotFoundError(
                 f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote"
             )
+        # A snapshot of the other role, of another adapter or with a damaged file is refused before anything is changed.
         meta = json.loads((path / META).read_text())
         if meta["role"] != self.role:
             raise ValueError(f"{path} contains the state of the {meta['role']}, not of the {self.role}")
         require_fit(self.adapter, path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
+        # Copies that the run made are read into tensors of their own, which must exist first.
         args = self.args
         copies = [] if args.finetune else meta["copies"]
         for tag in copies:
@@ -101,6 +103,7 @@ class FsdpState:
             self.bank.moving.add(tag)
         tensors = self._tensors(copies, meta["optimizer"] and not args.no_load_optim)
         StoredTensors(path / TENSORS).read(_shards(tensors))
+        # The step is that of the schedule. The moments were read with the tensors above.
         if not args.no_load_optim:
             self.optimizer.steps = meta["steps"]
             if self.optimizer.loss_scale is not None and meta.get("loss_scale"):

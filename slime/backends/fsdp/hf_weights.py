@@ -1,4 +1,4 @@
-"""Yield and save the trained weights with the names of the Hugging Face checkpoint."""
+"""Read a checkpoint into the memory of the CPU, and yield and save the trained weights with its names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,14 +18,96 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from slime.backends.collectives import DTYPES
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
-from slime.backends.fsdp.quantized_base import rounded_weights
-from slime.models.loading import ModelError
+from slime.backends.fsdp.low_precision import rounded_weights
+from slime.config.args import Args
+from slime.config.checkpoint import InitialWeights, megatron_lm_folder
+from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model
 from slime.models.lora import lora_layers
+from slime.models.packed_attention import NAME as PACKED
 from slime.models.shards import cached_folder
 from slime.models.stored import write_tensors
 from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
+from slime.weights.torch_dist import open_megatron_lm
+
+VARLEN = "varlen"
+
+
+def read_checkpoint(args: Args, empty: bool = False) -> PreTrainedModel:
+    """Load the model of ``args`` on the CPU, or with ``empty`` without memory.
+
+    Raises:
+        ModelError: The checkpoint does not exist, is damaged, or does not fit the model.
+    """
+    path, how = InitialWeights.from_args(args).path(megatron=False), ModelFormat.from_args(args)
+    narrow = (args.bf16_master_weights or args.lora_rank) and not args.lora_base_quantization
+    dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
+    return load_full_model(path, how, empty, dtype)
+
+
+@dataclass(frozen=True)
+class ModelFormat:
+    """How checkpoints are read.
+
+    Attributes:
+        hf_checkpoint: Describes the model of a checkpoint that has no config.json, because Megatron-LM wrote it.
+        model_name: The name of the family, if not that of config.json.
+        implementation: The value of ``--attn-implementation``.
+        trust: Whether Python code that is part of the checkpoint may run.
+    """
+
+    hf_checkpoint: str
+    model_name: str | None
+    implementation: str | None
+    trust: bool
+
+    @classmethod
+    def from_args(cls, args: Args) -> ModelFormat:
+        return cls(str(args.hf_checkpoint), args.model_name, args.attn_implementation, args.trust_remote_code)
+
+
+def loading_dtype(path: str, how: ModelFormat, dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype to load a checkpoint whose parameters will all be cast to ``dtype``.
+
+    To load it in ``dtype`` takes half the CPU memory and time of float32. But transformers then creates buffers in this
+    dtype too, for example the biases of MiniMax's routers, which must stay float32: then it is float32.
+    """
+    if dtype == torch.float32:
+        return dtype
+    wide, narrow = (
+        {name: buffer.dtype for name, buffer in load_full_model(path, how, True, kind).named_buffers()}
+        for kind in (torch.float32, dtype)
+    )
+    return dtype if wide == narrow else torch.float32
+
+
+def load_full_model(
+    path: str, how: ModelFormat, empty: bool = False, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Load the model on the CPU. The master weights are float32 for every dtype of forward passes.
+
+    Args:
+        path: A Hugging Face folder or hub id, or a checkpoint of Megatron-LM.
+        empty: Build the model without memory and values.
+
+    Raises:
+        ModelError: The checkpoint does not fit the model.
+    """
+    weights = None
+    if megatron_lm_folder(path):
+        if not empty:
+            weights = open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
+        path = how.hf_checkpoint
+    attention: str | dict[str, str] = PACKED
+    if how.implementation not in (None, VARLEN):
+        attention = str(how.implementation)
+    elif is_multimodal(load_hf_config(path, how.trust)):
+        attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
+    device = "meta" if empty else "cpu"
+    return load_hf_model(path, dtype, device, attention, how.trust, weights)
+
 
 logger = logging.getLogger(__name__)
 

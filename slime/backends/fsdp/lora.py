@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.bank import shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.gathering import whole_tensors
-from slime.backends.fsdp.quantized_base import quantized_layers
+from slime.backends.fsdp.low_precision import quantized_layers
+from slime.backends.trainable import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.config.args import Args
 from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import EXPERTS, LoraLinear, LoraSettings, add_lora, lora_layers, merged, shortest_targets
@@ -105,6 +105,10 @@ class FsdpAdapter(TrainedAdapter):
     def switches(self) -> list[LoraLinear | ExpertFactors]:
         """See :meth:`TrainedAdapter.switches`."""
         return [*self.layers.values(), *self.experts.values()]
+
+    def layer_names(self) -> list[str]:
+        """See :meth:`TrainedAdapter.layer_names`."""
+        return list(self.layers)
 
     def factors(self) -> dict[str, Factors]:
         """See :meth:`TrainedAdapter.factors`."""

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slime.backends.adapter import lora_settings
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
-from slime.backends.fsdp.float8 import use_float8
-from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
+from slime.backends.fsdp.hf_weights import DTYPES, VARLEN, read_checkpoint, require_same_names, share_weight_conversions
 from slime.backends.fsdp.lora import add_adapter
-from slime.backends.fsdp.offload_activations import checkpoint_offloaded
-from slime.backends.fsdp.quantized_base import quantize_base
-from slime.backends.fsdp.reading import DTYPES, VARLEN, read_checkpoint
+from slime.backends.fsdp.low_precision import quantize_base, use_float8
 from slime.backends.offload import copied_to
-from slime.backends.trainable import select_trainable
+from slime.backends.trainable import Patterns, lora_settings, select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
@@ -60,6 +59,8 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
+    # What is read, and by whom. Ranks other than the first build the model without memory, so they need the names of
+    # the conversions that rank 0 found in the checkpoint.
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
     lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
@@ -68,31 +69,29 @@ def build_scorer(
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
         what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
         raise ModelError(f"{what}: use --attn-implementation eager")
+    # The packed attention and the layers with a state are compared with plain transformers once, on the rank that has
+    # the weights. A wrong kernel would train without an error.
     stateful = packed and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
-        fuse(bool(args.compile_layers))
-        use_grouped_experts(model)
-        if stateful and args.compile_layers:
-            use_compiled_convolutions(model.modules())
-            use_compiled_norms(model.modules())
+        _use_kernels(model, stateful, bool(args.compile_layers))
     if lora is not None:
         add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
+    # Parameters are selected by their names in the checkpoint before the casts, which treat trained and frozen ones
+    # differently.
     scorer: Scorer = ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
-    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
-    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
-    patterns = args.only_train_params_name_list, args.freeze_params_name_list
-    select_trainable(held, list(names.values()), *patterns, "value_head." if role == "critic" else None)
-    freeze_untrained(model)
+    _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
+    # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit products.
     if args.lora_base_quantization:
         quantize_base(decoder_layers(model), args.lora_base_quantization, device)
     if lora is not None or args.bf16_master_weights:
         _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
     if args.float8_training:
         use_float8(decoder_layers(model), args.float8_training)
+    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is fixed.
     if args.gradient_checkpointing:
         block = args.megatron.get("recompute_method") == "block"
         count = args.megatron.get("recompute_num_layers") if block else None
@@ -106,6 +105,24 @@ def build_scorer(
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
+
+
+def _use_kernels(model: PreTrainedModel, stateful: bool, compiled: bool) -> None:
+    """Exchange the kernels of transformers' layers for faster ones on a GPU."""
+    fuse(compiled)
+    use_grouped_experts(model)
+    if stateful and compiled:
+        use_compiled_convolutions(model.modules())
+        use_compiled_norms(model.modules())
+
+
+def _select(scorer: Scorer, model: PreTrainedModel, only: Patterns, freeze: Patterns) -> None:
+    """Freeze what the patterns, and the kinds of layers, say is not trained."""
+    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
+    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
+    head = "value_head." if isinstance(scorer, ValueScorer) else None
+    select_trainable(held, list(names.values()), only, freeze, head)
+    freeze_untrained(model)
 
 
 def _check(policy: PolicyScorer, builder: InputBuilder) -> None:
@@ -240,6 +257,7 @@ def shard(
     if dtype != torch.float32:
         reduce_dtype = dtype if reduce_in_bf16 and dtype == torch.bfloat16 else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    # The values of rank 0 are kept by name, because FSDP replaces the parameters.
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
@@ -295,3 +313,50 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(tensor, src=0)
     return tensor
+
+
+def checkpoint_offloaded(function: Callable[..., Any], hidden: Tensor, *rest: Any) -> Any:
+    """Run a layer, and again in its backward pass, without keeping its first input on the device in between.
+
+    It has the signature of the function that layers of transformers call for checkpointing.
+    """
+    if not torch.is_grad_enabled():
+        return function(hidden, *rest)
+    stash, first = _Stash(hidden), [hidden]
+
+    def run(*others: Any) -> Any:
+        # The closure must not hold the input after the first run. Gradients reach it through the graph of that run; the
+        # second run only makes the values that this graph has not kept.
+        return function(first.pop() if first else stash.fetch(), *others)
+
+    return checkpoint(run, *rest, use_reentrant=False)
+
+
+class _Stash:
+    """The values of a tensor in CPU memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        source = tensor.detach()
+        self._device, self._needs_grad = tensor.device, tensor.requires_grad
+        if not source.is_cuda:
+            self._host = source.clone()
+            return
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        stream = _copy_stream(source.device)
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(source, non_blocking=True)
+        source.record_stream(stream)  # its memory is not given away before the copy is made
+        self._copied = stream.record_event()
+
+    def fetch(self) -> Tensor:
+        """Return the values on the device of the tensor."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            return self._host.to(self._device, non_blocking=True).requires_grad_(self._needs_grad)
+        return self._host.requires_grad_(self._needs_grad)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,19 +1,173 @@
-"""AdamW with a schedule and gradient clipping."""
+"""AdamW with a schedule and gradient clipping, its moments of 8 bits, and the scale of the loss in float16.
+
+``--optimizer-8bit`` and ``--bf16-master-weights`` use the AdamW of torchao. A moment has 8 bits per value and a float32
+scale per block of up to 256 values of a row (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021), also
+that of a tensor with the matrices of all experts of a layer. Matrices whose rows no block size divides, and vectors,
+have float32 moments. Weights in bfloat16 are rounded stochastically, so that updates smaller than half a step are not
+lost: in expectation, the rounded weight is the updated one.
+
+In float16 (``--fp16``), gradients below 6e-8 are 0. The loss of each micro-batch is multiplied by a scale, and the
+gradients are divided by it in float32. If one of them overflows, the step is left out and the scale halved; after
+``--loss-scale-window`` steps without an overflow it is doubled. Source: Micikevicius et al., Mixed Precision Training,
+2018, section 3.2.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.collectives import local
-from slime.backends.fsdp import small_adam
-from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
+
+
+@dataclass
+class LossScale:
+    """The scale of the loss.
+
+    Attributes:
+        value: The current scale, a positive number.
+        smallest: The scale is not lowered below this.
+        window: Steps without an overflow after which the scale is doubled; None for a constant scale.
+        passed: Steps since the last overflow or change.
+    """
+
+    value: float
+    smallest: float
+    window: int | None
+    passed: int = 0
+
+    @classmethod
+    def from_args(cls, args: Args) -> LossScale | None:
+        """Return the scale at the start of a run; None unless it trains in float16."""
+        if args.train_dtype != "float16":
+            return None
+        if args.loss_scale is not None:
+            return cls(args.loss_scale, args.loss_scale, None)
+        return cls(args.initial_loss_scale, args.min_loss_scale, args.loss_scale_window)
+
+    @property
+    def can_be_lowered(self) -> bool:
+        return self.window is not None and self.value > self.smallest
+
+    def note_overflow(self) -> None:
+        self.value, self.passed = max(self.value / 2, self.smallest), 0
+
+    def note_step(self) -> None:
+        self.passed += 1
+        if self.window is not None and self.passed >= self.window:
+            self.value, self.passed = self.value * 2, 0
+
+    def state(self) -> dict[str, float]:
+        """Return what a snapshot must contain."""
+        return {"value": self.value, "passed": self.passed}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Go on from the state of a snapshot. A constant scale (``--loss-scale``) stays as the flag gives it."""
+        if self.window is not None:
+            self.value, self.passed = max(float(state["value"]), self.smallest), int(state["passed"])
+
+
+BLOCKS = (256, 128, 64)
+"""Sizes of blocks, the preferred one first. One that divides a row lets a snapshot be divided by rows."""
+SMALLEST = 4096  # elements; smaller matrices have float32 moments, as in torchao
+
+
+def small_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """Return torchao's AdamW, whose states :func:`first_state` must make. It rounds bfloat16 weights stochastically."""
+    from torchao.optim import AdamW8bit
+
+    adam: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=eps, bf16_stochastic_round=True)
+    return adam
+
+
+def first_state(parameter: nn.Parameter, eight_bits: bool) -> dict[str, Tensor]:
+    """Return the state of a parameter before the first step."""
+    block = _block_size(parameter) if eight_bits else None
+    zeros = torch.zeros_like(parameter, dtype=torch.float32)
+    if block is None:
+        moments = [zeros, torch.zeros_like(zeros)]
+    else:
+        moments = [_in_8_bits(parameter, signed, block) for signed in (True, False)]
+    # The CPU scalar is an input of the compiled step, as torchao's own state has it.
+    return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+
+def _block_size(parameter: nn.Parameter) -> int | None:
+    """Return the size of the blocks; None if the moments of a parameter cannot have 8 bits."""
+    if parameter.dim() < 2 or parameter.numel() < SMALLEST:
+        return None
+    if isinstance(parameter, DTensor):
+        sharded = [n for n, place in enumerate(parameter.placements) if isinstance(place, Shard)]
+        if any(parameter.shape[0] % parameter.device_mesh.size(n) for n in sharded):
+            return None  # ranks with fewer rows, or none
+    return next((size for size in BLOCKS if parameter.shape[-1] % size == 0), None)
+
+
+def _in_8_bits(parameter: nn.Parameter, signed: bool, block: int) -> Tensor:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    part = local(parameter.detach())
+    zeros: Tensor = OptimState8bit.zeros(part.shape, signed, block, part.device, dtype=torch.float32)
+    return _like(parameter, zeros)
+
+
+def _like(parameter: nn.Parameter, part: Tensor, columns: int | None = None) -> Tensor:
+    """Return a tensor that has ``part`` on this rank and is sharded as ``parameter``.
+
+    Args:
+        columns: The size of its second and last dimension; None for the shape of ``parameter``.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    shape = parameter.shape if columns is None else torch.Size((parameter.shape[0], columns))
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def take_step(adam: torch.optim.Optimizer) -> None:
+    """Run one step. Without a GPU it is not compiled, since compiling takes longer than many steps of a small model."""
+    on_cpu = all(local(p).device.type == "cpu" for group in adam.param_groups for p in group["params"])
+    with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+        adam.step()
+
+
+def set_lr(adam: torch.optim.Optimizer, lr: float) -> None:
+    for group in adam.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def plain_tensors(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state as tensors without subclasses, which share its memory: an 8-bit moment as ``codes`` (uint8) and
+    ``scale`` (float32, one column per block of a row, or of an expert's matrix)."""
+    found: dict[str, Tensor] = {}
+    for entry, value in state.items():
+        part = local(value)
+        if hasattr(part, "codes") and hasattr(part, "scale"):
+            rows = part.codes.shape[0]
+            scale = part.scale.view(rows, -1)
+            found[f"{entry}.codes"] = _like(parameter, part.codes)
+            found[f"{entry}.scale"] = _like(parameter, scale, scale.shape[1])
+        else:
+            found[entry] = value
+    return found
+
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -44,6 +198,7 @@ class ScheduledAdamW:
         seconds for a large model."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
+        # Vectors (norms, biases) get no weight decay, as in Megatron. torch refuses a group without parameters.
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
         groups: list[dict[str, Any]] = [
@@ -51,12 +206,14 @@ class ScheduledAdamW:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
+        # torchao's AdamW has states of its own; they are created here, so that a snapshot can be read before the first
+        # step.
         betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_eps
         self.small = args.optimizer_8bit or args.bf16_master_weights
         self.adam: torch.optim.Optimizer
         if self.small:
-            self.adam = small_adam.small_adam(groups, betas, eps)
-            self.adam.state.update((p, small_adam.first_state(p, args.optimizer_8bit)) for _, p in self.named)
+            self.adam = small_adam(groups, betas, eps)
+            self.adam.state.update((p, first_state(p, args.optimizer_8bit)) for _, p in self.named)
             return
         # Fused AdamW reads and writes everything once. For SmolLM2 on two cores it takes 0.06 s, and foreach 0.23 s.
         self.adam = torch.optim.AdamW(groups, lr=schedule.lr(0), betas=betas, eps=eps, fused=True)
@@ -115,9 +272,9 @@ class ScheduledAdamW:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, self.clip_grad / (norm + 1e-6))
         lr = self.lr
-        small_adam.set_lr(self.adam, lr)
+        set_lr(self.adam, lr)
         if self.small:
-            small_adam.take_step(self.adam)
+            take_step(self.adam)
         else:
             self.adam.step()
         if self.stateless:
@@ -134,4 +291,4 @@ class ScheduledAdamW:
         """Return the state for a checkpoint, by ``<entry>/<parameter name>``."""
         state = self.adam.state
         known = [(name, p) for name, p in self.named if p in state]
-        return {f"{entry}/{name}": x for name, p in known for entry, x in small_adam.plain_tensors(p, state[p]).items()}
+        return {f"{entry}/{name}": x for name, p in known for entry, x in plain_tensors(p, state[p]).items()}

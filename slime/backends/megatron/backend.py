@@ -13,34 +13,38 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.backends.adapter import TrainedAdapter
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
+from slime.backends.loss_inputs import Scores
 from slime.backends.megatron import groups
 from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.lora import MegatronAdapter
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.routing import ENGINE, Mode
-from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
+from slime.backends.megatron.schedule import (
+    Around,
+    MicroBatch,
+    OnScores,
+    PackBuilder,
+    no_loss,
+    run_schedule,
+    without_a_trace,
+)
 from slime.backends.megatron.trained_model import TrainedModel
 from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
+from slime.config.checkpoint import InitialWeights
 from slime.config.hooks import load_function
-from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
 from slime.models.fused import fuse
-from slime.models.peft_files import factor_names, named_factors
 from slime.models.shards import resolve_folder
 from slime.models.stored import write_tensors
 from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
-from slime.weights.settings import AdapterSync
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class MegatronBackend(SharedBackend):
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
+        # Groups of ranks. The sums over samples and over shares of the loss need two of them.
         self.layout = ParallelLayout.from_args(args)
         if problems := self.layout.problems():
             raise MegatronError("; ".join(problems))
@@ -66,6 +71,7 @@ class MegatronBackend(SharedBackend):
         with_context = mpu.get_data_parallel_group(with_context_parallel=True)
         self.reduce = DataParallelReduce(data.size(), device, data, context)
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
+        # The model with its weights, and what builds packs for it.
         if args.custom_megatron_init_path:
             load_function(args.custom_megatron_init_path)(args)
         fuse(bool(args.compile_layers))
@@ -83,6 +89,7 @@ class MegatronBackend(SharedBackend):
             chunk_size=args.log_probs_chunk_size,
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
+        # Optimizer, adapter, copies and saved state, each of which needs the ones before it.
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         adapters = self.model.adapters
         self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
@@ -148,6 +155,7 @@ class MegatronBackend(SharedBackend):
         if args.custom_megatron_before_train_step_hook_path:
             hook = load_function(args.custom_megatron_before_train_step_hook_path)
             hook(args, batch.get("rollout_id"), step, self.chunks, self.optimizer.chained, self.optimizer.scheduler)
+        # Gradients are in Megatron's buffers, which its optimizer does not clear.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -158,6 +166,7 @@ class MegatronBackend(SharedBackend):
             targets = micro.scoring.targets
             return self.share_of_loss(batch, micro.indices, step, scores, targets, micro.response_index)
 
+        # Only the last stage has losses. All stages need them, because each checks that they are finite.
         shares: dict[str, float] = {}
         with self._routed(batch, "replay"):
             for metrics in self._run(batch, trained, scoring, share, forward_only=False):
@@ -209,63 +218,23 @@ class MegatronBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint. They may be the memory of the model.
-
-        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
-        """
-        assert self.role == "actor", "a critic's weights go to no engine"
-        separate = self.adapter is not None and self.args.lora_sync == "adapter"
-        yield from self._weights(merge=not separate)
-        if separate:
-            yield from self._named_factors()
-
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.adapter is not None
-        self.finish_update()
-        yield from named_factors(self.adapter.factors()).items()
-
     def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, with the adapter added to them if there is one and ``merge`` is set."""
-        self.finish_update()
         adapters = self.model.adapters
         return self.weights.gather() if adapters is None or not merge else adapters.merge(self.weights.gather())
 
-    @property
-    def adapter_sync(self) -> AdapterSync | None:
-        """See :attr:`TrainBackend.adapter_sync`."""
-        adapters, adapter = self.model.adapters, self.adapter
-        if adapters is None or adapter is None or self.role != "actor":
-            return None
-        if self.args.lora_sync == "merged":
-            return AdapterSync(frozenset(f"{name}.weight" for name in adapters.names), None)
-        names = frozenset(name for layer in adapters.names for name in factor_names(layer))
-        return AdapterSync(names, adapter.config(adapters.names))
+    def _adapted_weights(self) -> frozenset[str]:
+        adapters = self.model.adapters
+        return frozenset() if adapters is None else frozenset(f"{name}.weight" for name in adapters.names)
 
-    def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
-        path, writer = Path(path), self.rank == 0
-        if self.adapter is not None and self.args.lora_export == "peft":
-            self.finish_update()
-            self._save_adapter(self.adapter, path)
-            return
+    def _export(self, path: Path, writer: bool) -> None:
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
         form = ExportForm(self.args.save_hf_dtype, source, writer)
-        try:
-            write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
-            if source is not None:
-                write_side_files(source, path, mtp, form.config_changes())
-                if mtp.notice:
-                    logger.warning("%s: %s", path, mtp.notice)
-        finally:
-            self.barrier()  # also after an error of the writer, for which the other ranks would wait
-
-    def _save_adapter(self, adapter: TrainedAdapter, path: Path) -> None:
-        try:
-            adapter.save(path, writer=self.rank == 0)
-        finally:
-            self.barrier()
+        write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
+        if source is not None:
+            write_side_files(source, path, mtp, form.config_changes())
+            if mtp.notice:
+                logger.warning("%s: %s", path, mtp.notice)
 
     def finish_update(self) -> None:
         self.model.finish_gather()

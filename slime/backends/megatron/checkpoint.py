@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from slime.backends.adapter import TrainedAdapter, require_fit
 from slime.backends.bank import WeightBank
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
@@ -38,6 +37,7 @@ from slime.backends.saving import (
     small_files_writer,
 )
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
+from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import FileEntry, describe_files
 from slime.config.args import Args
 from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
@@ -90,6 +90,7 @@ class MegatronState:
                 do.
             SnapshotError: A file has changed since it was written.
         """
+        # A snapshot of the other role, of another adapter or with a damaged file is refused before anything is changed.
         meta = read_meta(path)
         if meta["role"] != self.model.role:
             raise MegatronError(f"{path} contains the state of the {meta['role']}, not of the {self.model.role}")
@@ -102,6 +103,7 @@ class MegatronState:
             # afterwards.
             with self.bank.filling(tag):
                 load_weights(self.model, path, _copy_folder(tag), adapter)
+        # Weights alone; files of single ranks; or weights together with the optimizer's state, in any layout.
         starts_again = args.no_load_optim or args.finetune
         if starts_again or not meta["optimizer"]:
             load_weights(self.model, path, adapter=adapter)

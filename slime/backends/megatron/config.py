@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from slime.backends.collectives import DTYPES
 from slime.backends.megatron.core import MegatronError
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_flags import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
+from slime.config.megatron import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
 from slime.weights.maps.family import Family, Settings, moe_layers
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ NEUTRAL: Settings = {
 }
 """The values of flags that a family's settings leave out, so that a flag cannot change the model."""
 GELU = functools.partial(F.gelu, approximate="tanh")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig) -> Settings:
@@ -145,11 +145,19 @@ def transformer_config(
         # With two stages and the default settings, messages of neighboring stages are mixed up without an error.
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
-    if moe:
+    _adapt_fields(fields, settings)
+    fields |= _recompute(settings, args.gradient_checkpointing)
+    return cls(**fields)
+
+
+def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
+    """Change the fields for experts, latent attention and norms over all heads."""
+    # Experts: no auxiliary loss, which RL does not use, and no bias updates unless a flag asks for them.
+    if settings.get("num_experts"):
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         fields.pop("moe_router_bias_update_rate", None)
         fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
-    if latent:
+    if settings.get("multi_latent_attention"):
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}
         fields["q_lora_rank"] = settings.get("q_lora_rank")
@@ -158,8 +166,6 @@ def transformer_config(
         fields["qk_layernorm"] = False
     if settings.get("qk_norm_over_heads"):
         fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
-    fields |= _recompute(settings, args.gradient_checkpointing)
-    return cls(**fields)
 
 
 def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
@@ -175,9 +181,6 @@ def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
             f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
             f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
         )
-    divided = settings.get("sequence_parallel") or settings.get("num_experts") or settings.get("multi_latent_attention")
-    if settings.get("tp_comm_overlap") and layout.tp > 1 and not divided:
-        problems.append("--tp-comm-overlap overlaps the communication of sequence parallelism: add --sequence-parallel")
     # The gate is read without a call of its module, and Megatron waits for weights when their module is called.
     overlap = settings.get("moe_shared_expert_overlap") and settings.get("overlap_param_gather")
     if settings.get("moe_shared_expert_gate") and overlap:

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from slime.config.machine import version_of
-from slime.config.megatron_lm import installed_core, prefer_installed_core
+from slime.config.megatron import installed_core, prefer_installed_core
 
 SUPPORTED = ("0.16",)
 
@@ -26,6 +26,7 @@ def prepare() -> str:
         MegatronError: A package is missing, the release was not tested, or the imported ``megatron.core`` is not the
             installed one.
     """
+    # Only releases that were tested: the layers of slime replace parts of megatron-core by name.
     version = version_of("megatron-core")
     if version is None:
         raise MegatronError(
@@ -37,6 +38,7 @@ def prepare() -> str:
     if importlib.util.find_spec("psutil") is None:
         # megatron-core does not declare this dependency, and without it dist_checkpointing.save waits forever.
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
+    # A checkout of Megatron-LM on PYTHONPATH must not hide the installed package.
     prefer_installed_core()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about Transformer Engine, Apex and so on, which are not needed

@@ -1,18 +1,27 @@
-"""Megatron's process groups, and the sums over ranks that algorithms and metrics need."""
+"""Megatron's process groups, and what is exchanged in them: results of the last stage, and whole tensors.
+
+With one collective per parameter, launches cost more than the transfer: a model with 48 layers and 128 experts has
+1,536 expert matrices on each of eight expert-parallel ranks. So consecutive parameters of the same kind are sent
+together, up to ``BATCH_BYTES`` of whole tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
+from slime.weights.maps.family import Entry
 
 T = TypeVar("T")
 
@@ -77,3 +86,134 @@ def object_of_last_stage(value: T) -> T:
     holder = [value]
     torch.distributed.broadcast_object_list(holder, src=mpu.get_pipeline_model_parallel_last_rank(), group=group)
     return holder[0]
+
+
+BATCH_BYTES = 1 << 28  # of whole tensors; gathering needs several times as much memory for a short time
+
+
+class Piece(NamedTuple):
+    """One parameter, or one expert of every expert-parallel rank.
+
+    Attributes:
+        stage: The pipeline rank that has it.
+        shape: The shape of the part of a tensor-parallel rank, which is known on every rank.
+        mine: The part of this rank; None on other stages.
+        expert: The index among the experts of a rank; None if it is not an expert.
+    """
+
+    entry: Entry
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mine: Tensor | None
+    expert: int | None
+
+    @property
+    def full_shape(self) -> list[int]:
+        return list(self.entry.layout.full_shape(list(self.shape), tensor_group(self.entry).size()))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all whole tensors that belong to it."""
+        return self.copies * math.prod(self.full_shape) * self.dtype.itemsize
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.expert is None else int(mpu.get_expert_model_parallel_group().size())
+
+    @property
+    def is_cut(self) -> bool:
+        return self.entry.layout.axis is not None and tensor_group(self.entry).size() > 1
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The result is the same
+    on all ranks."""
+    batch: list[Piece] = []
+    size, kind = 0, None
+    for piece in pieces:
+        this = (piece.stage, piece.dtype, piece.expert is None)
+        if batch and (this != kind or size + piece.nbytes > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size, kind = size + piece.nbytes, this
+    if batch:
+        yield batch
+
+
+def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
+    """Return for each piece its whole tensors on every rank; for experts, one per expert-parallel rank.
+
+    This is a collective operation. Tensors that are not sharded may be the memory of the model.
+    """
+    shapes = [[piece.copies, *piece.full_shape] for piece in batch]
+    if batch[0].mine is not None:
+        tensors = _over_experts(_over_tensor_ranks(batch), batch)
+    else:
+        tensors = [torch.empty(0, dtype=piece.dtype, device=device()) for piece in batch]
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        counts = [math.prod(shape) for shape in shapes]
+        # The other stages know the shapes, so that all of them can take part in one broadcast.
+        if batch[0].mine is not None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        else:
+            flat = torch.empty(sum(counts), dtype=batch[0].dtype, device=device())
+        dist.broadcast(flat, src=dist.get_process_group_ranks(group)[batch[0].stage], group=group)
+        tensors = list(flat.split(counts))
+    return [list(tensor.reshape(shape).unbind(0)) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+
+def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
+    """Return each piece as a whole tensor over tensor-parallel ranks, for this rank's experts."""
+    group, tensors = tensor_group(batch[0].entry), []
+    parts = []
+    for piece in batch:
+        assert piece.mine is not None
+        shape = piece.full_shape
+        if piece.is_cut:
+            shape[_axis(piece)] //= group.size()
+        parts.append(piece.mine.detach().reshape(shape))
+    gathered = iter(gather_flat([part for part, piece in zip(parts, batch, strict=True) if piece.is_cut], group))
+    for part, piece in zip(parts, batch, strict=True):
+        tensors.append(torch.cat(next(gathered), _axis(piece)) if piece.is_cut else part)
+    return tensors
+
+
+def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Tensor]:
+    """Add the experts of the other expert-parallel ranks, along a new first dimension."""
+    group = mpu.get_expert_model_parallel_group()
+    if batch[0].expert is None or group.size() == 1:
+        return [tensor.unsqueeze(0) for tensor in tensors]
+    return [torch.stack(each) for each in gather_flat(tensors, group)]
+
+
+def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Tensor]]:
+    """Gather the tensors of all ranks in one collective, and return them by tensor, then by rank.
+
+    The tensors must have the same shapes on all ranks, and all of them the same dtype.
+    """
+    if not tensors:
+        return []
+    # One collective for many tensors; see the top of this file. The results are views of the received buffers, so they
+    # need no further memory but keep the buffers alive.
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    everyones = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(everyones, flat, group=group)
+    counts = [tensor.numel() for tensor in tensors]
+    by_rank = [x.split(counts) for x in everyones]
+    return [[parts[i].view(tensor.shape) for parts in by_rank] for i, tensor in enumerate(tensors)]
+
+
+def _axis(piece: Piece) -> int:
+    assert piece.entry.layout.axis is not None
+    return int(piece.entry.layout.axis)
+
+
+def tensor_group(entry: Entry) -> ProcessGroup:
+    return mpu.get_expert_tensor_parallel_group() if entry.experts else mpu.get_tensor_model_parallel_group()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

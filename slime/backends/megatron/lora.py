@@ -10,7 +10,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from slime.backends.adapter import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts
@@ -28,6 +27,7 @@ from slime.backends.megatron.lora_layers import (
 )
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
+from slime.backends.trainable import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
 from slime.config.args import Args
 from slime.config.lora import megatron_problems
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
@@ -60,6 +60,7 @@ class ModelAdapters:
             MegatronError: The layout cannot divide the adapter.
         """
         self.settings, self._seed = settings, seed
+        # Which layers get adapters: the linear layers that the flags select, and the routed experts if they are named.
         entries = [e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts]
         self.linears = [name for entry in entries for name in _modules(entry)]
         chosen = choose_layers(self.linears, settings, type(chunks[0]).__name__)
@@ -68,6 +69,7 @@ class ModelAdapters:
         self.linears += of_experts
         self.names = chosen + of_experts
         self._chosen = frozenset(chosen)
+        # The shapes of whole factors, by which stored ones are checked before anything is frozen.
         self.shapes = {
             name: shapes
             for entry in entries
@@ -78,6 +80,7 @@ class ModelAdapters:
             shapes = x.shapes(weights.held[megatron].shape, settings.rank)
             self.shapes |= dict.fromkeys(x.all_names(), shapes)
         self._stored = stored_factors(load, self.shapes)
+        # Everything but the head of a critic is frozen. Then each layer becomes one with factors of its own.
         for chunk in chunks:
             chunk.requires_grad_(False)
         for tensor in weights.own.values():
@@ -85,6 +88,7 @@ class ModelAdapters:
         adapted = [layer for chunk in chunks for layer in self._adapt(chunk, weights)]
         self.layers: list[LoraLayer | LoraExperts] = [*adapted, *(x for c in chunks for x in self._adapt_experts(c))]
         self._stored = None
+        # Factors have entries like weights, so that gathering, snapshots and merging need no second mechanism.
         found = [(entry, factor) for chunk in chunks for factor, entry in factors_of(chunk)]
         self.local: dict[str, Tensor] = {entry.megatron: factor for entry, factor in found}
         self.entries = {entry.megatron: entry for source in entries for entry in self._factor_entries(source)}
@@ -191,6 +195,10 @@ class MegatronAdapter(TrainedAdapter):
     def switches(self) -> list[LoraLayer | LoraExperts]:
         """See :meth:`TrainedAdapter.switches`."""
         return self.adapters.layers
+
+    def layer_names(self) -> list[str]:
+        """See :meth:`TrainedAdapter.layer_names`."""
+        return self.adapters.names
 
     def factors(self) -> dict[str, Factors]:
         """See :meth:`TrainedAdapter.factors`."""

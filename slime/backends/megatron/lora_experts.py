@@ -21,10 +21,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from slime.backends.adapter import seed_of
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.experts import GroupedExperts
 from slime.backends.megatron.lora_layers import FACTOR_A, FACTOR_B, WEIGHT, FactorPair
+from slime.backends.trainable import seed_of
 from slime.models.grouped_experts import grouped_linear
 from slime.models.lora import EXPERTS, LoraSettings, initial_factor
 from slime.models.lora_experts import PARTS, fused, refuse_excluded, require_experts

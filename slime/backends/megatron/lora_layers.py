@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_reduce
-from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow
 from slime.models.cpu_kernels import linear
 from slime.weights.maps.family import Entry
 
@@ -135,22 +134,6 @@ class LoraRow(RowParallelLinear):
         return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
 
 
-class OverlappedLoraColumn(LoraColumn, OverlappedColumn):
-    """A column-parallel layer of ``--tp-comm-overlap`` with adapters."""
-
-
-class OverlappedLoraRow(LoraRow, OverlappedRow):
-    """A row-parallel layer of ``--tp-comm-overlap`` with an adapter."""
-
-
-WITH_ADAPTERS: dict[type[nn.Module], type[LoraColumn | LoraRow]] = {
-    ColumnParallelLinear: LoraColumn,
-    RowParallelLinear: LoraRow,
-    OverlappedColumn: OverlappedLoraColumn,
-    OverlappedRow: OverlappedLoraRow,
-}
-
-
 class LoraDeltaNet(PackedDeltaNet):
     """A gated delta net with adapters on its linear layers; attributes as in :class:`LoraColumn`. The factors are
     divided as the weights are: each rank has, or computes with, those of its heads."""
@@ -212,7 +195,7 @@ def attach(
 ) -> LoraLayer:
     """Change a linear layer to one with adapters. ``pairs`` are the factors by the name of their projection."""
     column = isinstance(module, ColumnParallelLinear)
-    module.__class__ = WITH_ADAPTERS[type(module)]
+    module.__class__ = LoraColumn if column else LoraRow
     assert isinstance(module, LoraColumn | LoraRow)
     module.lora, module.lora_scale, module.lora_on = nn.ModuleDict(pairs), scale, True
     if isinstance(module, LoraColumn):

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from slime.backends.loss_inputs import Scores
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import DeltaNets, PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts, replace_dispatcher
@@ -51,9 +52,7 @@ from slime.backends.megatron.modules import (
     gather_or_copy,
     plain_residual,
 )
-from slime.backends.megatron.overlapped_linear import OverlappedColumn, OverlappedRow, require_one_node
 from slime.backends.megatron.rotary import LatentRotary, PackedRotary
-from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
@@ -200,8 +199,7 @@ def build_chunk(
             :func:`~slime.backends.megatron.rotary.window_frequencies`.
         delta_nets: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`.
     """
-    if settings.get("tp_comm_overlap"):
-        require_one_node(mpu.get_tensor_model_parallel_group())
+    # Without interleaved pipelines, Megatron must not be asked about model chunks.
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
@@ -218,11 +216,13 @@ def build_chunk(
         share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
+    # What Megatron computes for padded batches is replaced by modules that compute packs.
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary, window_rotary)
     if model.pre_process and settings.get("embedding_scale"):
         model.embedding.register_forward_hook(Scale(settings["embedding_scale"]))
     _adapt(model, config)
+    # The last stage scores response tokens, or values them for a critic, instead of returning all logits.
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer
@@ -268,18 +268,7 @@ def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
 # --- the layer specification: parallel layers of megatron-core; norm, attention, MLP and experts of slime ---
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
-
-
-@dataclass(frozen=True)
-class Linear:
-    """The classes of linear layers whose output features, or input features, are divided among ranks."""
-
-    column: type[ColumnParallelLinear]
-    row: type[RowParallelLinear]
-
-
-PLAIN = Linear(ColumnParallelLinear, RowParallelLinear)
-OVERLAPPED = Linear(OverlappedColumn, OverlappedRow)
+_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 def block_spec(
@@ -300,11 +289,10 @@ def layer_spec(
     config: TransformerConfig, settings: Settings, with_experts: bool, delta_nets: DeltaNets | None = None
 ) -> ModuleSpec:
     """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of attention."""
-    linear = OVERLAPPED if settings.get("tp_comm_overlap") else PLAIN
     if delta_nets is not None:
         attention = ModuleSpec(module=PackedDeltaNet, params={"nets": delta_nets})
     else:
-        attention = _latent_attention(linear) if config.multi_latent_attention else _attention(settings, linear)
+        attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
     plain: ModuleSpec | Callable[..., object] = plain_residual
     if settings.get("residual_scale"):
         plain = ModuleSpec(module=ScaledResidual, params={"scale": settings["residual_scale"]})
@@ -317,13 +305,13 @@ def layer_spec(
             self_attention=attention,
             self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain,
             pre_mlp_layernorm=input_norm,
-            mlp=_experts(linear) if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp(linear)),
+            mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_MLP),
             mlp_bda=normed if settings.get("post_mlp_layernorm") else plain,
         ),
     )
 
 
-def _attention(settings: Settings, linear: Linear) -> ModuleSpec:
+def _attention(settings: Settings) -> ModuleSpec:
     norm: type[nn.Module] = IdentityOp
     if settings.get("qk_layernorm"):
         norm = HeadsRMSNorm if settings.get("qk_norm_over_heads") else RMSNorm
@@ -331,38 +319,34 @@ def _attention(settings: Settings, linear: Linear) -> ModuleSpec:
         module=GatedAttention,
         params=_CAUSAL,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linear.column,
+            linear_qkv=ColumnParallelLinear,
             core_attention=PackedCoreAttention,
-            linear_proj=linear.row,
+            linear_proj=RowParallelLinear,
             q_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_attention_heads"]}),
             k_layernorm=ModuleSpec(module=norm, params={"heads": settings["num_query_groups"]}),
         ),
     )
 
 
-def _latent_attention(linear: Linear) -> ModuleSpec:
+def _latent_attention() -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
         params=_CAUSAL,
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=linear.column,
+            linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=linear.column,
+            linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=linear.column,
+            linear_kv_up_proj=ColumnParallelLinear,
             core_attention=PackedCoreAttention,
-            linear_proj=linear.row,
+            linear_proj=RowParallelLinear,
             q_layernorm=LatentRMSNorm,
             kv_layernorm=LatentRMSNorm,
         ),
     )
 
 
-def _mlp(linear: Linear) -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=linear.column, linear_fc2=linear.row)
-
-
-def _experts(linear: Linear) -> ModuleSpec:
-    shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp(linear))
+def _experts() -> ModuleSpec:
+    shared = ModuleSpec(module=GatedSharedExperts, submodules=_MLP)
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
     return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})

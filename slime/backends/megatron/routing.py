@@ -20,9 +20,8 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.inputs import MicroBatch
 from slime.backends.megatron.model import PolicyModel
-from slime.backends.megatron.schedule import Around
+from slime.backends.megatron.schedule import Around, MicroBatch
 from slime.data.fields import RankBatch
 
 ROUTING = "routing_choices"
@@ -85,6 +84,7 @@ class RoutingReplay:
     @contextmanager
     def during(self, batch: RankBatch, mode: Mode) -> Iterator[Around]:
         """Record or replay in one pass over a batch. The result is the argument ``around`` of ``run_schedule``."""
+        # Choices are kept in the batch, since several passes over it replay those that the first one recorded.
         if self.from_engine and ROUTING not in batch:
             batch[ROUTING] = self._of_engine(batch)
         store: list[np.ndarray | None] = batch.setdefault(ROUTING, [None] * len(batch["tokens"]))
@@ -104,6 +104,7 @@ class RoutingReplay:
             for _, replay in replays:
                 replay.mode = replay.target = replay.recorded = None
 
+        # A pass that ended early leaves targets that no backward pass has asked for.
         yield around
         for replays in self.of_chunk.values():
             for _, replay in replays:

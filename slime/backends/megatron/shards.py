@@ -20,7 +20,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from slime.backends.megatron.gathering import tensor_group
+from slime.backends.megatron.groups import tensor_group
 from slime.backends.megatron.lora_layers import factors_of
 from slime.backends.megatron.model import Chunk, unwrapped
 from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, share

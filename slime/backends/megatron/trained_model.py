@@ -8,23 +8,21 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
 
-from slime.backends.adapter import lora_settings
 from slime.backends.megatron import rank_files, rotary
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import delta_nets
 from slime.backends.megatron.lora import ModelAdapters, require_support
-from slime.backends.megatron.model import build_chunk, unwrapped, with_gradient
+from slime.backends.megatron.model import PolicyModel, build_chunk, unwrapped, with_gradient
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
 from slime.backends.megatron.weights import ModelWeights
 from slime.backends.tensor_shards import StoredTensors
-from slime.backends.trainable import select_trainable
+from slime.backends.trainable import lora_settings, select_trainable
 from slime.config.args import Args
+from slime.config.checkpoint import InitialWeights, megatron_lm_folder
 from slime.config.hf_config import megatron_folder
-from slime.config.initial_weights import InitialWeights
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_checkpoint import megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
@@ -44,6 +42,7 @@ class TrainedModel:
 
     def __init__(self, args: Args, role: str, layout: ParallelLayout, rank: int, device: torch.device) -> None:
         self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
+        # The shape: config.json decides, and the user's flags may add what it does not say.
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)
         if problem := not_divided(self.hf_config.to_dict(), layout):
@@ -56,6 +55,7 @@ class TrainedModel:
         self.has_state = nets is not None
         of = None if self.config.multi_latent_attention else self.hf_config
         frequencies = (rotary.scaled_frequencies(of), rotary.window_frequencies(of)) if of else (None, None)
+        # One model chunk, or several with interleaved pipelines. They have no values yet.
         models = [build_chunk(self.config, self.settings, role, stage, seed, *frequencies, nets) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
@@ -66,6 +66,7 @@ class TrainedModel:
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
         patterns = args.only_train_params_name_list, args.freeze_params_name_list
         select_trainable(held, self.weights.all_hf_names(), *patterns, "output_layer." if role == "critic" else None)
+        # Adapters are added after the base is read, and freeze it.
         lora = lora_settings(args)
         self.adapters: ModelAdapters | None = None
         if lora is not None:
@@ -78,13 +79,18 @@ class TrainedModel:
             for model in models:
                 if model.pre_process:
                     model.embedding.register_forward_hook(with_gradient)
+        # Routing replay hooks the routers of the plain modules, before the gradient buffers wrap them.
         self.routing: RoutingReplay | None = None
         if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
             with_experts = moe_layers(self.settings)
             self.routing = RoutingReplay(
                 models, with_experts, self.config.sequence_parallel, bool(args.use_rollout_routing_replay)
             )
-        ddp = ddp_config(args.megatron)
+        self._wrap(models)
+
+    def _wrap(self, models: list[PolicyModel]) -> None:
+        """Give the model chunks Megatron's gradient buffers, and set how its schedules sum gradients."""
+        ddp = ddp_config(self.args.megatron)
         self.chunks = [
             # Megatron does the same: the reductions of later chunks overlap with the computation of other chunks
             # anyway, so later chunks need no buckets.

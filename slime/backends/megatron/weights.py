@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.gathering import Piece, batches, tensor_group, whole
+from slime.backends.megatron.groups import Piece, batches, tensor_group, whole
 from slime.backends.megatron.model import PolicyModel
 from slime.models.shards import ModelError
 from slime.models.stored import NamedWeights

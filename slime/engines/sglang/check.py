@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.config.machine import cache_folder, installed, remember, version_of
-from slime.config.process_environment import import_environment, module_command
+from slime.config.process import import_environment, module_command
 
 if TYPE_CHECKING:
     from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings

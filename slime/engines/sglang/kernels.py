@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from slime.config.hooks import module_of_file
 from slime.config.machine import cache_folder, count_gpus, installed, remember, version_of
-from slime.config.process_environment import import_environment, module_command
+from slime.config.process import import_environment, module_command
 
 PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
 # Operators that SGLang looks up in torch.ops.sgl_kernel when it imports the models with gated delta nets, and with them

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.config.hooks import is_async, load_function
-from slime.config.process_environment import module_command, reduced_environment
+from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from slime.plugins.agents.program import AgentSettings, Reward, Task, run_progra
 from slime.plugins.agents.server import agent_server
 from slime.plugins.agents.session import Session
 from slime.plugins.agents.trajectory import without_response
-from slime.rollout.rm_hub import async_rm, scores_whole_groups
+from slime.rollout.rm_hub.dispatch import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 from slime.types import SamplingParams
 

@@ -34,12 +34,11 @@ from slime.plugins.agents.tool_parsers import (
 )
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.abort import retry_delay
-from slime.rollout.end_token import end_text
+from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.generate import CHARACTER_TOKENS, ask_engine, build_generate_body, remaining, with_retries
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import EVALUATION, GenerateState
-from slime.rollout.stop_strings import UNFINISHED, cut_at_stop
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from slime.data.sample import Sample
 from slime.data.tokenizers import end_ids
 from slime.plugins.agents.messages import Ask, Message, Tool, key_of
-from slime.rollout.end_token import text_of
+from slime.rollout.ends import text_of
 from slime.rollout.generate import append_output
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState

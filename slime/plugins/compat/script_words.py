@@ -71,12 +71,14 @@ def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
     text = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
+    # Files of models come with the script, or are those of this checkout.
     for source in _SOURCE.findall(text):
         name = Path(source.strip("\"'")).name
         near = [path.parent / name, path.parent / "models" / name, _MODELS / name]
         file = next((file for file in near if file.is_file() and file != path), None)
         if file is not None and depth:
             _gather(file, names, depth - 1)
+    # Variables first: arrays use them.
     outside = _ARRAY.sub("", text)
     for name, value in _VARIABLE.findall(outside):
         if not value.startswith("$("):
@@ -94,6 +96,7 @@ def _words(text: str, names: Mapping[str, list[str]]) -> list[str]:
     except ValueError:  # a quote that is closed on another line
         words = text.split()
     found: list[str] = []
+    # An array becomes several words, a variable within a word one.
     for word in words:
         if word in ("$@", "${@}", "$*"):  # the arguments of the script, of which there are none
             continue

@@ -16,7 +16,7 @@ from slime.cli.errors import CommandError
 from slime.config import flag_support
 from slime.config.args import FLAGS
 from slime.config.flag_support import ORIGINAL_DEFAULTS, why_missing
-from slime.config.megatron_flags import PERFORMANCE
+from slime.config.megatron import PERFORMANCE
 from slime.config.parser import read_command_line
 from slime.plugins.compat.script_words import command_of, read_script
 
@@ -93,6 +93,7 @@ def _of_slime(command: Sequence[str]) -> Translation:
     for option, values in _pairs(command[1:]):
         name = option[2:].replace("-", "_")
         given.add(name)
+        # A flag may be gone, refused, or without effect.
         reason = why_missing(option)
         if reason or any(f"{option}: no such flag" in problem for problem in read_command_line([option, *values])[1]):
             made.changes.append(f"{option} {reason or 'does not exist'}; it is left out")
@@ -106,6 +107,7 @@ def _of_slime(command: Sequence[str]) -> Translation:
         elif name in PERFORMANCE:
             made.changes.append(f"{option} has no effect: {PERFORMANCE[name]}")
         made.flags.append([option, *values])
+    # A flag that is not given has another default here.
     for name, value in ORIGINAL_DEFAULTS.items():
         if name not in given:
             shown, before = FLAGS[name].default, "not limited" if value is None else value
@@ -116,9 +118,10 @@ def _of_slime(command: Sequence[str]) -> Translation:
 
 def _of_other(table: Framework, command: Sequence[str]) -> Translation:
     made = Translation("train.py")
-    pairs = [(option, values) for option, values in _pairs(command[1:])]
+    pairs = list(_pairs(command[1:]))
     value_of = {option: values[0] for option, values in pairs if values}
     given = {option for option, _ in pairs}
+    # Sizes that other flags of the command are counted in.
     group = _number(value_of, "actor_rollout_ref.rollout.n", "--num_generations", "--n_samples_per_prompt")
     engine = _number(value_of, "--vllm_tensor_parallel_size")
     for option, values in pairs:
@@ -150,16 +153,19 @@ def _add(
     fixed = [target[2]] if target[2] else []
     value = values[0] if values else "true"
     true = value.lower() not in ("false", "0", "none", "null", "no")
+    # A switch.
     if form in ("on", "off", "given"):
         if form == "given" or true == (form == "on"):
             made.flags.append([flag, *fixed])
         return
+    # A number in another unit.
     if form in ("per_group", "per_engine", "groups") and value.isdigit():
         count = int(value) // group if form == "groups" else int(value) * (group if form == "per_group" else engine)
         made.flags.append([flag, str(count)])
         if count != int(value):
             made.changes.append(f"{option} {value}: {flag} is {count}, {_COUNTS[form]}")
         return
+    # The KL penalty, in the loss or in the reward.
     if form == "loss" and not in_loss:
         flag = "--kl-coef"  # without its --use_kl_loss, the KL is in the reward
     if form == "kl":
@@ -185,6 +191,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     option: str | None = None
     values: list[str] = []
     ends = False
+    # A command ends where the shell would end it.
     for written in words:
         if ends or _END.match(written):
             break

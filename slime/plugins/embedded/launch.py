@@ -14,8 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slime.config.loading import ONE_AT_A_TIME
-from slime.config.process_environment import module_command
+from slime.config.process import ONE_AT_A_TIME, module_command
 from slime.engines import local
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 
-from slime.config.parent import end_with_parent
+from slime.config.process import end_with_parent
 from slime.engines.keys import API_VARIABLE, ServerKeys
 from slime.models.cpu_memory import large_imports, set_compute_variables
 

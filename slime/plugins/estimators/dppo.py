@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 class DppoFlags:
     _title = "estimators dppo, dppo_k2_5"
 
-    dppo_delta: float = flag(0.2, above=0, help="DPPO leaves out tokens whose divergence from the engine is larger")
-    dppo_divergence: str = flag(
-        "tv", choices=("tv", "kl"), help="DPPO: total variation or KL divergence of the token against all others"
-    )
-    dppo_tau: float = flag(1e-3, low=0, help="Coefficient of the squared log-ratio in the loss of dppo_k2_5")
+    dppo_delta: float = flag(0.2, above=0)
+    """DPPO leaves out tokens whose divergence from the engine is larger"""
+    dppo_divergence: str = flag("tv", choices=("tv", "kl"))
+    """DPPO: total variation or KL divergence of the token against all others"""
+    dppo_tau: float = flag(1e-3, low=0)
+    """Coefficient of the squared log-ratio in the loss of dppo_k2_5"""
 
 
 def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Tensor:
@@ -51,6 +52,7 @@ def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Te
     old = old_log_probs.exp()
     if kind == "tv":
         return (log_probs.exp() - old).abs()
+    # A probability of 1 leaves nothing to all other tokens, whose logarithm would be infinite.
     tiny = torch.finfo(log_probs.dtype).tiny
     others, old_others = (-torch.expm1(x).clamp(max=-tiny) for x in (log_probs, old_log_probs))  # 1 − π, 1 − μ
     return old * (old_log_probs - log_probs) + old_others * (old_others.log() - others.log())

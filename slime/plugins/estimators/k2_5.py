@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class K25Flags:
     _title = "estimator k2_5"
 
-    k2_5_tau: float = flag(1e-3, low=0, help="Coefficient of the squared log-ratio in the loss of k2_5")
+    k2_5_tau: float = flag(1e-3, low=0)
+    """Coefficient of the squared log-ratio in the loss of k2_5"""
 
 
 def log_ratio_penalty(ppo_kl: Tensor, tau: float) -> Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.algorithm import Row
-from slime.algorithms.gspo import Gspo
-from slime.algorithms.reductions import Reducer, constant_reducer
+from slime.algorithms.ratios import Gspo
+from slime.algorithms.sequences import Reducer, constant_reducer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,8 +25,10 @@ class SapoFlags:
 
     _title = "estimator sapo"
 
-    sapo_tau_positive: float = flag(1.0, above=0, help="Temperature of SAPO's gate for tokens with positive advantage")
-    sapo_tau_negative: float = flag(1.05, above=0, help="Temperature of SAPO's gate for tokens with negative advantage")
+    sapo_tau_positive: float = flag(1.0, above=0)
+    """Temperature of SAPO's gate for tokens with positive advantage"""
+    sapo_tau_negative: float = flag(1.05, above=0)
+    """Temperature of SAPO's gate for tokens with negative advantage"""
 
 
 def compute_sapo_loss(ppo_kl: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Row
 from slime.algorithms.grpo import Grpo
-from slime.algorithms.reduce import Reduce
-from slime.algorithms.sequences import IDENTITY, MAX_LOG_RATIO, keep_where, sequence_sums, spread
+from slime.algorithms.sequences import IDENTITY, MAX_LOG_RATIO, Reduce, keep_where, sequence_sums, spread
 from slime.config.flag import flag
 
 from .shared import by_sign, flags_or_defaults, notice_of_unused_clip
@@ -27,10 +26,14 @@ class VespoFlags:
 
     _title = "estimator vespo"
 
-    vespo_k_positive: float = flag(2.0, low=0, help="Exponent k of VESPO's weight where the advantage is positive")
-    vespo_lambda_positive: float = flag(3.0, low=0, help="Decay λ of VESPO's weight where the advantage is positive")
-    vespo_k_negative: float = flag(3.0, low=0, help="Exponent k of VESPO's weight where the advantage is negative")
-    vespo_lambda_negative: float = flag(2.0, low=0, help="Decay λ of VESPO's weight where the advantage is negative")
+    vespo_k_positive: float = flag(2.0, low=0)
+    """Exponent k of VESPO's weight where the advantage is positive"""
+    vespo_lambda_positive: float = flag(3.0, low=0)
+    """Decay λ of VESPO's weight where the advantage is positive"""
+    vespo_k_negative: float = flag(3.0, low=0)
+    """Exponent k of VESPO's weight where the advantage is negative"""
+    vespo_lambda_negative: float = flag(2.0, low=0)
+    """Decay λ of VESPO's weight where the advantage is negative"""
 
 
 def sequence_sum_kl(
@@ -40,6 +43,7 @@ def sequence_sum_kl(
 
     All tensors are flat ``[R]``, of one floating dtype but for the mask; ``lengths`` are those of the sequences.
     """
+    # Masked tokens are part of the sequence, but not of its ratio.
     difference = keep_where(mask, old_log_probs - log_probs)
     return spread(reduce.over_sequence(sequence_sums(difference, lengths)), lengths)
 

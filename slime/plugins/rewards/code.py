@@ -83,6 +83,7 @@ def sandbox(seconds: float, memory_mb: int, workers: int, isolation: Isolation) 
 def program_of(response: str) -> str:
     """Return the last fenced block of Python in a response, else the last block, else the whole response; always
     without the reasoning."""
+    # What the model thought is no answer.
     answer = after_thinking(response)
     # A block in a list is indented as a whole, by as much as its fence.
     blocks = [
@@ -104,6 +105,7 @@ async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) 
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         if not tests.prefix:  # otherwise the answer may be the rest of a function
             return "syntax"
+    # The tests are independent, so that the first failure decides.
     for trial in trials(tests, code, cpu_seconds):
         outcome = await _try(box, trial)
         if outcome != "passed":
@@ -113,6 +115,7 @@ async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) 
 
 async def _try(box: Sandbox, trial: Trial) -> Outcome | None:
     for _ in range(_TRIES):
+        # A program that was killed from outside says nothing about the answer.
         results = await (box.run_pair(trial.tests, trial.program) if trial.tests else _alone(box, trial.program))
         if not any(result.status == "killed" and result.exit_code in _KILLED for result in results):
             # The tests decide. Why a program ended before them is in its own result.
@@ -131,6 +134,7 @@ def _outcome(result: Result, trial: Trial) -> Outcome:
         return "output"
     if result.ok:
         return "passed" if trial.passed(result.stdout) else "wrong"
+    # The last line of a traceback names the error.
     last = result.stderr.strip().rpartition("\n")[2]
     if last.startswith("MemoryError"):
         return "memory"

@@ -53,6 +53,7 @@ class Peer:
         """Let the other end apply an operation to one of its objects; return the result or raise its exception.
 
         A list, dict or set among the values changes as that of the other end, if the operation returns None."""
+        # While it waits, the other end may ask in turn.
         self._send(("ask", handle, operation, values, named))
         while True:
             kind, *content = self._receive()
@@ -74,6 +75,7 @@ class Peer:
 
     def _reply(self, handle: int, operation: str, values: tuple[Any, ...], named: dict[str, Any]) -> None:
         try:
+            # The program must not look into the tests.
             if self.judges and operation != "call":
                 raise TypeError("a program can only call the functions that its tests give it")
             apply = operator.call if operation == "call" else getattr(operator, operation, None)
@@ -185,10 +187,12 @@ class _Writer(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", [kind.__name__ for kind in value.__mro__]
+        # What came from the other end goes back as itself.
         if type(value) is Remote:
             return "yours", value._handle
         if type(value) is fractions.Fraction:
             return "fraction", (value.numerator, value.denominator)
+        # Plain values and classes are copied, all else gets a number.
         kind = value if isinstance(value, type) else type(value)
         if (kind in _PLAIN and type(value) is not object) or isinstance(value, _BASES):
             return None

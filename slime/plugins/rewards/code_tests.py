@@ -128,6 +128,7 @@ class Trial:
 
 def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     """Yield the programs that test ``code``, each with its own processor time in seconds."""
+    # An answer may be a whole function or the rest of the one that the prompt began.
     prompt = [tests.prefix] if tests.entry and _is_complete(tests.prefix) else []
     before = [_SPACE]
     if tests.entry and re.search(rf"^(?:(?:async )?def|class) {re.escape(tests.entry)}\b", code, re.MULTILINE):
@@ -137,11 +138,13 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     # Marks where the result begins. A program may find it and print it, but what follows is compared all the same.
     done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
     order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "module": "solution", "parts": [*before, code]}
+    # Asserts run in another sandbox and call the program: it cannot change what they mean.
     if tests.asserts:
         names = _names_of_program(tests, code, prompt)
         judge = {**order, "module": "tests", "parts": [_SPACE, *prompt], "names": names, "asserts": tests.asserts}
         program = _program(_PROGRAM, {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]})
         yield Trial(_PEER + program, done, tests=_PEER + _program(_TESTS, judge))
+    # Inputs go into the program, and its output comes out to be compared here.
     for case in tests.cases:
         if tests.function:
             more = {"function": tests.function, "arguments": case.given}
@@ -158,6 +161,7 @@ def _names_of_program(tests: CodeTests, code: str, prompt: Sequence[str]) -> lis
     helper of the prompt. If every name of the tests has such a meaning (``assert count(5) == 3``), those count that the
     program defines.
     """
+    # Names of the program are asked for over the pipe, all others are those of the tests.
     used = {node.id for node in ast.walk(ast.parse(tests.asserts)) if isinstance(node, ast.Name)}
     used -= _defined(tests.asserts, everywhere=True)
     own = used - {*vars(builtins), *_SPACE_NAMES}.union(*map(_defined, prompt)) | ({tests.entry} & used)
@@ -211,6 +215,7 @@ def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
     Raises:
         BadTests: The label has another format.
     """
+    # By the form of the value, from the simplest to the one with most parts.
     value = _decoded(label)
     if isinstance(value, str) and value.strip():
         return CodeTests(asserts=_compiled(value))
@@ -275,6 +280,7 @@ def _listed_cases(label: Sequence[Mapping[str, Any]], metadata: Mapping[str, obj
         raise BadTests("each case needs input and output")
     if all(case.get("testtype") != "functional" for case in label):
         return CodeTests(cases=tuple(Case(_joined(case["input"]), _joined(case["output"])) for case in label))
+    # LiveCodeBench keeps the name in the metadata.
     name = str(metadata.get("func_name") or metadata.get("fn_name") or "")
     if not name:
         raise BadTests("functional cases need the name of the function: func_name in the row's metadata")
@@ -297,6 +303,7 @@ def _joined(value: object) -> str:
 def same_output(found: str, expected: str) -> bool:
     """Whether two outputs have the same words in the same lines. Empty lines at the end and spaces do not count, and
     numbers with a decimal point may differ by a millionth."""
+    # Words and lines count, the space between them does not.
     ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
     return len(ours) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)

@@ -15,7 +15,7 @@ _LONGEST = 512  # maximum number of tokens; a smaller limit of the model or toke
 
 
 class EmbeddingSimilarity:
-    """A reward model class; see :mod:`slime.rollout.rm_hub.model_rm`. The model runs on CUDA if it is available.
+    """A reward model class; see :mod:`slime.rollout.rm_hub.custom`. The model runs on CUDA if it is available.
 
     Args:
         model_path: Hugging Face folder of an encoder and its tokenizer.
@@ -57,12 +57,14 @@ class EmbeddingSimilarity:
         accepted = [label if isinstance(label, list) else [label] for label in labels]
         if any(label in (None, "") for several in accepted for label in several) or not all(accepted):
             raise ValueError("EmbeddingSimilarity compares with the label, but a sample has none (--label-key)")
+        # One pair for each accepted text.
         left = [response for response, several in zip(responses, accepted, strict=True) for _ in several]
         scores = iter(self.similarity(left, [str(label) for several in accepted for label in several]))
         return [max(next(scores) for _ in several) for several in accepted]
 
     def similarity(self, left: Sequence[str], right: Sequence[str]) -> list[float]:
         """Return the cosine similarity of each pair, or 0 if it is negative."""
+        # A label comes with every sample of its group, and is embedded once.
         texts = list(dict.fromkeys([*left, *right]))
         place = {text: i for i, text in enumerate(texts)}
         vectors = self.embed(texts)
@@ -81,6 +83,7 @@ class EmbeddingSimilarity:
             ).to(self.device)
             with torch.inference_mode():
                 hidden = self.model(**inputs).last_hidden_state.float()
+            # Padding has no part in the mean.
             mask = inputs["attention_mask"].unsqueeze(-1).float()
             pooled = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu()
             for row, vector in zip(rows, pooled, strict=True):

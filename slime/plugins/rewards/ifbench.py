@@ -55,6 +55,7 @@ async def ifbench_reward(args: Args, sample: Sample) -> float | None:
     Raises:
         ValueError: An instruction cannot be checked, because its id has no checker or its kwargs are wrong.
     """
+    # A row that cannot be scored is told before the start; this one came from a data source of the user's.
     metadata = sample.metadata
     problem = unreadable(metadata)
     if problem:
@@ -75,6 +76,7 @@ def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict
     if not external():
         followed = [follows(response, name, given) for name, given in zip(instructions, kwargs, strict=True)]
         return sum(followed) / len(followed)
+    # IFBench's own code takes all instructions of a row at once.
     library = importlib.import_module(_MODULE)
     given = [{name: value for name, value in (entry or {}).items() if value is not None} for entry in kwargs]
     example = library.InputExample(key=0, instruction_id_list=instructions, prompt=prompt, kwargs=given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.layout import ParallelLayout
 from slime.plugins.tools.plan.checkpoint_size import memory_lines
-from slime.plugins.tools.plan.warn import report
+from slime.plugins.tools.plan.read import report
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -245,7 +245,7 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     from slime.data.sample import Sample
     from slime.engines.background import run
     from slime.rollout.multi_turn import TURNS, ModelTurn
-    from slime.rollout.rm_hub import async_rm, batched_async_rm
+    from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm
 
     found: list[object] = []
     for sample in samples:
@@ -277,11 +277,11 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     For a custom reward function, whose form is not known, it is the label as it is.
     """
     from slime.data.reasoning import THINK
-    from slime.rollout.end_token import local_tokenizer
+    from slime.rollout.ends import local_tokenizer
+    from slime.rollout.rm_hub.answers import last_boxed
+    from slime.rollout.rm_hub.custom import is_model_class
     from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
-    from slime.rollout.rm_hub.model_rm import is_model_class
     from slime.rollout.rm_hub.reward import BOXED, reward_of
-    from slime.rollout.rm_hub.text import last_boxed
 
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if label is None or isinstance(label, dict | list):

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.cluster.placement import thread_environment
 from slime.config.hooks import SAFE_PATH
-from slime.config.process_environment import import_environment, module_command
+from slime.config.process import import_environment, module_command
 from slime.engines.process import free_port
 
 POLL_SECONDS = 0.05

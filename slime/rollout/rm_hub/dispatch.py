@@ -1,4 +1,4 @@
-"""Select the reward function of a sample, and call it.
+"""Select the reward function of a sample and call it, and check before the start that the rewards can be used.
 
 The first of these that is set decides: the sample's own ``custom_rm_path`` (set by a data set of an evaluation),
 ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``. An empty ``custom_rm_path`` of a sample means that it is
@@ -11,22 +11,23 @@ token, and what a model says while it still reasons is not paid. A custom functi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
+from slime.data.eval_config import resolve_eval_datasets
 from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
 from slime.registry import parts
-from slime.rollout.end_token import local_tokenizer, spoken
-from slime.rollout.hooks import parameters
+from slime.rollout.base_types import parameters
+from slime.rollout.ends import local_tokenizer, spoken
 from slime.rollout.prompts import render
-from slime.rollout.rm_hub import model_rm
-from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
+from slime.rollout.rm_hub.answers import last_boxed
+from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded, check_class, is_model_class, model_rewards
 from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
 from slime.rollout.rm_hub.reward import BOXED, reward_of
-from slime.rollout.rm_hub.text import last_boxed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -46,11 +47,10 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
     if not path:  # no time limit here: that of a built-in type begins when its verifier starts, not while it is queued
         return await by_type(args, sample)
-    if model_rm.is_model_class(load_reward(path)):
-        rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
-        rewards = [None] if rewards is None else rewards
+    if is_model_class(load_reward(path)):
+        rewards = await _by_users(args, path, [sample], [sample], kwargs) or [None]
     else:
-        rewards = [await _custom(args, path, sample, [sample], kwargs)]
+        rewards = [await _by_users(args, path, sample, [sample], kwargs)]
     return accept_rewards(path, [sample], rewards)[0]
 
 
@@ -66,17 +66,13 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     Raises:
         ValueError: The function returned another number of rewards than it got samples.
     """
+    # One function for all samples: that of the run, or the one that all of them name.
     own = {sample.custom_rm_path for sample in samples}
-    path = own.pop() if len(own) == 1 else None
-    listed = path is not None and args.group_rm and "sample" not in _names(path)
-    if not own and path is None:
-        path, listed = args.custom_rm_path, True
-    if not path or not (listed or model_rm.is_model_class(load_reward(path))):
+    names_none = own <= {None}
+    path = args.custom_rm_path if names_none else (own.pop() if len(own) == 1 else None)
+    if not path or not (names_none or _takes_lists(args, load_reward(path))):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-    if model_rm.is_model_class(load_reward(path)):
-        rewards = await model_rm.model_rewards(args, path, load_reward(path), samples)
-    else:
-        rewards = await _custom(args, path, list(samples), samples, kwargs)
+    rewards = await _by_users(args, path, list(samples), samples, kwargs)
     if rewards is None:
         return [None] * len(samples)
     if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
@@ -85,32 +81,31 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     return accept_rewards(path, samples, rewards)
 
 
-async def _custom(
+def _takes_lists(args: Args, reward: Any) -> bool:
+    return is_model_class(reward) or (args.group_rm and "sample" not in parameters(reward)[0])
+
+
+async def _by_users(
     args: Args, path: str, subject: Sample | list[Sample], samples: Sequence[Sample], kwargs: dict[str, object]
 ) -> Any:
-    """Call a custom function. If it takes too long, mark ``samples`` as unscored and return None."""
-    function = load_reward(path)
-    deadline = getattr(function, "deadline", None)
+    """Call a user's function with ``subject``, or a model class. If it takes too long, mark ``samples`` as unscored and
+    return None."""
+    reward = load_reward(path)
+    if is_model_class(reward):
+        return await model_rewards(args, path, reward, samples)
+    deadline = getattr(reward, "deadline", None)
     limit = float(deadline(args)) if deadline is not None else args.reward_timeout
     try:
-        return await call_bounded(limit, args.reward_workers, function, args, subject, **kwargs)
+        return await call_bounded(limit, args.reward_workers, reward, args, subject, **kwargs)
     except RewardTimeout as error:
         for sample in samples:
             mark_unscored(sample, "timeout", f"{path}: {error}")
         return None
 
 
-def _names(path: str) -> frozenset[str]:
-    function = load_reward(path)
-    return frozenset() if model_rm.is_model_class(function) else parameters(function)[0]
-
-
 def scores_whole_groups(args: Args) -> bool:
     """Whether a group is scored in one call: with ``--group-rm``, or by a reward model class, which scores batches."""
-    if args.group_rm:
-        return True
-    path = args.custom_rm_path
-    return path is not None and bool(path) and model_rm.is_model_class(load_reward(path))
+    return args.group_rm or (bool(args.custom_rm_path) and is_model_class(load_reward(str(args.custom_rm_path))))
 
 
 def load_reward(path: str) -> Any:
@@ -123,6 +118,7 @@ def load_reward(path: str) -> Any:
 
 async def by_type(args: Args, sample: Sample) -> Any:
     """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is ignored."""
+    # The type: that of the row before that of the run.
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(
@@ -137,6 +133,7 @@ async def by_type(args: Args, sample: Sample) -> Any:
         )
     if reward_type.needs_label and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
+    # What is judged: the text without end tokens, and nothing that the model said while it still reasoned.
     scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
     if not reward_type.reads_reasoning or name.startswith(BOXED):
         opened = opened_reasoning(local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample)
@@ -145,6 +142,7 @@ async def by_type(args: Args, sample: Sample) -> Any:
     if name.startswith(BOXED):
         boxed = last_boxed(after_thinking(scored.response))
         scored.response = "" if boxed is None else reward_type.boxed(boxed, scored.response)
+    # The reward of a plug-in may be async and may take the arguments or not.
     takes_args = "args" in parameters(reward_type.score)[0]
     result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
     reward = await result if inspect.isawaitable(result) else result
@@ -166,3 +164,34 @@ def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None
     if tokenizer is None or not tokenizer.chat_template:
         return None
     return opened_by(render(tokenizer, sample, sample.prompt))
+
+
+def check_rewards(args: Args) -> list[str]:
+    """Return one line for each reward that cannot be used.
+
+    A function that cannot be imported is not reported here, because the check of the hooks reports it.
+    """
+    if args.loss_type == "sft_loss" or args.load_debug_rollout_data:
+        return []
+    rewards = [("", args.custom_rm_path)]
+    with contextlib.suppress(ValueError, TypeError, OSError):  # the check of the data reports these
+        rewards += [(f"evaluation set {one.name}: ", one.custom_rm_path) for one in resolve_eval_datasets(args)]
+    problems = [line for where, path in rewards if path for line in _class_problem(where, path, args.rm_model_path)]
+    reward = None if args.custom_rm_path else reward_of(args.rm_type or "")
+    if reward is not None and reward.check is not None:
+        problems += reward.check(args)
+    return list(dict.fromkeys(problems))
+
+
+def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:
+    try:
+        function = load_reward(path)
+    except BaseException:
+        return []
+    if not is_model_class(function):
+        return [] if callable(function) else [f"{where}--custom-rm-path {path}: it is not a function"]
+    try:
+        check_class(function, model_path)
+    except (TypeError, ValueError) as error:
+        return [f"{where}--custom-rm-path {path}: {error}"]
+    return []

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.answers import without_styles
 from slime.rollout.rm_hub.reward import Reward, missing_label
-from slime.rollout.rm_hub.text import without_styles
 
 
 class F1Score(NamedTuple):

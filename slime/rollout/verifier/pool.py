@@ -29,7 +29,7 @@ from typing import Literal
 
 import psutil
 
-from slime.config.process_environment import module_command, reduced_environment
+from slime.config.process import module_command, reduced_environment
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
 
@@ -93,6 +93,7 @@ class _Worker:
 
     def call(self, function: str, args: tuple[object, ...], timeout: float, setup: Setup | None = None) -> Verdict:
         """Run one call. The process may have ended afterwards: check :meth:`reusable`."""
+        # Importing and setting up have a limit of their own, so that they do not use up that of the call.
         if function not in self.loaded:
             self._load(function)
         if setup is not None and str(setup) not in self.loaded:
@@ -270,6 +271,7 @@ class VerifierPool:
             if worker is not None and not worker.alive:  # it ended while it was idle
                 self._drop(worker)
                 worker = None
+            # The process is started with the first call, and after an outcome in doubt the next call gets a new one.
             try:
                 worker = worker or self._start()
                 outcome = worker.call(job.function, job.args, job.timeout, job.setup)
@@ -278,6 +280,7 @@ class VerifierPool:
             if worker is not None and (isinstance(outcome, BaseException) or not worker.reusable(outcome)):
                 self._drop(worker)
                 worker = None
+            # Only a lost process is worth another attempt. A timeout and an exception are verdicts.
             lost = isinstance(outcome, _Lost) or (isinstance(outcome, Verdict) and outcome.status == "crashed")
             if self._closed or not lost:
                 break

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 from slime.config.hooks import load_function
-from slime.config.parent import kill_with_parent
+from slime.config.process import kill_with_parent
 from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 
 

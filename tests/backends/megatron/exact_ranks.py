@@ -42,7 +42,7 @@ def batch_with_branches() -> dict[str, Any]:
     import random
 
     from slime.data.packing import MIN_SHARED_TOKENS
-    from slime.plugins.tools.verify.batch import RandomSample, make_batch, make_samples
+    from slime.plugins.tools.verify.reference import RandomSample, make_batch, make_samples
 
     draw = random.Random(1)
     sizes = (5, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, 3, 3, 3, 3)

@@ -23,7 +23,7 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
     from megatron_ranks import leave_groups
 
     from slime.backends.create import create_backend
-    from slime.backends.megatron import gathering
+    from slime.backends.megatron import groups
 
     calls: list[str] = []
 
@@ -34,7 +34,7 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
             calls.append(name)
             return real(*arguments, **named)
 
-        setattr(gathering.dist, name, call)
+        setattr(groups.dist, name, call)
 
     counted("all_gather")
     counted("broadcast")
@@ -46,12 +46,12 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
         gloo = [name for name in vars(mpu) if name.endswith("_GLOO") and getattr(mpu, name) is not None]
         assert not gloo, f"nothing uses {gloo}, and each is a group of TCP connections"
         by_size: dict[int, Any] = {}
-        for size in (gathering.BATCH_BYTES, 20_000, 1):
-            gathering.BATCH_BYTES, kept = size, gathering.BATCH_BYTES
+        for size in (groups.BATCH_BYTES, 20_000, 1):
+            groups.BATCH_BYTES, kept = size, groups.BATCH_BYTES
             calls.clear()
             tensors = {name: tensor.clone() for name, tensor in backend.named_weights()}
             by_size[size] = {"tensors": tensors, "collectives": len(calls)}
-            gathering.BATCH_BYTES = kept
+            groups.BATCH_BYTES = kept
         found.append(list(by_size.values()))
         leave_groups()
     torch.save(found, output / f"rank{rank}.pt")

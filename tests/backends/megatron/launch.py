@@ -77,7 +77,7 @@ def _serve() -> None:
 
     import cpu_shim
 
-    from slime.config.parent import kill_with_parent
+    from slime.config.process import kill_with_parent
 
     kill_with_parent()
     answers = os.fdopen(os.dup(1), "w")
@@ -105,7 +105,7 @@ def _run(context: Any, function: str, ranks: int, args: tuple[Any, ...]) -> bool
 
 
 def _rank(function: str, *args: Any) -> None:
-    from slime.config.parent import kill_with_parent
+    from slime.config.process import kill_with_parent
 
     kill_with_parent()  # an interrupted test, or one that is out of time, kills the parent only
     module, _, name = function.partition(":")

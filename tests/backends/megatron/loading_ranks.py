@@ -63,7 +63,7 @@ def read_whole(weights: Any, folder: Any) -> tuple[dict[str, Any], int]:
     import torch
     from megatron.core import parallel_state as mpu
 
-    from slime.backends.megatron.gathering import tensor_group
+    from slime.backends.megatron.groups import tensor_group
 
     found = {}
     for name, tensor in weights.tensors():

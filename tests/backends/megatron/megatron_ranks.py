@@ -12,8 +12,8 @@ from typing import Any
 
 from pairwise import pairwise
 
-from slime.plugins.tools.verify.batch import batch_of_rank
 from slime.plugins.tools.verify.rank import leave_model
+from slime.plugins.tools.verify.reference import batch_of_rank
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
 SP = "sequence_parallel"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-TP_OVERLAP = {SP: True, "tp_comm_overlap": True}
 OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
@@ -82,11 +81,6 @@ PLAN: list[Layout] = [
     Layout("moonlight", 2, {CP: 2, EP: 2}),
     Layout("gpt_oss", 2, {CP: 2}),
     # communication of tensor parallelism with the products of matrices
-    Layout("qwen3", 2, {TP: 2, **TP_OVERLAP}),
-    Layout("qwen2", 2, {TP: 2, **TP_OVERLAP, **FULL}),
-    Layout("qwen3_moe", 2, {TP: 2, ETP: 1, **TP_OVERLAP}),
-    Layout("deepseek_v3", 4, {TP: 2, EP: 2, ETP: 1, **TP_OVERLAP}),
-    Layout("qwen3_5", 4, {TP: 4, **TP_OVERLAP, **OVERLAP}),
     # positions that are stretched
     Layout("qwen3_yarn"),
     Layout("glm4_yarn", 2, {TP: 2}),

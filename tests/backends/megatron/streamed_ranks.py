@@ -13,9 +13,9 @@ def compare(rank: int, ports: Any, path: Path, megatron: dict[str, Any]) -> None
     import torch
     from megatron_ranks import leave_groups
 
-    from slime.backends.megatron import streamed_gradients
+    from slime.backends.megatron import optimizer
 
-    streamed_gradients.PIECE_BYTES = 4096
+    optimizer.PIECE_BYTES = 4096
     found = []
     for number, clip in enumerate((1e9, 1e9, 1e-3, 1e-3)):
         found.append(two_steps(rank, ports.get(number), path, megatron, clip, streamed=number % 2 == 0))
@@ -75,11 +75,11 @@ def moved_shares(rank: int, ports: Any, path: Path) -> None:
     from megatron_ranks import leave_groups
 
     from slime.backends.create import create_backend
-    from slime.backends.megatron import streamed_gradients
+    from slime.backends.megatron import optimizer
 
     replaced: list[Any] = []
-    copy_to_cpu = streamed_gradients._on_cpu
-    streamed_gradients._on_cpu = lambda main: (replaced.append(weakref.ref(main)), copy_to_cpu(main))[1]
+    copy_to_cpu = optimizer._on_cpu
+    optimizer._on_cpu = lambda main: (replaced.append(weakref.ref(main)), copy_to_cpu(main))[1]
 
     for number, dtype in enumerate(("float32", "bfloat16")):
         for other, (given, low, high) in enumerate((({}, 1.0, 1.0), ({"optimizer_offload_fraction": 0.5}, 0.5, 0.8))):

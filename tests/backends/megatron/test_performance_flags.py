@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.backends.megatron.config import _fields_from
-from slime.config.megatron_flags import PERFORMANCE
+from slime.config.megatron import PERFORMANCE
 
 
 @dataclass

@@ -21,7 +21,7 @@ from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer
 from slime.plugins.embedded.sequence import build_answer
 from slime.rollout.generate import append_output, build_generate_body
-from slime.rollout.settings import RequestSettings
+from slime.rollout.state import RequestSettings
 
 CUTS: list[dict[str, Any]] = [
     {"top_p": 0.6},

@@ -14,9 +14,9 @@ from slime.cluster import checks
 from slime.data.sample import Sample
 from slime.engines.background import run
 from slime.plugins.tools.dry_run import dry_run, own_answer
-from slime.plugins.tools.plan import warn
+from slime.plugins.tools.plan import read as warn
 from slime.plugins.tools.plan.checkpoint_size import count_parameters, memory_lines, snapshot_bytes
-from slime.plugins.tools.plan.gpus import KINDS
+from slime.plugins.tools.plan.setups import KINDS
 from slime.rollout.rm_hub import async_rm
 
 MESSAGES = [{"role": "user", "content": "What is 3 times 2?"}]

@@ -14,7 +14,7 @@ from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.plugins.agents.environments.base import NUMBER, SPEC, Episode, Step, StepFailed, StepLimits, environment
 from slime.plugins.agents.trajectory import without_response
-from slime.rollout.end_token import text_of
+from slime.rollout.ends import text_of
 from slime.rollout.generate import generate as generate_text
 from slime.rollout.multi_turn import Conversation, ModelTurn
 from slime.rollout.rm_hub.outcome import mark_unscored

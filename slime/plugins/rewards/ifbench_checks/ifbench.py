@@ -13,8 +13,8 @@ import string
 from collections import Counter
 from itertools import pairwise
 
-from slime.plugins.rewards.ifbench_checks.registry import checker
-from slime.plugins.rewards.ifbench_checks.text import (
+from slime.plugins.rewards.ifbench_checks.registry import (
+    checker,
     lines,
     sentence_end,
     sentences,
@@ -205,6 +205,7 @@ def options(response: str, *, options: str) -> bool:
     The options are divided by ``/``, else by the word "or", else by commas. Case and the punctuation around the answer
     do not matter.
     """
+    # The data set writes its options in three ways.
     divider = "/" if "/" in options else r"\bor\b" if re.search(r"\bor\b", options) else ","
     allowed = {_plain(option) for option in re.split(divider, options)} - {""}
     return _plain(response) in allowed
@@ -213,6 +214,7 @@ def options(response: str, *, options: str) -> bool:
 @checker("format:parentheses")
 def parentheses(response: str) -> bool:
     """Nest parentheses (and [brackets {and braces}]) at least 5 levels deep: pairs that match and are closed."""
+    # One pass with the depth inside of each open mark.
     pairs, open_marks, heights = {")": "(", "]": "[", "}": "{"}, list[str](), list[int]()
     for mark in response:
         if mark in "([{":
@@ -247,6 +249,7 @@ def line_indent(response: str) -> bool:
 @checker("format:sub-bullets")
 def sub_bullets(response: str) -> bool:
     """Bullet points denoted by * and at least one sub-bullet point denoted by - for each bullet point."""
+    # The marks of all bullets in their order, divided at the main ones.
     marks = "".join(line.lstrip()[0] for line in lines(response) if _BULLET.match(line))
     groups = marks.split("*")[1:]
     return bool(groups) and all(groups)

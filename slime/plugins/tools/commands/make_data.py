@@ -1,17 +1,63 @@
-"""Procedural data sets with known answers, which are small enough to learn in minutes on two cores."""
+"""``slime make-data`` and ``slime init``: data with known answers, small enough to learn in minutes on two CPU cores,
+and a commented folder to start from, with a reward, such data and a script that trains."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from slime.cli.errors import CommandError, writing
+from slime.cli.ranges import whole
 from slime.config.seeds import derive_seed
+from slime.plugins.tools.commands import Subparsers
 
 SYSTEM_PROMPT = "Answer briefly."
 DIGITS = range(1, 10)
+STARTERS = Path(__file__).parents[1] / "starters"
+HELD_OUT = 16
+SUMS = 96
+TOOL_PROMPT = "Use the calculator for every question, then give the number."
+
+
+def add_make_data(commands: Subparsers) -> None:
+    data = commands.add_parser("make-data", help="write a procedural data set as JSONL (prompt, label)")
+    data.add_argument("task", choices=["products"], help="products: of two digits 1-9; some pairs are held out")
+    data.add_argument("--output-dir", type=Path, default=Path("data"), help="output folder (default: data)")
+    data.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=1, help="seed for the held-out pairs and the order (default: 1)"
+    )
+    data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
+    data.set_defaults(run=_make)
+
+
+def _make(args: argparse.Namespace) -> None:
+    for path in make_products(args.output_dir, args.seed, args.held_out):
+        print(path)
+
+
+def add_init(commands: Subparsers) -> None:
+    init = commands.add_parser(
+        "init", help="write a folder to start from: reward.py, data.jsonl and a run.sh that trains on two CPU cores"
+    )
+    init.add_argument("folder", type=Path, help="new or empty folder")
+    init.add_argument(
+        "--task",
+        choices=["single-turn", "tool-use", "agent"],
+        default="single-turn",
+        help="one response per prompt; a tool between the model's turns; an agent on the OpenAI API (default: single-turn)",  # noqa: E501
+    )
+    init.set_defaults(run=_init)
+
+
+def _init(args: argparse.Namespace) -> None:
+    for path in init(args.folder, args.task):
+        print(path)
+    print(f"next: bash {args.folder / 'run.sh'} --dry-run, then bash {args.folder / 'run.sh'}")
 
 
 def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[Path, Path]:
@@ -31,14 +77,22 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
     Raises:
         CommandError: ``held_out`` leaves one of the files empty, or the files cannot be written.
     """
+    train, evaluation = _products(seed, held_out)
+    with writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        return (
+            _write(output_dir / "products_train.jsonl", train),
+            _write(output_dir / "products_eval.jsonl", evaluation),
+        )
+
+
+def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[str, str]:
+    """Return the texts of the training file and of the evaluation file."""
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
     if not 1 <= held_out < len(pairs):
         raise CommandError(f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs")
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
-    with writing(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        train = _write(output_dir / "products_train.jsonl", pairs[held_out:])
-        return train, _write(output_dir / "products_eval.jsonl", sorted(pairs[:held_out]))
+    return _lines(pairs[held_out:]), _lines(sorted(pairs[:held_out]))
 
 
 def product_row(a: int, b: int) -> dict[str, object]:
@@ -47,8 +101,65 @@ def product_row(a: int, b: int) -> dict[str, object]:
     return {"prompt": prompt, "label": str(a * b), "metadata": {"a": a, "b": b}}
 
 
-def _write(path: Path, pairs: list[tuple[int, int]]) -> Path:
+def _lines(pairs: list[tuple[int, int]]) -> str:
+    return "".join(json.dumps(product_row(a, b)) + "\n" for a, b in pairs)
+
+
+def _write(path: Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(json.dumps(product_row(a, b)) + "\n" for a, b in pairs), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     return path
+
+
+def init(folder: Path, task: str) -> list[Path]:
+    """Write reward.py, run.sh, data.jsonl and heldout.jsonl; returns their paths.
+
+    Args:
+        folder: Is created; it may exist if it is empty.
+        task: One of :data:`TASKS`.
+
+    Raises:
+        CommandError: The folder is not empty, is a file, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CommandError(f"{folder} is there already and not empty: name another folder")
+    starter = STARTERS / task.replace("-", "_")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("reward.py", "run.sh"):
+            shutil.copyfile(starter / name, folder / name)
+        (folder / "run.sh").chmod(0o755)
+        for name, lines in zip(("data.jsonl", "heldout.jsonl"), TASKS[task](), strict=True):
+            (folder / name).write_text(lines, encoding="utf-8")
+    return [folder / name for name in ("reward.py", "data.jsonl", "heldout.jsonl", "run.sh")]
+
+
+def _calculations() -> tuple[str, str]:
+    """Products of two-digit numbers, which a small model cannot compute, with two calls of the tool as examples."""
+    draw = Random(derive_seed(1, "init tool-use"))
+    pairs = sorted({(draw.randint(12, 98), draw.randint(12, 98)) for _ in range(2 * SUMS)})
+    draw.shuffle(pairs)
+    lines = [json.dumps(_tool_row(a, b)) + "\n" for a, b in pairs[: SUMS + HELD_OUT]]
+    return "".join(lines[HELD_OUT:]), "".join(lines[:HELD_OUT])
+
+
+def _tool_row(a: int, b: int) -> dict[str, object]:
+    # Two finished calls show a small model how to use the tool.
+    messages = [{"role": "system", "content": TOOL_PROMPT}]
+    for x, y in ((31, 14), (25, 67)):
+        messages += [
+            {"role": "user", "content": f"What is {x} * {y}?"},
+            {"role": "assistant", "content": f"<calc>{x} * {y}</calc>"},
+            {"role": "user", "content": str(x * y)},
+            {"role": "assistant", "content": str(x * y)},
+        ]
+    return {"prompt": [*messages, {"role": "user", "content": f"What is {a} * {b}?"}], "label": str(a * b)}
+
+
+TASKS: dict[str, Callable[[], tuple[str, str]]] = {
+    "single-turn": _products,
+    "tool-use": _calculations,
+    "agent": _products,
+}
+"""The kinds of tasks, and what makes their data."""

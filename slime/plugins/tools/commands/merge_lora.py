@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
+from slime.plugins.tools.commands import Subparsers
 from slime.types import JsonObject
 
 if TYPE_CHECKING:
@@ -17,6 +19,22 @@ if TYPE_CHECKING:
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
 """The shape of an adapter, its factors, and the base that it names; empty if it names none."""
+
+
+def add_merge_lora(commands: Subparsers) -> None:
+    merge = commands.add_parser(
+        "merge-lora",
+        help="write the model that a LoRA adapter and its base are together",
+        description="Prints the folder of the merged model as the last line of stdout.",
+    )
+    merge.add_argument("adapter", type=Path, help="folder with adapter_config.json (--save-hf), or a snapshot iter_*")
+    merge.add_argument("--base", help="folder or hub id of the base (default: the one that the adapter names)")
+    merge.add_argument("--output-dir", type=Path, required=True, help="folder to write, which must not exist")
+    merge.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    print(merge_lora(args.adapter, args.base, args.output_dir))
 
 
 def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
@@ -42,6 +60,7 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
 
     if output.exists():
         raise CommandError(f"{output} exists already: name another folder")
+    # The adapter, and the base that it names or that the caller gives.
     try:
         settings, factors, named = _read(adapter)
         path = base or named
@@ -53,6 +72,7 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
         raise CommandError(str(error)) from error
     except OSError as error:  # of transformers: neither a folder nor a model that the hub gives
         raise CommandError(f"the base {path} cannot be read: {error}") from error
+    # Experts in one tensor are merged where they are; the factors of all other layers must fit a linear layer.
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     try:
         experts = load_expert_lora(model, factors, settings)
@@ -96,6 +116,7 @@ def _layouts(meta: JsonObject) -> dict[str, Layout]:
     """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
     from slime.weights.maps.family import get_family, projection_layouts
 
+    # Megatron stores the rows of fused layers in an order of its own.
     settings = meta["settings"]
     entries = get_family(str(meta["model_type"])).entries(settings if isinstance(settings, dict) else {})
     # The other linear layers divide their input features, so that B is whole.
@@ -125,6 +146,7 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layout
     from slime.models.lora_experts import is_expert_module, per_expert
     from slime.models.peft_files import Factors
 
+    # The factors alone are read: the optimizer's state has tensors of the same names.
     tensors = StoredTensors(folder)
     modules = [
         name.removesuffix(".lora_A")

@@ -1,44 +1,69 @@
-"""``slime plan <flags of train.py>``: will the run fit, how long is a step, and which layout is best; without a GPU."""
+"""``slime plan`` and ``slime check-hooks``, for the time before a run. Both take the flags of train.py."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import replace
+from math import exp
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
+from slime.cli.ranges import finite, whole
+from slime.plugins.tools.commands import Subparsers
+from slime.plugins.tools.plan.setups import KINDS
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _ROWS = 200
 """So many rows of the data give the mean length of a prompt."""
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of ``slime plan`` beside the flags of a run.
+def add_plan(commands: Subparsers) -> None:
+    """Add the subparser of ``slime plan``. Its further words are flags of train.py."""
+    parser = commands.add_parser(
+        "plan",
+        help="say without a GPU whether a run fits, how long its steps take and which layout is best",
+        usage="slime plan [--kind KIND] [--gpus N] [--async] [options] <flags of train.py>",
+        description="Needs config.json of the model and no weights. Exit code 1 if the run does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--kind", choices=list(KINDS), default="h200", help="kind of the GPUs (default: h200)")
+    parser.add_argument(
+        "--gpus", type=whole(1, 100_000), help="number of GPUs to find layouts for (default: those of the flags)"
+    )
+    parser.add_argument("--async", dest="asynchronous", action="store_true", help="plan the run of train_async.py")
+    parser.add_argument(
+        "--mean-prompt",
+        type=finite(0, 1e8, above=True),
+        help="mean tokens of a prompt (default: that of the first rows of --prompt-data if they are on this machine "
+        "with the tokenizer, otherwise 256)",
+    )
+    responses = parser.add_mutually_exclusive_group()
+    responses.add_argument(
+        "--mean-response",
+        type=finite(0, 1e8, above=True),
+        help="mean tokens of a response (default: the largest length)",
+    )
+    responses.add_argument(
+        "--median-response", type=finite(0, 1e8, above=True), help="median tokens of a response, instead of the mean"
+    )
+    responses.add_argument("--lengths-from", metavar="RUN", help="take the lengths of this finished run's samples")
+    parser.add_argument(
+        "--sigma", type=finite(0, 5), default=0.0, help="spread of the logarithm of the lengths (default: 0)"
+    )
+    parser.add_argument("--layouts", type=whole(0, 1000), default=5, help="layouts to show, 0 for none (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
+    parser.set_defaults(run=plan, takes_flags=True)
 
-    Attributes:
-        gpus: GPUs of all nodes; None for those that the flags name.
-        prompt_tokens: The mean; None for that of the data.
-        median_response: Instead of ``response_tokens``, the mean.
-        search: Number of layouts to show; 0 to plan only the run of the flags.
-        lengths_from: Folder of a run whose lengths are taken.
-    """
 
-    kind: str = "h200"
-    gpus: int | None = None
-    asynchronous: bool = False
-    prompt_tokens: float | None = None
-    response_tokens: float | None = None
-    median_response: float | None = None
-    sigma: float = 0.0
-    lengths_from: str | None = None
-    search: int = 5
-    json: bool = False
-
-
-def plan(words: Sequence[str], options: PlanOptions) -> int:
-    """Print the plan.
+def plan(options: argparse.Namespace) -> int:
+    """Print the plan of the run whose flags are the further words of the command.
 
     Returns:
         1 if the run does not fit, otherwise 0.
@@ -48,25 +73,55 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
             take lengths from has no samples.
     """
     from slime.backends.needs import TrainNeeds
-    from slime.config.machine import Machine
-    from slime.config.parser import ConfigError, read_command_line
-    from slime.config.resolve import resolve_defaults
     from slime.plugins.tools.dry_run import mean_prompt_tokens
-    from slime.plugins.tools.plan.gpus import KINDS
     from slime.plugins.tools.plan.layouts import best
     from slime.plugins.tools.plan.modes import ways
     from slime.plugins.tools.plan.page import as_json, page
     from slime.plugins.tools.plan.plan import make_plan
     from slime.plugins.tools.plan.read import ASSUMED_PROMPT, read_run
 
-    args, problems = read_command_line(words, prog="slime plan")
+    args = _arguments(options)
+    response_tokens, lengths = _lengths(options)
+    # A plan needs neither data nor a tokenizer.
+    prompt_tokens = options.mean_prompt or mean_prompt_tokens(args, _ROWS, _tell_assumed) or ASSUMED_PROMPT
+    run = read_run(
+        args, KINDS[options.kind], options.asynchronous, prompt_tokens, response_tokens, options.sigma, lengths
+    )
+    if run is None:
+        raise CommandError(
+            f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
+            "give a local folder with that file; weights are not needed"
+        )
+    # The passes that the trainer makes follow from the flags of the loss.
+    passes = TrainNeeds.from_args(args).log_prob_passes(args.num_steps_per_rollout or 1)
+    run = replace(run, work=replace(run.work, log_prob_passes=passes))
+    made = make_plan(run)
+    # Layouts and modes are compared only for runs with both sides.
+    both = run.train is not None and run.engine is not None
+    others = best(run, options.gpus or made.gpus, options.layouts) if both and options.layouts else []
+    # Without a distribution of lengths there is no tail, which decides how far the modes differ.
+    found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
+    if options.json:
+        print(json.dumps(as_json(made, others, found, options.rest), indent=2))
+    else:
+        print("\n".join(page(made, others, found, options.rest)))
+    return int(not made.fits)
+
+
+def _arguments(options: argparse.Namespace) -> Args:
+    """Resolve the flags of the run as on a machine with its GPUs."""
+    from slime.config.layout import ParallelLayout
+    from slime.config.machine import Machine
+    from slime.config.parser import ConfigError, read_command_line
+    from slime.config.resolve import resolve_defaults
+
+    args, problems = read_command_line(options.rest, prog="slime plan")
     if args.hf_checkpoint is None:
         problems.insert(0, "--hf-checkpoint is needed: a local folder with the config.json of the model")
+    # The machine of the run, which this one need not be.
     machine = Machine(min(options.gpus or 8, 8), 16, False)
     problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
     if not problems and not args.debug_rollout_only:
-        from slime.config.layout import ParallelLayout
-
         problems += ParallelLayout.from_args(args).problems()
     if problems:
         raise CommandError(str(ConfigError(problems)))
@@ -74,28 +129,7 @@ def plan(words: Sequence[str], options: PlanOptions) -> int:
         args = args.with_values(train_dtype="bfloat16", rollout_dtype="bfloat16")
     if "compile_layers" not in args.explicit:  # this machine may lack triton, the one with the GPUs has it
         args = args.with_values(compile_layers=args.lora_base_quantization is None)
-    response_tokens, lengths = _lengths(options)
-    kind = KINDS[options.kind]
-    # A plan needs neither data nor a tokenizer.
-    prompt_tokens = options.prompt_tokens or mean_prompt_tokens(args, _ROWS, _tell_assumed) or ASSUMED_PROMPT
-    run = read_run(args, kind, options.asynchronous, prompt_tokens, response_tokens, options.sigma, lengths)
-    if run is None:
-        raise CommandError(
-            f"config.json of --hf-checkpoint {args.hf_checkpoint} is not on this machine, or lacks the model's size: "
-            "give a local folder with that file; weights are not needed"
-        )
-    passes = TrainNeeds.from_args(args).log_prob_passes(args.num_steps_per_rollout or 1)
-    run = replace(run, work=replace(run.work, log_prob_passes=passes))
-    made = make_plan(run)
-    both = run.train is not None and run.engine is not None
-    others = best(run, options.gpus or made.gpus, options.search) if both and options.search else []
-    # Without a distribution of lengths there is no tail, which decides how far the modes differ.
-    found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
-    if options.json:
-        print(json.dumps(as_json(made, others, found, words), indent=2))
-    else:
-        print("\n".join(page(made, others, found, words)))
-    return int(not made.fits)
+    return args
 
 
 def _tell_assumed(why: str) -> None:
@@ -104,12 +138,9 @@ def _tell_assumed(why: str) -> None:
     print(f"slime plan: prompts of {ASSUMED_PROMPT:g} tokens are assumed (--mean-prompt): {why}", file=sys.stderr)
 
 
-def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:
+def _lengths(options: argparse.Namespace) -> tuple[float | None, tuple[int, ...]]:
     """Return the mean tokens of a response, and the measured lengths."""
-    from math import exp
-    from pathlib import Path
-
-    from slime.plugins.tools.plan.lengths import measured_lengths
+    from slime.plugins.tools.plan.seconds import measured_lengths
 
     if options.lengths_from is not None:
         if options.sigma:
@@ -120,4 +151,38 @@ def _lengths(options: PlanOptions) -> tuple[float | None, tuple[int, ...]]:
             raise CommandError(f"--lengths-from: {error}") from error
     if options.median_response is not None:
         return options.median_response * exp(options.sigma**2 / 2), ()
-    return options.response_tokens, ()
+    return options.mean_response, ()
+
+
+def add_check_hooks(commands: Subparsers) -> None:
+    hooks = commands.add_parser(
+        "check-hooks",
+        help="test your functions with small real samples on the CPU; takes the flags of train.py",
+        usage="slime check-hooks [--check-timeout SECONDS] [--check-tool-answer TEXT] <flags of train.py>",
+        description="Calls each function that the flags name as a run would, and reports violations of its contract.",
+        allow_abbrev=False,
+    )
+    hooks.add_argument(
+        "--check-timeout",
+        type=finite(0, above=True),
+        default=60.0,
+        help="deadline of each call in seconds (default: 60)",
+    )
+    hooks.add_argument(
+        "--check-tool-answer", help="answer of the model after which a generate function must continue with a tool turn"
+    )
+    hooks.set_defaults(run=_check_hooks, takes_flags=True)
+
+
+def _check_hooks(args: argparse.Namespace) -> int:
+    from slime.plugins.tools.hooks.check import check_hooks
+    from slime.plugins.tools.hooks.guard import HOOK_THREAD
+
+    status = check_hooks(args.rest, print, args.check_timeout, args.check_tool_answer)
+    if any(thread.name == HOOK_THREAD for thread in threading.enumerate()):
+        # The function that did not return has been reported. Plain functions run in threads of asyncio's pool, for
+        # which a normal exit would wait.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

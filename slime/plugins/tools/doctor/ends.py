@@ -11,9 +11,8 @@ from statistics import median
 from typing import NamedTuple
 
 from slime.observability.run_state import message_lines
-from slime.plugins.tools.doctor.facts import Facts, shortened
-from slime.plugins.tools.doctor.findings import Finding
-from slime.plugins.tools.doctor.memory import memory_table
+from slime.plugins.tools.doctor.evidence import memory_table
+from slime.plugins.tools.doctor.facts import Facts, Finding, shortened
 
 PACKAGE = str(Path(__file__).resolve().parents[3])
 LONG_SECONDS = 120.0
@@ -188,6 +187,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
     found = _match(facts, {"the error that ended the run": error}) or (None if own else _match(facts, facts.logs))
     if found is not None and found.kind == "process_lost" and _AT_CREATION in error:
         found = None  # the process did not die by itself: its constructor raised an error, and would again
+    # The driver often sees only that another process is gone, whose log says why.
     if found is not None and found.kind in CONSEQUENCES:
         found = _cause_in_logs(facts, found) or found
     if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
@@ -215,6 +215,7 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
 
 def _starved(error: str) -> Finding | None:
     """A finding if a rollout was not finished because its filter has dropped most groups."""
+    # The rollout itself counts what its filter has dropped, and says so at its deadline.
     told = _DROPPED.search(error)
     if told is None:
         return None
@@ -232,6 +233,7 @@ def _starved(error: str) -> Finding | None:
 
 def _cause_in_logs(facts: Facts, consequence: Finding) -> Finding | None:
     """Return what another process said at its end, if this explains why the driver lost it or waited in vain."""
+    # Only the ends of the logs, and only causes: a log may be full of consequences.
     ends = {name: text[-END_CHARACTERS:] for name, text in facts.logs.items() if name != "driver.log"}
     cause = _match(facts, ends, [pattern for pattern in PATTERNS if pattern.kind not in CONSEQUENCES])
     return cause and replace(cause, evidence=(*cause.evidence, *consequence.evidence[:1]))
@@ -242,6 +244,7 @@ def hanging(facts: Facts) -> Iterator[Finding]:
     state = facts.state
     if state is None or state.status != "running" or not facts.processes:
         return
+    # A stopped process explains every wait.
     stopped = [f"pid {one.pid}: {one.name}" for one in facts.processes if one.stopped]
     seconds = facts.now - state.since
     if stopped:
@@ -252,6 +255,7 @@ def hanging(facts: Facts) -> Iterator[Finding]:
             "Let it go on with kill -CONT PID.",
         )
         return
+    # A phase is compared with its own past, and a wait with its deadline.
     usual = facts.series(f"perf/{state.phase}_time")
     limit = max(LONG_SECONDS, LONG_FACTOR * median(usual)) if usual else None
     if limit is not None and seconds > limit:
@@ -281,6 +285,7 @@ def _named_wait(facts: Facts) -> Iterator[str]:
         f"the driver waits for {state.waiting} since {facts.now - state.waiting_since:.0f} s "
         f"(deadline {state.deadline:.0f} s)"
     )
+    # What was said long ago tells which process is stuck.
     for name, said in state.said.items():
         if said:
             total = f"/{said['total']}" if said.get("total") else ""
@@ -295,6 +300,7 @@ def _phase(facts: Facts) -> str:
 
 
 def _match(facts: Facts, texts: Mapping[str, str], patterns: Sequence[Pattern] = PATTERNS) -> Finding | None:
+    # Patterns come before places: the more specific cause is meant, wherever it stands.
     for pattern in patterns:
         for where, text in texts.items():
             if (found := pattern.text.search(text)) is not None:

@@ -1,4 +1,5 @@
-"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there."""
+"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there; and what a
+rule finds in it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import glob
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import psutil
 
 Row = Mapping[str, float | None]
+Stacks = Callable[[Sequence[tuple[int, str]]], list[str]]
+"""Returns the stacks of processes, given by id and name."""
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
 MOST_NCCL_LOGS = 64
@@ -73,7 +76,7 @@ class Facts:
             An empty list means that the driver has ended.
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
-        stacks: Returns the stacks of processes, given by id and name; None if they are not wanted.
+        stacks: Looks into processes; None if that is not wanted.
         outside: Number of logs and dumps that were not read because they are outside of the folder, where
             ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
         reads_outside: Whether such files are read.
@@ -88,7 +91,7 @@ class Facts:
     processes: Sequence[Process] | None = None
     now: float = 0.0
     free_bytes: int | None = None
-    stacks: Callable[[Sequence[tuple[int, str]]], list[str]] | None = None
+    stacks: Stacks | None = None
     outside: int = 0
     reads_outside: bool = False
 
@@ -160,11 +163,11 @@ def filtered(row: Row) -> float:
     return sum(row[name] or 0.0 for name in names)
 
 
-def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -> Facts:
+def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False) -> Facts:
     """Read the folder of a run.
 
     Args:
-        with_stacks: Whether rules may look into the processes of a run that hangs (seconds, if there are many).
+        stacks: Looks into the processes of a run that hangs (seconds, if there are many); None if that is not wanted.
         outside: Whether files outside of the folder are read, to which a link in it or ``NCCL_DEBUG_FILE`` leads. A
             folder that somebody else made can name any file of this machine, and the report would show lines of it.
 
@@ -174,11 +177,10 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
     """
     import shutil
 
-    from slime.plugins.tools.doctor.stacks import stacks
-
     run = RunDir(folder)
     if not run.config.is_file():
         raise NoRun(no_run(folder))
+    # A folder that somebody else made could lead anywhere.
     for path in () if outside else (run.config, run.metrics, folder / STATE):
         if path.exists() and not is_inside(path, folder):
             raise NoRun(
@@ -190,6 +192,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
     except (UnreadableRun, MetricsError) as error:
         raise NoRun(str(error)) from error
     state = read_state(folder)
+    # Logs outside of the folder are counted, and read only if the caller wants it.
     logs, left = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)], 0
     if not outside:
         inside = [path for path in logs if is_inside(path, folder)]
@@ -205,7 +208,7 @@ def read_facts(folder: Path, with_stacks: bool = False, outside: bool = False) -
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
-        stacks if with_stacks else None,
+        stacks,
         left,
         outside,
     )
@@ -229,6 +232,7 @@ def _logs_of_nccl(settings: object) -> list[Path]:
     name = _environment(settings).get("NCCL_DEBUG_FILE")
     if not name:
         return []
+    # NCCL writes one file for each host and process.
     path = Path(name)
     pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
     try:
@@ -252,6 +256,7 @@ def processes_of(state: RunState | None) -> list[Process] | None:
     """Return the driver of a run and its descendants; see :attr:`Facts.processes`."""
     import psutil
 
+    # Process ids of another machine mean nothing here.
     if state is None or state.host != socket.gethostname():
         return None
     try:
@@ -275,3 +280,25 @@ def _process(process: psutil.Process) -> Process:
         return Process(process.pid, name, process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
     except psutil.Error:
         return Process(process.pid, "?", False)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One diagnosis.
+
+    Attributes:
+        kind: A short name, such as ``disk_full``.
+        title: What is wrong, as a sentence.
+        evidence: Lines of a log, or values of metrics, that show it.
+        advice: What to do.
+        hint: Whether nothing is broken, and the run could only be better.
+    """
+
+    kind: str
+    title: str
+    evidence: tuple[str, ...]
+    advice: str
+    hint: bool = False
+
+
+Rule = Callable[[Facts], Iterator[Finding]]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.plugins.tools.doctor.facts import DUMPS, Facts, is_inside
-from slime.plugins.tools.doctor.findings import Finding
+from slime.plugins.tools.doctor.facts import DUMPS, Facts, Finding, is_inside
 
 _NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -87,9 +86,11 @@ def read_recordings(
 
 def _dumps(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int, Path]]:
     """Yield role, rank and path of the files that have the name of a dump."""
+    # Where slime lets PyTorch write its dumps.
     for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
         if (match := _NAME.fullmatch(path.name)) is not None:
             yield match[1], int(match[2]), path
+    # Where the user's variables let it.
     for prefix in (Path(environment[name]) for name in PREFIXES if environment.get(name)):
         for path in sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else ():
             rank = path.name.removeprefix(prefix.name)
@@ -102,6 +103,7 @@ def _recording(dump: Mapping[str, Any]) -> Recording:
     for entry in dump["entries"]:
         if entry.get("is_p2p"):
             continue
+        # An operation that has left the ring of the recorder is over.
         done = entry.get("state") == "completed" or bool(entry.get("retired"))
         sizes = "x".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else ""
         one = Operation(entry["collective_seq_id"], str(entry["profiling_name"]), sizes, done, _where(entry))
@@ -122,6 +124,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     """A rank that is behind the others in a collective operation, or that calls another one."""
     if facts.state is None or facts.state.status in ("completed", "stopped"):
         return
+    # Dumps from before the last complete step are of a trouble that is over.
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
     recordings = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)
@@ -135,6 +138,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
 
 def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding | None:
     """Return what is wrong in a process group; None if every operation that a rank has begun is complete."""
+    # The first operation that some rank has begun and not ended, and the ranks that belong to its group.
     begun = {rank: one.operations.get(group, ()) for rank, one in ranks.items()}
     members = {member for one in ranks.values() for member in one.members.get(group, ())} or set(ranks)
     begun = {rank: some for rank, some in begun.items() if rank in members}
@@ -143,6 +147,7 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     if not waiting:
         return None
     number, asking, operation = min(waiting, key=lambda entry: entry[:2])
+    # Who has begun it, who is behind, and who left no record.
     there = {rank: one for rank, some in begun.items() for one in some if one.number == number}
     last = {rank: some[-1].number if some else 0 for rank, some in begun.items()}
     behind = sorted(rank for rank in members if rank in begun and last[rank] < number)
@@ -150,6 +155,7 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     kinds = {(one.what, one.sizes) for one in there.values()}
     name = f"operation {number} ({operation.what}) of process group {group}"
     shown = tuple(_line(rank, begun[rank][-1] if begun[rank] else None) for rank in sorted(begun))[:_MOST_SHOWN]
+    # The order is that of causes: a rank that never came, ranks that called something else, a rank that is gone.
     if behind:
         return Finding(
             "rank_behind",

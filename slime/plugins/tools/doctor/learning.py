@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from slime.observability.evaluations import figures
-from slime.plugins.tools.doctor.facts import FILTERED, Facts, Row, filtered
-from slime.plugins.tools.doctor.findings import Finding
-from slime.plugins.tools.doctor.tokens import worst_tokens
+from slime.plugins.tools.doctor.evidence import worst_tokens
+from slime.plugins.tools.doctor.facts import FILTERED, Facts, Finding, Row, filtered
 
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"
@@ -42,6 +42,7 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
     rewards = facts.series(REWARD)
     if len(rewards) < 3 or max(rewards) != min(rewards) or not facts.learns_from_rewards:
         return
+    # No success at all is another fault than no difference.
     if rewards[0] == 0.0:
         title = "No response has ever got a reward."
         advice = (
@@ -58,6 +59,7 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
 
 def nothing_trained(facts: Facts) -> Iterator[Finding]:
     """A learning rate or gradient of 0 in all steps."""
+    # A rate of 0 explains a gradient that changes nothing, so it comes first.
     rates, norms = facts.series("train/lr-pg_0"), facts.series("train/grad_norm")
     if len(rates) >= 3 and max(rates) == 0.0:
         yield Finding(
@@ -79,6 +81,7 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
 def large_learning_rate(facts: Facts) -> Iterator[Finding]:
     """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
     rates, rewards = facts.series("train/lr-pg_0"), facts.series(REWARD)
+    # A high rate alone is no fault, if the reward rises with it.
     large = LARGE_RATE * (10 if facts.settings.get("lora_rank") else 1)
     if len(rewards) < 3 or max(rates, default=0.0) <= large or not facts.learns_from_rewards:
         return
@@ -123,6 +126,7 @@ def _share_without_spread(facts: Facts) -> float | None:
 
 def weights_differ(facts: Facts) -> Iterator[Finding]:
     """Engines that do not compute what the trainer computes."""
+    # The audit compares both sides on the same weights. It is sure, and the gap of a step is not.
     audits = facts.series("perf/audit_logprob_diff")
     if audits and max(audits[-3:]) > 1.0:
         yield Finding(
@@ -185,7 +189,8 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
 
 
 def unstable(facts: Facts) -> Iterator[Finding]:
-    """Gradients that jump, ratios that are clipped, and a policy that runs away from its reference."""
+    """Gradients that jump."""
+    # A jump is measured by what is usual in this run.
     norms = facts.series("train/grad_norm")
     usual = sorted(norms)[len(norms) // 2] if norms else 0.0
     if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
@@ -197,24 +202,59 @@ def unstable(facts: Facts) -> Iterator[Finding]:
             "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
             "responses are the usual cause.",
         )
-    clipped = facts.lately("train/pg_clipfrac")
-    if clipped is not None and clipped > 0.4:
-        yield Finding(
-            "clipping",
-            f"{clipped:.0%} of the tokens are clipped: the policy changes too much within a rollout.",
-            (f"train/pg_clipfrac {clipped:.2f}",),
-            "Lower --lr, or take fewer steps per rollout (--num-steps-per-rollout).",
+
+
+class Threshold(NamedTuple):
+    """A metric that must not be above ``most``, by the median of its latest values. ``title`` gets the value."""
+
+    kind: str
+    metric: str
+    most: float
+    title: str
+    advice: str
+
+
+THRESHOLDS = (
+    Threshold(
+        "clipping",
+        "train/pg_clipfrac",
+        0.4,
+        "{:.0%} of the tokens are clipped: the policy changes too much within a rollout.",
+        "Lower --lr, or take fewer steps per rollout (--num-steps-per-rollout).",
+    ),
+    *(
+        Threshold(
+            "kl",
+            metric,
+            1.0,
+            f"The policy has run far away: {metric} is {{:.2f}} per token.",
+            "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
         )
-    for name in ("train/ppo_kl", "train/kl_loss", "rollout/kl"):
-        latest = facts.lately(name)
-        if latest is not None and abs(latest) > 1.0:
-            yield Finding(
-                "kl",
-                f"The policy has run far away: {name} is {latest:.2f} per token.",
-                (f"{name}: {listed(facts.series(name)[-5:])}",),
-                "Lower --lr, or raise --kl-loss-coef or --kl-coef.",
-            )
-            return
+        for metric in ("train/ppo_kl", "train/kl_loss", "rollout/kl")
+    ),
+    Threshold(
+        "repetition",
+        "rollout/repetition_frac",
+        0.3,
+        "{:.0%} of the responses repeat themselves.",
+        "Give repeated text no reward, lower --lr, or continue from an earlier snapshot.",
+    ),
+    Threshold(
+        "stale",
+        "rollout/staleness/mean",
+        3.0,
+        "Samples are {:.1f} weight versions old on average when they are trained.",
+        "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
+    ),
+)
+
+
+def thresholds(facts: Facts) -> Iterator[Finding]:
+    """A metric that is above what a run can learn with."""
+    for kind, metric, most, title, advice in THRESHOLDS:
+        latest = facts.lately(metric)
+        if latest is not None and abs(latest) > most:
+            yield Finding(kind, title.format(latest), (f"{metric}: {listed(facts.series(metric)[-5:])}",), advice)
 
 
 def entropy(facts: Facts) -> Iterator[Finding]:
@@ -222,6 +262,7 @@ def entropy(facts: Facts) -> Iterator[Finding]:
     change, reward = facts.change(ENTROPY), facts.change(REWARD)
     if change is None or reward is None:
         return
+    # Both ends are a fault only while the task is not solved.
     first, last = change
     shown = (f"{ENTROPY} {first:.3f} at first, {last:.3f} now; {REWARD} {reward[0]:.3f}, {reward[1]:.3f}",)
     if last < 0.1 * first and last < 0.1 and reward[1] < 0.9:
@@ -246,6 +287,7 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     rewards = facts.series(REWARD)
     if len(rewards) < 10:
         return
+    # The best window against the last one, beyond what noise explains.
     width = max(len(rewards) // 5, 3)
     means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
     best, last = max(means), means[-1]
@@ -270,6 +312,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
     change = facts.change(REWARD, least=6)
     if change is None or change[1] < change[0] + 0.1:
         return
+    # Only a falling evaluation tells a reward that is gamed from one that is learnt.
     evaluations = [figures({name: x for name, x in row.items() if x is not None}) for row in facts.evaluations]
     for name in sorted({name for row in evaluations for name in row}):
         values = [float(row[name]["reward"]) for row in evaluations if "reward" in row.get(name, {})]
@@ -284,7 +327,7 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
 
 
 def lengths(facts: Facts) -> Iterator[Finding]:
-    """Responses that are cut off, shrink to nothing, or repeat themselves."""
+    """Responses that are cut off, or shrink to nothing."""
     cut, reward = facts.change("rollout/truncated_ratio", least=6), facts.change(REWARD, least=6)
     if cut is not None and cut[1] > 0.6 and cut[1] >= cut[0] - 0.1 and not (reward and reward[1] > reward[0] + 0.1):
         yield Finding(
@@ -294,6 +337,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             "Allow longer responses, ask for shorter ones in the prompt, or give cut ones less reward; a model that "
             "never ends may lack its end token (--rollout-stop-token-ids).",
         )
+    # Shorter is no fault where the reward rises.
     length = facts.change("rollout/response_len/mean")
     if length is not None and length[1] < 0.2 * length[0] and not (reward and reward[1] > reward[0] + 0.05):
         yield Finding(
@@ -303,18 +347,10 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             "Look whether the reward punishes length, and at --advantage-estimator: a mean per sample favours "
             "short ones.",
         )
-    repeats = facts.lately("rollout/repetition_frac")
-    if repeats is not None and repeats > 0.3:
-        yield Finding(
-            "repetition",
-            f"{repeats:.0%} of the responses repeat themselves.",
-            (f"rollout/repetition_frac {repeats:.2f}",),
-            "Give repeated text no reward, lower --lr, or continue from an earlier snapshot.",
-        )
 
 
 def dropped(facts: Facts) -> Iterator[Finding]:
-    """Samples that are thrown away, or trained too late."""
+    """Samples that are thrown away."""
     prompts = facts.settings.get("rollout_batch_size")
     thrown = [filtered(row) for row in facts.steps[-LATEST:]]
     if isinstance(prompts, int) and len(thrown) >= 3 and median(thrown) >= 2 * prompts:
@@ -323,14 +359,6 @@ def dropped(facts: Facts) -> Iterator[Finding]:
             f"For each rollout of {prompts} groups, the filter throws {median(thrown):.0f} away.",
             (f"{FILTERED}*, the sum of all reasons: {listed(thrown)}",),
             "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
-        )
-    stale = facts.lately("rollout/staleness/mean")
-    if stale is not None and stale > 3:
-        yield Finding(
-            "stale",
-            f"Samples are {stale:.1f} weight versions old on average when they are trained.",
-            (f"rollout/staleness/mean {stale:.1f}",),
-            "Lower --async-buffer-size or the number of requests in flight, or use --use-tis.",
         )
 
 

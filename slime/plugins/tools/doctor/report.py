@@ -6,35 +6,35 @@ import time
 from collections.abc import Iterator
 
 from slime.observability.run_state import FILE as STATE
-from slime.plugins.tools.doctor import ends, failures, flight, learning, speed
-from slime.plugins.tools.doctor.facts import Facts
-from slime.plugins.tools.doctor.findings import Finding, Rule
+from slime.plugins.tools.doctor import ends, flight, learning, running
+from slime.plugins.tools.doctor.facts import Facts, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
     flight.collectives,
     ends.end_of_run,
     ends.hanging,
     learning.not_finite,
-    failures.samples,
+    running.samples,
     learning.no_reward,
     learning.nothing_trained,
     learning.large_learning_rate,
     learning.weights_differ,
     learning.gap_by_age,
     learning.gap_of_tokens,
-    failures.verifiers,
-    failures.engines,
+    running.verifiers,
+    running.engines,
     learning.reward_falls,
     learning.unstable,
+    learning.thresholds,
     learning.entropy,
     learning.lengths,
     learning.dropped,
     learning.no_spread,
-    speed.slower,
-    speed.little_room,
-    speed.slow_parts,
-    speed.long_tail,
-    speed.clock,
+    running.slower,
+    running.little_room,
+    running.slow_parts,
+    running.long_tail,
+    running.clock,
 )
 """In the order of a report: causes before their consequences."""
 

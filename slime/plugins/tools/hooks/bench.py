@@ -1,14 +1,19 @@
-"""The test environment of hooks: the first prompts of the user's data, responses to them, and a real engine."""
+"""The test environment of hooks: the first prompts of the user's data, responses to them, a real engine, and one whose
+answers are scripted: they call a tool or are interrupted by an abort."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import json
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import ClientSession, web
 
 from slime.cli.errors import CommandError
 from slime.config.args import Args
@@ -17,17 +22,21 @@ from slime.config.rollout import is_fully_async
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
+from slime.plugins.tools.hooks.guard import Hook, guarded
 
 if TYPE_CHECKING:
     from slime.data.convert import TrainData
     from slime.data.source import RolloutDataSourceWithBuffer
     from slime.engines.process import EngineProcess
-    from slime.types import Tokenizer
+    from slime.types import JsonObject, Tokenizer
 
 PROMPTS = 2
 SAMPLES = 4
 NEW_TOKENS = 24
 ENGINE_SECONDS = 90.0
+_MOST_AFTER_ABORT = 20
+_TOO_LONG = "The input is longer than the model's context length"
+LAST = "The answer is 4."
 
 
 class Bench:
@@ -49,6 +58,7 @@ class Bench:
         self.generated: list[Group] | None = None  # the result of the user's generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
         self._engine: EngineProcess | None = None
+        # As the run, but small and without what takes long or needs other programs.
         small = {
             "rollout_batch_size": PROMPTS,
             "over_sampling_batch_size": PROMPTS,
@@ -73,6 +83,10 @@ class Bench:
             self._engine.stop()
         self._folder.cleanup()
 
+    def call(self, fn: Hook, *words: object) -> Any:
+        """Call a plain hook under the deadline, and return its result."""
+        return guarded(fn, lambda: fn(*words), self.limit).result
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         if not self.args.hf_checkpoint:
@@ -88,6 +102,7 @@ class Bench:
         """The built-in data source with the first prompts of ``--prompt-data``, or with artificial ones."""
         from slime.data.source import RolloutDataSourceWithBuffer
 
+        # Of a large file, only the first rows are read.
         spec = self.args.prompt_data
         if spec and self.args.rollout_global_dataset and file_of(spec).is_file():
             if "@[" not in spec:
@@ -128,15 +143,20 @@ class Bench:
         Of the fixed responses, the first one of each group is correct (the label in a box), and the others are wrong or
         truncated. The reward is 1 for the first response and 0 for the others.
         """
+        # Each probe gets copies, since hooks change samples.
         groups = copy.deepcopy(self.generated) if self.generated is not None else self.prompts()
         for group in groups:
             for place, sample in enumerate(flatten(group)):
                 if self.generated is None:
                     self._answer(sample, place)
                 if rewards and sample.reward is None:
-                    value, key = (1.0 if place == 0 else 0.0), self.args.reward_key
-                    sample.reward = {**self.entries, key: value} if key else value
+                    sample.reward = self.reward(1.0 if place == 0 else 0.0)
         return groups
+
+    def reward(self, value: float) -> float | dict[str, Any]:
+        """Return a reward in the form of the user's reward function."""
+        key = self.args.reward_key
+        return {**self.entries, key: value} if key else value
 
     def _answer(self, sample: Sample, place: int) -> None:
         label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
@@ -172,6 +192,7 @@ class Bench:
         from slime.plugins.embedded.launch import start_embedded_engine
 
         logging.disable_progress_bar()
+        # A model that is as small as can be, with the vocabulary of the user's tokenizer.
         folder = Path(self._folder.name) / "model"
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
         tokenizer.save_pretrained(folder)
@@ -188,6 +209,7 @@ class Bench:
                 eos_token_id=tokenizer.eos_token_id,
             )
         ).save_pretrained(folder)
+        # A real engine on the CPU, which the arguments name as the router.
         settings = EngineSettings(
             str(folder), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=1 << 16, threads=1
         )
@@ -199,10 +221,10 @@ class Bench:
         )
 
 
-def one_step(args: Args, data: TrainData) -> Args:
-    """Return ``args`` with which all samples of ``data`` form one step, with one sample per micro-batch."""
+def one_step(data: TrainData) -> dict[str, object]:
+    """Return settings with which all samples of ``data`` form one step, with one sample per micro-batch."""
     count = len(set(data["rollout_ids"]))
-    return args.with_values(global_batch_size=count, micro_batch_size=1, use_dynamic_batch_size=False)
+    return {"global_batch_size": count, "micro_batch_size": 1, "use_dynamic_batch_size": False}
 
 
 class _MadeUp:
@@ -221,3 +243,154 @@ class _MadeUp:
         text = f"What is {i + 2} + 2?"
         prompt: str | list[dict[str, str]] = [{"role": "user", "content": text}] if self.messages else text
         return Sample(prompt=prompt, label=str(i + 4))
+
+
+@dataclass
+class Request:
+    """One ``POST /generate``: the prompt and the answer."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    aborted: bool = False
+    cut: bool = False  # at the token limit
+    of_text: bool = False  # the prompt was sent as a text
+
+
+class ScriptedEngine:
+    """A proxy of a real engine that replaces the generated text according to the number of the request.
+
+    The real engine also answers each request, with one token, so that errors and all other fields are real.
+
+    Args:
+        url: URL of the real engine.
+        answers: Texts of the first answers; all later answers are :data:`LAST`.
+        abort_at: Index of the first request that is aborted, together with all later ones; None for no abort.
+        on_abort: Called before the answer to an aborted request.
+        refuses: Whether every request is refused, as one with a prompt that is too long.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: Tokenizer,
+        answers: list[str],
+        abort_at: int | None,
+        on_abort: Callable[[], None],
+        refuses: bool = False,
+    ) -> None:
+        self.url = url
+        self.tokenizer = tokenizer
+        self.answers = answers
+        self.abort_at = abort_at
+        self.on_abort = on_abort
+        self.refuses = refuses
+        self.requests: list[Request] = []
+        self.runaway = asyncio.Event()  # set if the function keeps sending requests after the abort
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._client: ClientSession | None = None
+
+    async def __aenter__(self) -> ScriptedEngine:
+        self._client = ClientSession()
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = int(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        assert self._client is not None
+        await self._client.close()
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        if request.path == "/abort_request":
+            return web.json_response({"success": True})
+        return await self._send(request.method, request.path_qs, await request.read())
+
+    async def _send(self, method: str, path: str, body: bytes) -> web.Response:
+        assert self._client is not None
+        headers = {"Content-Type": "application/json"}
+        async with self._client.request(method, f"{self.url}{path}", data=body or None, headers=headers) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        single = isinstance(body, dict) and (isinstance(body.get("text"), str) or _flat(body.get("input_ids")))
+        # Only requests for a single sequence are scripted. Others get the answer of the real engine.
+        if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
+            return await self._send("POST", "/generate", json.dumps(body).encode())
+        # The number of the request decides about its answer.
+        number = len(self.requests)
+        params: dict[str, Any] = dict(body.get("sampling_params") or {})
+        asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]), of_text=not body.get("input_ids"))
+        self.requests.append(asked)
+        if self.refuses:
+            return web.json_response({"error": {"message": _TOO_LONG}}, status=400)
+        # The real engine answers with one token, which the script replaces.
+        one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
+        one["sampling_params"].pop("min_new_tokens", None)
+        sent = await self._send("POST", "/generate", json.dumps(one).encode())
+        if sent.status != 200 or not isinstance(sent.body, bytes):
+            return sent
+        answer = self._write(json.loads(sent.body), number, asked, params)
+        if asked.aborted:
+            self.on_abort()
+            if self.abort_at is not None and number - self.abort_at >= _MOST_AFTER_ABORT:
+                self.runaway.set()
+        # The answer has what was asked for, and in the form that was asked for.
+        if not body.get("return_logprob"):
+            answer["meta_info"].pop("output_token_logprobs", None)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    def _write(self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]) -> dict[str, Any]:
+        """Replace the text of the real engine's answer by the script's."""
+        text = self.answers[number] if number < len(self.answers) else LAST
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        asked.aborted = self.abort_at is not None and number >= self.abort_at
+        # An aborted answer has a part of its tokens, and later requests none, as in an engine that stops.
+        finish: JsonObject
+        if asked.aborted:
+            ids = ids[: len(ids) // 2] if number == self.abort_at else []
+            text, finish = self.tokenizer.decode(ids), {"type": "abort", "message": "Abort in waiting queue"}
+        else:
+            text, ids, finish = self._ended(text, ids, params)
+        asked.cut = finish["type"] == "length"
+        asked.ids, asked.log_probs = ids, [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
+        scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
+        meta = {"finish_reason": finish, "completion_tokens": len(ids), "output_token_logprobs": scored}
+        answer["text"], answer["meta_info"] = text, answer["meta_info"] | meta
+        if "output_ids" in answer:
+            answer["output_ids"] = ids
+        return answer
+
+    def _ended(self, text: str, ids: list[int], params: dict[str, Any]) -> tuple[str, list[int], JsonObject]:
+        """End a text as an engine does: at a stop string, at the token limit, or with the end token."""
+        stops = params.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))
+        finish: JsonObject = {"type": "stop", "matched": self.tokenizer.eos_token_id}
+        # At a stop string, which the answer keeps only if that is asked for.
+        if at >= 0:
+            count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
+            ids, finish = ids[:count], {"type": "stop", "matched": stop}
+            text = text[: at + len(stop)] if params.get("no_stop_trim") else text[:at]
+        elif self.tokenizer.eos_token_id is not None:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        # At the token limit, after which nothing else of the answer counts.
+        most = int(params.get("max_new_tokens") or len(ids))
+        if len(ids) > most:
+            ids = ids[:most]
+            text, finish = self.tokenizer.decode(ids), {"type": "length", "length": most}
+        return text, ids, finish
+
+
+def _flat(ids: object) -> bool:
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)

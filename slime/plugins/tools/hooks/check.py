@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.cli.errors import CommandError
-from slime.config.agent import AGENT_GENERATE
+from slime.config.agent import AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE
 from slime.config.args import FLAGS, Args
-from slime.config.environment import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE
 from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
 from slime.plugins.tools.hooks.bench import Bench
@@ -20,14 +18,18 @@ LIMIT_SECONDS = 60.0
 _EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which is tested already
 
 
-def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Test every hook that the command line names.
+def check_hooks(
+    flags: Sequence[str],
+    say: Callable[[str], None] = print,
+    limit: float = LIMIT_SECONDS,
+    tool_answer: str | None = None,
+) -> int:
+    """Test every hook that the flags of train.py name.
 
     Args:
-        argv: The flags of train.py, and two more: ``--check-timeout SECONDS`` is the deadline of each call (default
-            60); ``--check-tool-answer TEXT`` is an answer of the model after which a generate function must continue
-            with a tool turn.
         say: Called with each line of the report.
+        limit: Deadline of each call in seconds.
+        tool_answer: An answer of the model after which a generate function must continue with a tool turn.
 
     Returns:
         0 if all hooks satisfy their contract, otherwise 1.
@@ -35,23 +37,17 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     Raises:
         CommandError: There is nothing to check, or there is no tokenizer for the samples.
     """
-    words, seconds = _own_flag(list(argv), "--check-timeout")
-    words, answer = _own_flag(words, "--check-tool-answer")
-    try:
-        limit = LIMIT_SECONDS if seconds is None else float(seconds)
-    except ValueError:
-        limit = 0.0
-    if not 0.0 < limit < math.inf:
-        raise CommandError("--check-timeout needs a number of seconds")
-    args, problems = check_args(words)
+    args, problems = check_args(flags)
     hooks = list(named_hooks(args))
     if not hooks:
         own_class = " (train.py checks the class of --advantage-estimator itself when it starts)"
         raise CommandError(f"there is nothing to check: these flags name no functions of your own{own_class}")
+    # Each hook in the order of a run, since later ones get the results of those before.
     failed = 0
-    with Bench(args, limit, answer) as bench:
+    with Bench(args, limit, tool_answer) as bench:
         for option, name, path in hooks:
             failed += _report(bench, option, name, path, say)
+    # What the start of a run would refuse besides.
     others = [line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)]
     if others:
         say("in addition, train.py would refuse these flags on this machine:")
@@ -67,22 +63,20 @@ _OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE)
 
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
+    from slime.data.eval_config import resolve_eval_datasets
     from slime.plugins.tools.hooks.probes import PROBES
 
-    order = {name: i for i, name in enumerate(PROBES)}
-    for name in sorted((name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat")), key=lambda n: order.get(n, 99)):  # fmt: skip  # noqa: E501
-        value, flag = getattr(args, name), FLAGS[name]
-        paths = list(value or []) if flag.kind == "repeat" else [value]
-        same = (name in _EXCLUDED and value == args.rollout_function_path) or value in _OWN
-        for path in paths:
-            if path and path != flag.default and not same:
+    # A probe may need the results of those before it.
+    first = [name for name in PROBES if name in FLAGS]
+    others = [name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") and name not in first]
+    for name in (*first, *others):
+        flag, value = FLAGS[name], getattr(args, name)
+        if value in _OWN or (name in _EXCLUDED and value == args.rollout_function_path):
+            continue
+        for path in (value or []) if flag.kind == "repeat" else [value]:
+            if path and path != flag.default:
                 yield flag.option, name, path
-    yield from _of_evaluation(args)
-
-
-def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
-    from slime.data.eval_config import resolve_eval_datasets
-
+    # Evaluation sets may have functions of their own.
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError):
@@ -111,13 +105,13 @@ def _report(bench: Bench, option: str, name: str, path: str, say: Callable[[str]
 
 
 def _try(bench: Bench, option: str, name: str, path: str) -> str:
-    from slime.plugins.tools.hooks import probes as hook_probes
-    from slime.plugins.tools.hooks import probes_train as hook_probes_train
+    from slime.plugins.tools.hooks.probes import PROBES
 
     fn = _load(name, path)
-    probe = hook_probes.PROBES.get(name) or hook_probes_train.PROBES.get(name)
+    probe = PROBES.get(name)
     if probe is None and name not in CALLS:
         return "it exists, but it is called only in a run"
+    # The function of an evaluation set takes the place of that of the run while it is tried.
     of_the_run = getattr(bench.args, name)
     if option.startswith("data set"):
         bench.args = bench.args.with_values(**{name: path})
@@ -139,19 +133,9 @@ def _load(name: str, path: str) -> Any:
     except HookError as error:
         raise Complaint(str(error)) from error
     except BaseException as error:  # the user's module can raise anything
+        # The line of the user's file, which for a syntax error no frame has.
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}:{last.lineno}"
         if isinstance(error, SyntaxError):
             place = f"{error.filename}:{error.lineno}"
         raise Complaint(f"importing it raised {type(error).__name__}: {error}", place) from error
-
-
-def _own_flag(argv: list[str], option: str) -> tuple[list[str], str | None]:
-    """Remove a flag of this command from the words; return the other words and the flag's value."""
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
-    if option not in argv:
-        return argv, None
-    at = argv.index(option)
-    if at + 1 == len(argv):
-        raise CommandError(f"{option} needs a {'number of seconds' if option == '--check-timeout' else 'text'}")
-    return argv[:at] + argv[at + 2 :], argv[at + 1]

@@ -132,6 +132,7 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
         except BaseException as error:  # a user's function can also raise SystemExit
             answer["error"] = error
 
+    # The thread cannot be ended from outside. If it does not return, the command reports that and ends itself.
     thread = threading.Thread(target=work, name=HOOK_THREAD, daemon=True)
     begin = time.monotonic()
     thread.start()
@@ -153,6 +154,7 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
     if isinstance(error, Complaint):
         return error
     file = _file(fn)
+    # A frame of the user's file says where; without one, the message of slime says what.
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not theirs:
         ours = isinstance(error, ValueError | TypeError)
@@ -173,6 +175,7 @@ class Watch:
         self._seen, self._looks = 0.0, 0
 
     async def inside(self, start: Callable[[], object]) -> object:
+        # The heartbeat shares the loop with the function, so that it stops when the function blocks.
         beating = asyncio.ensure_future(self._beat())
         self.beat = time.monotonic()
         try:

@@ -1,26 +1,35 @@
-"""Probes of the hooks of a rollout. A probe calls a hook as a run does, with small samples, and checks the result.
+"""Probes of the hooks of a rollout and of the trainer. A probe calls a hook as a run does, with few samples.
 
-A probe returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if
-the hook works but may have an unexpected effect. Probes of generation and of rewards are in separate files.
-"""
+It returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if the
+hook works but may have an unexpected effect. Probes of generation are in a separate file."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from slime.algorithms.sequences import IDENTITY
 from slime.data.sample import Sample, flatten
 from slime.data.source import has_files, is_stateful
 from slime.data.value_files import read_state, write_state
 from slime.plugins.tools.hooks.bench import Bench, one_step
 from slime.plugins.tools.hooks.guard import Hook, check_signature, guarded, not_async, wrong
 from slime.plugins.tools.hooks.probes_generate import agent, check_groups, generate, rollout, sample_hook
-from slime.plugins.tools.hooks.probes_reward import reward, reward_post_process
+from slime.rollout.base_types import call, parameters, supported_kwargs
+from slime.rollout.verifier.pool import STARTUP_SECONDS
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.data.fields import RankBatch
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2
+_LOGGED = ("adds to the usual metrics", "replaces the usual metrics")
 
 
 def dynamic_filter(bench: Bench, fn: Hook) -> str:
@@ -29,15 +38,15 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
     not_async(fn)
     group = bench.answered()[0]
     check_signature(fn, "fn(args, group)", bench.args, group)
-    answers, key = [], bench.args.reward_key
-    for rewards in ("mixed", "all 0", "all 1"):
+    # Groups with different rewards, and with the same ones, of which many filters drop one kind.
+    answers = []
+    for name, value in {"mixed": None, "all 0": 0.0, "all 1": 1.0}.items():
         tried = copy.deepcopy(group)
-        for sample in flatten(tried) if rewards != "mixed" else ():
-            value = float(rewards == "all 1")
-            by_key = sample.reward if isinstance(sample.reward, dict) else None
-            sample.reward = value if by_key is None or key is None else {**by_key, key: value}
-        kept = guarded(fn, lambda tried=tried: call_dynamic_filter(fn, bench.args, tried), bench.limit).result  # type: ignore[misc]
-        answers.append(f"{rewards}: {'kept' if kept.keep else 'dropped'}")
+        if value is not None:
+            for sample in flatten(tried):
+                sample.reward = bench.reward(value)
+        kept = guarded(fn, partial(call_dynamic_filter, fn, bench.args, tried), bench.limit).result
+        answers.append(f"{name}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):
         bench.notes.append("it drops all tested groups; a rollout without any group fails after --phase-timeout")
     return ", ".join(answers)
@@ -46,7 +55,8 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
 def buffer_filter(bench: Bench, fn: Hook) -> str:
     groups = [*bench.answered(), *bench.answered()]
     buffer = list(groups)
-    chosen = guarded(fn, lambda: fn(bench.args, None, buffer, 2), bench.limit).result
+    chosen = bench.call(fn, bench.args, None, buffer, 2)
+    # It must choose whole groups of the buffer, and each of them once.
     if not isinstance(chosen, list) or any(isinstance(group, Sample) for group in chosen):
         raise wrong(fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups")
     if len(chosen) > 2 or len({id(group) for group in chosen}) != len(chosen):
@@ -58,34 +68,36 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
 
 def data_source(bench: Bench, fn: Hook) -> str:
     """Test a class with ``get_samples, add_samples, __len__`` and the methods that save and restore its state."""
+    # What a class needs to be a data source, before it is called.
     missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
     stateful, files = is_stateful(fn), has_files(fn)
     if not stateful and not files:
         raise wrong(fn, "the class has neither state_dict and load_state_dict nor save and load, so it cannot resume")
-    source = guarded(fn, lambda: fn(bench.args), bench.limit).result
-    groups = guarded(fn, lambda: source.get_samples(PAIR), bench.limit).result
+    source = bench.call(fn, bench.args)
+    groups = bench.call(source.get_samples, PAIR)
     check_groups(fn, groups, bench.args.n_samples_per_prompt)
     if len(groups) != PAIR:
         raise wrong(source.get_samples, f"get_samples({PAIR}) returned {len(groups)} groups")
-    guarded(fn, lambda: source.add_samples(groups), bench.limit)
-    length = guarded(fn, lambda: len(source), bench.limit).result
+    bench.call(source.add_samples, groups)
+    length = bench.call(source.__len__)
+    # A resume makes a new object, which takes the state of the old one.
     args = bench.args.with_values(load=bench.args.save)
-    again = guarded(fn, lambda: fn(args), bench.limit).result
+    again = bench.call(fn, args)
     if files:
-        guarded(fn, lambda: source.save(0), bench.limit)
-        guarded(fn, lambda: again.load(0), bench.limit)
+        bench.call(source.save, 0)
+        bench.call(again.load, 0)
     else:
         state = Path(bench.args.save or ".") / "source.pt"
         guarded(fn, lambda: write_state(state, source.state_dict()), bench.limit)
-        guarded(fn, lambda: again.load_state_dict(read_state(state)), bench.limit)
+        bench.call(again.load_state_dict, read_state(state))
     return f"returns groups of {len(groups[0])}, has {length} prompts per epoch, saves and loads"
 
 
 def sample_filter(bench: Bench, fn: Hook) -> str:
     groups = bench.answered()
-    result = guarded(fn, lambda: fn(bench.args, groups), bench.limit).result
+    result = bench.call(fn, bench.args, groups)
     if result is not None:
         bench.notes.append(f"its return value ({type(result).__name__}) is ignored: set sample.remove_sample = True")
     removed = [sample for sample in flatten(groups) if sample.remove_sample]
@@ -96,7 +108,7 @@ def sample_filter(bench: Bench, fn: Hook) -> str:
 
 def all_samples(bench: Bench, fn: Hook) -> str:
     groups = bench.answered()
-    guarded(fn, lambda: fn(bench.args, groups, bench.source), bench.limit)
+    bench.call(fn, bench.args, groups, bench.source)
     return f"called with {len(groups)} groups"
 
 
@@ -106,22 +118,261 @@ def convert(bench: Bench, fn: Hook) -> str:
 
     groups = bench.answered()
     data = guarded(fn, lambda: samples_to_train_data(bench.args, groups), bench.limit).result
-    args = one_step(bench.args, data)
+    args = bench.args.with_values(**one_step(data))
     guarded(fn, lambda: split_train_data(args, data, 1), bench.limit)
     return f"{len(data['tokens'])} samples with {', '.join(sorted(data))}"
 
 
 def rollout_log(bench: Bench, fn: Hook) -> str:
-    samples = flatten(bench.answered())
-    result = guarded(fn, lambda: fn(0, bench.args, samples, {}, 1.0), bench.limit).result
-    return "replaces the usual metrics" if result else "adds to the usual metrics"
+    return _LOGGED[bool(bench.call(fn, 0, bench.args, flatten(bench.answered()), {}, 1.0))]
 
 
 def eval_log(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered())
     part = {"rewards": [1.0] * len(samples), "truncated": [sample.truncated for sample in samples], "samples": samples}
-    result = guarded(fn, lambda: fn(0, bench.args, {"set": part}, {}), bench.limit).result
-    return "replaces the usual metrics" if result else "adds to the usual metrics"
+    return _LOGGED[bool(bench.call(fn, 0, bench.args, {"set": part}, {}))]
+
+
+def reward(bench: Bench, fn: Hook) -> str:
+    """Test ``await fn(args, sample)``, or with ``--group-rm`` ``await fn(args, samples)``, or a class."""
+    samples = flatten(bench.answered(rewards=False))
+    for sample in samples:
+        sample.reward = None
+    # A class is a reward model, which processes of its own load.
+    if isinstance(fn, type):
+        rewards, seconds = _model_rewards(bench, fn, samples)
+        return _judge_rewards(bench, fn, samples, rewards) + f", {seconds:.1f} s with loading"
+    # As in a run, the function of an evaluation set gets single samples if it has the parameter for one.
+    names = parameters(fn)[0] if callable(fn) else ()
+    grouped = bool(bench.args.group_rm) and not (bench.evaluates and "sample" in names)
+    words = "fn(args, samples)" if grouped else "fn(args, sample)"
+    check_signature(fn, words, bench.args, samples if grouped else samples[0])
+    if not grouped and "samples" in names and "sample" not in names:
+        raise wrong(fn, "it has a parameter named samples, but without --group-rm it is called with one sample")
+
+    async def score() -> list[Any]:
+        if grouped:
+            groups = [list(flatten(group)) for group in bench.answered(rewards=False)]
+            scored = []
+            for group in groups:
+                for one in group:
+                    one.reward = None
+                given = await call(fn, bench.args, group)
+                _check_count(fn, given, len(group))
+                scored += list(given)
+            return scored
+        return [await call(fn, bench.args, copy.deepcopy(sample)) for sample in samples]
+
+    # Twice, so that imports and connections are not measured.
+    guarded(fn, score, bench.limit, loop=True)
+    outcome = guarded(fn, score, bench.limit, loop=True)
+    if outcome.stall:
+        bench.notes.append(
+            f"it blocks its event loop for {outcome.stall:.1f} s at {outcome.place}, so other rewards have to wait. "
+            "slime.rollout.rm_hub.outcome.verify runs such code in processes that can be killed"
+        )
+    each = outcome.seconds / max(len(samples), 1)
+    return _judge_rewards(bench, fn, samples, outcome.result) + f", {each * 1000:.1f} ms each"
+
+
+def _model_rewards(bench: Bench, fn: type, samples: list[Sample]) -> tuple[list[Any], float]:
+    from slime.rollout.rm_hub import custom
+    from slime.rollout.rm_hub.dispatch import batched_async_rm
+
+    try:
+        custom.check_class(fn, bench.args.rm_model_path)
+    except (TypeError, ValueError) as error:
+        raise wrong(fn, str(error)) from error
+    compute: Hook = getattr(fn, "compute_reward")  # noqa: B009 - of a user's class, which mypy does not know
+    columns = [[sample.prompt for sample in samples], [sample.response for sample in samples]]
+    extra = supported_kwargs(compute, labels=[], metadata=[])
+    check_signature(compute, "compute_reward(prompts, responses)", object(), *columns, **extra)
+    limit = bench.args.reward_timeout + STARTUP_SECONDS
+    outcome = guarded(fn, lambda: batched_async_rm(bench.args, samples), limit, loop=True)
+    if samples[0].reward_timed_out:
+        raise wrong(compute, str(samples[0].metadata.get("reward_failure")))
+    return outcome.result, outcome.seconds
+
+
+def _check_count(fn: Hook, given: object, count: int) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        got = f"{len(given)} rewards" if isinstance(given, list | tuple) else repr(given)
+        raise wrong(fn, f"it returned {got} for a group of {count}: return a list with one reward per sample")
+
+
+def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: Sequence[object]) -> str:
+    key, option = bench.args.reward_key, "--reward-key"
+    if bench.evaluates and bench.args.eval_reward_key:
+        key, option = bench.args.eval_reward_key, "--eval-reward-key"
+    # None is an abstention, if it does not come for every answer.
+    values = []
+    scored = [reward for reward in rewards if reward is not None]
+    if rewards and not scored:
+        raise wrong(fn, "it returned None: a return statement is missing on some path")
+    if len(scored) < len(rewards):
+        bench.notes.append(
+            f"it returned None for {len(rewards) - len(scored)} of {len(rewards)} answers: it abstains, and such "
+            "samples are left out. If it should not, a return statement is missing on some path"
+        )
+    # Everything else must be one finite number, or a dict with one under the key of the run.
+    for reward in scored:
+        if isinstance(reward, dict):
+            if key is None:
+                keys = ", ".join(map(str, reward))
+                raise wrong(fn, f"it returns a dict with the keys {keys}: select one with {option}")
+            if key not in reward:
+                raise wrong(fn, f"its dict has no {key!r} ({option}), only {', '.join(map(str, reward))}")
+            bench.entries = bench.entries if bench.evaluates else reward
+            reward = reward[key]
+        try:
+            number = float(reward)  # type: ignore[arg-type]  # this tests whether it is a number
+        except (TypeError, ValueError):
+            raise wrong(fn, f"it returned {reward!r} ({type(reward).__name__}), which is not a number") from None
+        if isinstance(reward, str) or not math.isfinite(number):
+            raise wrong(fn, f"it returned {reward!r}, but a reward must be a finite number")
+        values.append(number)
+    if len(set(values)) == 1 and bench.generated is None and any(sample.label is not None for sample in samples):
+        bench.notes.append(
+            f"it returns {values[0]:g} for all {len(values)} answers, including \\boxed{{label}} and 'I do not know.'; "
+            "without differences the model cannot learn"
+        )
+    return f"{len(values)} rewards from {min(values):g} to {max(values):g}"
+
+
+def reward_post_process(bench: Bench, fn: Hook) -> str:
+    samples = flatten(bench.answered())
+    result = bench.call(fn, bench.args, samples)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise wrong(fn, f"its result has the type {type(result).__name__}, but must be (raw_rewards, rewards)")
+    for name, values in zip(("raw_rewards", "rewards"), result, strict=True):
+        if len(values) != len(samples):
+            raise wrong(fn, f"it returned {len(values)} {name} for {len(samples)} samples")
+        [float(value) for value in values]
+    return f"{len(samples)} rewards, processed from {min(map(float, result[1])):g} to {max(map(float, result[1])):g}"
+
+
+def _rank_batch(bench: Bench, args: Args) -> RankBatch:
+    """Return the batch of a training rank, with artificial log-probs of all models."""
+    import torch
+
+    from slime.data.convert import samples_to_train_data, split_train_data
+    from slime.data.fields import to_rank_batch
+
+    # slime's own converter: that of the user has a probe of its own.
+    data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
+    batch = to_rank_batch(split_train_data(args.with_values(**one_step(data)), data, 1)[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: float, high: float) -> list[torch.Tensor]:
+        return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
+
+    # No model has scored these samples, but every loss needs log-probs.
+    batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
+    batch["rollout_log_probs"] = [x + 0.01 for x in batch["old_log_probs"]]
+    batch["rollout_id"] = 0
+    if args.use_critic:
+        batch["old_values"] = draw(-1, 1)
+    return batch
+
+
+def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
+    for name in names:
+        values = batch.get(name)
+        if values is None:
+            raise wrong(fn, f"it must set rollout_data[{name!r}] to one tensor [response_length] per sample")
+        lengths = [len(value) for value in values]
+        if lengths != list(batch["response_lengths"]):
+            raise wrong(fn, f"{name} has lengths {lengths}, but the responses {list(batch['response_lengths'])}")
+
+
+def advantages(bench: Bench, fn: Hook) -> str:
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
+    from slime.data.fields import on_hook_names
+
+    args = bench.args.with_values(compute_advantages_and_returns=True)
+    batch = _rank_batch(bench, args)
+    settings = replace(AdvantageSettings.from_args(args), custom=on_hook_names(fn))
+    guarded(fn, lambda: compute_advantages(settings, batch, IDENTITY), bench.limit)
+    _check_per_token(fn, batch, "advantages", "returns")
+    return f"advantages and returns of {len(batch['tokens'])} samples"
+
+
+def postprocess(bench: Bench, fn: Hook) -> str:
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
+
+    args = bench.args
+    batch = _rank_batch(bench, args)
+    compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
+    with batch.lent_to("--rollout-data-postprocess-path") as view:
+        result = bench.call(fn, args, 0, view)
+    if result is not None:
+        bench.notes.append("its return value is ignored: it must modify rollout_data in place")
+    _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
+    return "called with " + ", ".join(sorted(name for name, value in view.items() if value is not None))
+
+
+def loss(bench: Bench, fn: Hook) -> str:
+    """Test ``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
+    return _backward(bench, fn, {"loss_type": "custom_loss"})
+
+
+def tis(bench: Bench, fn: Hook) -> str:
+    """Test ``--custom-tis-function-path``, which is called with keyword arguments only."""
+    names = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    check_signature(fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names))
+    return _backward(bench, fn, {"use_tis": True, "loss_type": "policy_loss"})
+
+
+def reducer(bench: Bench, fn: Hook) -> str:
+    check_signature(fn, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)", [], [], [], False)
+    return _backward(bench, fn, {"loss_type": "policy_loss"})
+
+
+def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
+    """Run :func:`slime.backends.loss.compute_loss`, which all backends use, and the backward pass."""
+    import torch
+
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
+    from slime.backends.loss import LossSettings, compute_loss
+    from slime.backends.loss_inputs import TokenBatch
+
+    not_async(fn)
+    args = bench.args.with_values(**settings)
+    batch = _rank_batch(bench, args)
+    compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
+    # Random logits for the response tokens of the samples, as a model would give them.
+    both = zip(batch["tokens"], batch["response_lengths"], strict=True)
+    targets = torch.cat([t[len(t) - n :] for t, n in both]).long()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(targets), len(bench.tokenizer), generator=generator).requires_grad_()
+    table = torch.log_softmax(logits, -1)
+    scores = table.gather(1, targets[:, None])[:, 0]
+    entropy = -(table.exp() * table).sum(-1) if args.entropy_coef else None
+    count = len(batch["tokens"])
+    tokens = TokenBatch.from_rank_batch(
+        batch, range(count), log_probs=scores, entropy=entropy, logits=logits, targets=targets
+    )
+    tokens.values = None
+
+    # The loss of a run with its backward pass, as one micro-batch.
+    loss_settings = LossSettings.from_args(args)
+
+    def forward_and_backward() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
+        if value.dim() != 0:
+            raise wrong(fn, f"the loss has the shape {tuple(value.shape)}, but it must be a scalar")
+        if not value.requires_grad:
+            raise wrong(fn, "the loss has no gradient: it was detached, or computed from plain numbers")
+        value.backward()
+        return value.detach(), metrics
+
+    value, metrics = guarded(fn, forward_and_backward, bench.limit).result
+    # What came out of it.
+    if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
+        raise wrong(fn, f"the loss {float(value):g} or its gradient is not finite")
+    if not logits.grad.abs().sum():
+        bench.notes.append("the gradient of the loss is 0 for this batch")
+    return f"loss {float(value):.4g} with gradient; metrics {', '.join(sorted(metrics))}"
 
 
 PROBES: dict[str, Probe] = {
@@ -140,5 +391,10 @@ PROBES: dict[str, Probe] = {
     "custom_eval_rollout_log_function_path": eval_log,
     "rollout_function_path": rollout,
     "eval_function_path": partial(rollout, evaluation=True),
+    "custom_advantage_function_path": advantages,
+    "rollout_data_postprocess_path": postprocess,
+    "custom_loss_function_path": loss,
+    "custom_tis_function_path": tis,
+    "custom_pg_loss_reducer_function_path": reducer,
 }
 """The probes by name of the argument. The order matters: later probes use the samples of the generate function."""

@@ -9,10 +9,10 @@ from typing import Any
 from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, check_signature, guarded, wrong
-from slime.plugins.tools.hooks.turns import appends_recorded, check_mask, check_turns
+from slime.plugins.tools.hooks.turns import check_turns
+from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.hooks import call, supported_kwargs
-from slime.rollout.settings import request_params
+from slime.rollout.state import request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 from slime.types import SamplingParams
 
@@ -23,6 +23,7 @@ def generate(bench: Bench, fn: Hook) -> str:
     """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of samples."""
     bench.start_engine()
     args = bench.args
+    # First its signature, for a message that says how it is called.
     params: SamplingParams = {**request_params(args), "sampling_seed": 1}
     sample = Sample()
     if takes_list(fn):
@@ -39,18 +40,17 @@ def generate(bench: Bench, fn: Hook) -> str:
         return list(await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group)))
 
     guarded(fn, whole_group, bench.limit, loop=True)  # a first call, so that imports and connections are not measured
-    with appends_recorded():
-        outcome = guarded(fn, whole_group, bench.limit, loop=True)
+    outcome = guarded(fn, whole_group, bench.limit, loop=True)
     if outcome.stall:
         raise Complaint(
             f"it blocks the event loop for {outcome.stall:.1f} s, in which no other sample can continue. Await async "
             "clients (slime.utils.http_utils.post), or run blocking code with asyncio.to_thread",
             outcome.place,
         )
+    # The samples that it returned, which later probes take as well.
     leaves = flatten(outcome.result)
     for one in leaves:
         _check_generated(bench, fn, one)
-        check_mask(bench, fn, one)
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
         bench.notes.append("without rollout_log_probs, the trainer needs another forward pass for the old log-probs")
@@ -97,6 +97,7 @@ def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         raise wrong(fn, f"a sample has the status {sample.status.value}: set COMPLETED or TRUNCATED")
     vocabulary = len(bench.tokenizer)
+    # Everything that the trainer relies on.
     bad = [token for token in sample.tokens if not isinstance(token, int) or not 0 <= token < vocabulary]
     if bad:
         raise wrong(fn, f"sample.tokens contains {bad[0]!r}, which is not a token id (an int below {vocabulary})")
@@ -132,6 +133,7 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     source, args = bench.source, bench.evaluation() if evaluation else bench.args
     # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe of its own.
     args = args.with_values(dynamic_sampling_filter_path=None)
+    # The whole function with the data and the engine, as the rollout manager calls it.
     outcome = guarded(fn, lambda: call_rollout_fn(fn, args, 0, source, evaluation), bench.limit)
     output = outcome.result
     if isinstance(output, RolloutFnTrainOutput):
@@ -146,6 +148,7 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
 
 
 def check_groups(fn: Hook, groups: object, size: int) -> None:
+    # The result of any function may be anything, so that nothing of it is assumed.
     first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
         raise wrong(fn, f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt")

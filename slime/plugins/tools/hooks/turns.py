@@ -1,30 +1,26 @@
-"""Check the samples of a generate function against the tokens that the engine sampled and that the function appended,
-also after a forced tool turn, after an abort, with a prompt that is too long and with an answer that is cut off."""
+"""Check the samples of a generate function against the tokens that the engine sampled, also after a forced tool turn,
+after an abort, with a prompt that is too long and with an answer that is cut off."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import functools
+import json
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
-from slime.plugins.tools.hooks.bench import Bench
+from slime.plugins.tools.hooks.bench import LAST, Bench, Request, ScriptedEngine
 from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, guarded, wrong
-from slime.plugins.tools.hooks.script import LAST, Request, ScriptedEngine
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.settings import request_params
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, request_params
 from slime.types import SamplingParams
 
-TOOL_TURNS = (  # common forms of tool calls, all of them harmless if they are executed
-    '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+TOOL_TURNS = (  # common forms of tool calls besides <tool_call>, all of them harmless if they are executed
     "<search>2 + 2</search>",
     "<code>print(2 + 2)</code>",
     "```python\nprint(2 + 2)\n```",
@@ -34,8 +30,6 @@ _ROOM = 512  # maximum tokens of a response, so that no turn is truncated by acc
 _CUT = 3  # maximum tokens of a response that is cut off
 _REPEATED = 100  # so often, the answer is cut off in a function with a limit of its own, too
 _CLOSE = 1e-4
-_APPENDED = "_appended_in_check"
-P = ParamSpec("P")
 
 
 class _Try:
@@ -65,6 +59,7 @@ class _Try:
             most: Maximum number of tokens of a response.
             refuses: Whether the engine refuses all requests, as if the prompts were longer than its context.
         """
+        # Every sample asks in each turn, so that each line of the script is there for all of them.
         args = self.bench.args.with_values(rollout_max_response_len=most)
         if refuses:
             args = args.with_values(rollout_max_context_len=1)
@@ -92,11 +87,11 @@ class _Try:
                     again, first = await self._unless_runaway(call(here, first), engine), before
                 return first, again, engine.requests
 
-        with appends_recorded():
-            first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
+        first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
         return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
 
     async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
+        # A function that ignores aborts would run until its deadline, and say nothing.
         task, runaway = asyncio.ensure_future(work), asyncio.ensure_future(engine.runaway.wait())
         try:
             await asyncio.wait({task, runaway}, return_when=asyncio.FIRST_COMPLETED)
@@ -124,10 +119,11 @@ def check_turns(bench: Bench, fn: Hook) -> str:
         Complaint: The samples do not agree with the sampled tokens.
     """
     tried = _Try(bench, fn)
+    # One of the common forms of calls makes most functions run their tool.
     turn, said = None, "no tool turn with the tested forms of calls"
-    for form in [bench.tool_answer] if bench.tool_answer else list(map(_filled(tried.samples), TOOL_TURNS)):
+    for form in [bench.tool_answer] if bench.tool_answer else _tool_turns(tried.samples):
         results, _, requests = tried.run([form])
-        _check_tokens(bench, fn, results, requests)
+        check_sampled(bench, fn, flatten(results), requests)
         if not requests:
             return "it does not use /generate, so tool turns and aborts were not tested"
         if len(requests) > len(tried.samples):
@@ -141,21 +137,11 @@ def check_turns(bench: Bench, fn: Hook) -> str:
     return f"{said}, an abort, a truncated answer, a prompt that is too long"
 
 
-def _check_tokens(
-    bench: Bench, fn: Hook, results: Sequence[Sequence[Sample]], requests: Sequence[Request]
-) -> list[Sample]:
-    """Compare the samples with the engine's answers and with what was appended; return them in one list."""
-    leaves = flatten(results)
-    for sample in leaves:
-        check_mask(bench, fn, sample)
-        check_sampled(bench, fn, sample, requests)
-    return leaves
-
-
 def _check_cut(bench: Bench, fn: Hook, tried: _Try) -> None:
     """Test an answer that ends at the length limit."""
     results, _, requests = tried.run([LAST * _REPEATED], most=_CUT)
-    leaves = _check_tokens(bench, fn, results, requests)
+    leaves = flatten(results)
+    check_sampled(bench, fn, leaves, requests)
     if any(request.cut for request in requests) and all(
         sample.status is not Sample.Status.TRUNCATED for sample in leaves
     ):
@@ -178,17 +164,19 @@ def _check_too_long(bench: Bench, fn: Hook, tried: _Try) -> None:
             )
 
 
-def _filled(samples: Sequence[Sample]) -> Callable[[str], str]:
-    """Return a function that fills the name of the data's first tool into a form of calls."""
+def _tool_turns(samples: Sequence[Sample]) -> list[str]:
+    """Return the forms of calls, with the name of the data's first tool."""
     tools = next((one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None)
     tool = tools[0] if isinstance(tools, list) and tools and isinstance(tools[0], dict) else {}
     function = tool.get("function")
     name = str((function if isinstance(function, dict) else tool).get("name") or "python")
-    return lambda form: form.format(name=name, arguments='{"code": "print(2 + 2)"}') if "{name}" in form else form
+    call = json.dumps({"name": name, "arguments": {"code": "print(2 + 2)"}})
+    return [f"<tool_call>\n{call}\n</tool_call>", *TOOL_TURNS]
 
 
 def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     """Test an abort of the last answer, which is the first one or the one after a tool turn."""
+    # The last answer is aborted, since a continuation needs most care there.
     answers, at = ([], 0) if turn is None else ([turn], 1)
     results, again, requests = tried.run(answers, at, go_on=bench.resumes)
     if not any(request.aborted for request in requests):
@@ -196,7 +184,7 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     for samples in results:
         for sample in samples:
             check_picklable(sample)
-        _check_tokens(bench, fn, [samples], requests)
+        check_sampled(bench, fn, samples, requests)
         if all(sample.status is not Sample.Status.ABORTED for sample in samples):
             text = (
                 f"a sample whose last answer was aborted has the status {samples[-1].status.value}: if "
@@ -209,15 +197,21 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     for sample in flatten(again):
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
             raise wrong(fn, f"called again with an aborted sample, it returns the status {sample.status.value}")
-        _check_tokens(bench, fn, [[sample]], requests)
+        check_sampled(bench, fn, [sample], requests)
 
 
-def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
-    """Compare a sample with the requests to the engine and its answers.
+def check_sampled(bench: Bench, fn: Hook, samples: Sequence[Sample], requests: Sequence[Request]) -> None:
+    """Compare samples with the requests to the engine and its answers.
 
     Raises:
-        Complaint: The sample trains tokens that no engine sampled, or has log-probs of other tokens.
+        Complaint: A sample trains tokens that no engine sampled, or has log-probs of other tokens.
     """
+    for sample in samples:
+        _check_sample(bench, fn, sample, requests)
+
+
+def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
+    # Without a response, nothing is trained.
     length = sample.response_length
     if not length:
         return
@@ -243,6 +237,7 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         nearest[begin] = max(nearest.get(begin, (0, 0.0, [])), (count, -far, theirs))
     for begin, (count, _, theirs) in nearest.items():
         sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
+    # Of a function that sends texts, the text decides.
     sampled, scores, given = sampled[-length:], scores[-length:], given[-length:]
     in_text = _answered_in_text(bench, tokens[-length:], [request for request in requests if request.of_text])
     scores[~sampled & in_text] = given[~sampled & in_text]  # of tokens that were made anew from a text, none are known
@@ -251,6 +246,7 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         if any(request.ids for request in requests):
             bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
         return
+    # What is trained must have been sampled, with the log-probs of the engine.
     mask = sample.array("loss_mask")
     trained = np.ones(length, bool) if mask is None else mask != 0
     foreign = np.flatnonzero(trained & ~sampled)
@@ -278,59 +274,14 @@ def _answered_in_text(bench: Bench, response: list[int], requests: Sequence[Requ
     A function that sends texts may tokenize texts again: its tokens, and those of its next prompt, can then differ from
     those that were sampled, although it trains only what the model said. It may also shorten an answer.
     """
+    # Where each token ends in the text of the response.
     ends = np.array([len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))])
     starts = np.concatenate([[0], ends[:-1]])
     whole, belongs = bench.tokenizer.decode(response), np.zeros(len(response), bool)
+    # The longest beginning of each answer that the response has; half of it may be cut off.
     for answer in {bench.tokenizer.decode(request.ids) for request in requests}:
         sizes = range(len(answer), len(answer) // 2, -1)
         size = next((size for size in sizes if answer[:size] in whole), None)
         for found in re.finditer(re.escape(answer[:size]), whole) if size else ():
             belongs |= (starts < found.end()) & (ends > found.start())
     return belongs
-
-
-@contextmanager
-def appends_recorded() -> Iterator[None]:
-    """Record the calls of ``append_response_tokens`` on each sample, as tuples (number of tokens, trainable)."""
-    original = Sample.append_response_tokens
-
-    Sample.append_response_tokens = _recording(original)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Sample.append_response_tokens = original  # type: ignore[method-assign]
-
-
-def _recording(append: Callable[Concatenate[Sample, P], None]) -> Callable[Concatenate[Sample, P], None]:
-    @functools.wraps(append)
-    def recorded(sample: Sample, *args: P.args, **options: P.kwargs) -> None:
-        before = sample.response_length
-        append(sample, *args, **options)
-        added = (sample.response_length - before, bool(options.get("trainable", True)))
-        setattr(sample, _APPENDED, (*getattr(sample, _APPENDED, ()), added))
-
-    return recorded
-
-
-def check_mask(bench: Bench, fn: Hook, sample: Sample) -> None:
-    """Compare the sample's mask with the recorded calls, if these cover the whole response.
-
-    Raises:
-        Complaint: Tokens that were appended with ``trainable=False`` would be trained.
-    """
-    appended = vars(sample).pop(_APPENDED, ())
-    told = np.repeat([trainable for _, trainable in appended], [count for count, _ in appended])
-    if len(told) != sample.response_length or not len(told):
-        return
-    given = sample.array("loss_mask")
-    trained = np.ones(len(told), bool) if given is None else given != 0
-    wrongly = int((trained & ~told).sum())
-    if wrongly:
-        raise wrong(
-            fn,
-            f"{wrongly} of the {int((~told).sum())} tokens that it appended with trainable=False would be trained: "
-            "sample.loss_mask was replaced afterwards. Do not set it besides append_response_tokens",
-        )
-    left_out = int((told & ~trained).sum())
-    if left_out:
-        bench.notes.append(f"{left_out} tokens that were appended as trainable have loss_mask 0 and are not trained")

@@ -27,9 +27,11 @@ def layouts(
     """
     shape, samples = run.model.shape, run.work.count // run.work.steps
     nodes = run.place.gpus_per_node
+    # FSDP is divided over data and context alone.
     for cp in (size for size in divisors(gpus) if size <= 8):
         if "fsdp" in backends and samples % (gpus // cp) == 0:
             yield "fsdp", ParallelLayout(world_size=gpus, cp=cp)
+        # Megatron is divided in every way that its sizes allow.
         for tp in divisors(gpus // cp) if "megatron" in backends else ():
             if tp > nodes or shape.heads % tp or shape.kv_heads % tp:
                 continue
@@ -48,21 +50,22 @@ def candidates(run: Run, gpus: int) -> Iterator[Run]:
 
     Apart, the run is asynchronous and the engines get one to seven eighths of the GPUs.
     """
-    assert run.train is not None and run.engine is not None
+    trainer, engines = run.both
+    # All GPUs for both sides in turn, or some for each.
     shares = [(gpus, gpus)] + [
         (gpus - share, share) for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
     ]
     for trained, generating in shares:
-        if run.train.quantized_base and trained > 1:
+        if trainer.quantized_base and trained > 1:
             continue  # it is not sharded
         shared = trained == generating == gpus
-        for backend, layout in layouts(run, trained, ("fsdp",) if run.train.fsdp_only else ("fsdp", "megatron")):
+        for backend, layout in layouts(run, trained, ("fsdp",) if trainer.fsdp_only else ("fsdp", "megatron")):
             for size in (1, 2, 4, 8):
                 if generating % size or size > run.place.gpus_per_node or run.model.shape.heads % size:
                     continue
-                engine = replace(run.engine, engines=generating // size, gpus=size)
-                for recomputed in (-1,) if run.train.inputs_on_cpu else (0, -1):
-                    train = replace(run.train, backend=backend, layout=layout, recomputed=recomputed, shards=0)
+                engine = replace(engines, engines=generating // size, gpus=size)
+                for recomputed in (-1,) if trainer.inputs_on_cpu else (0, -1):
+                    train = replace(trainer, backend=backend, layout=layout, recomputed=recomputed, shards=0)
                     place = replace(run.place, colocate=shared)
                     yield replace(run, train=train, engine=engine, place=place, asynchronous=not shared)
 
@@ -83,10 +86,10 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
     def order(plan: Plan) -> tuple[int, int, float]:
         return (round(log(plan.step) / 0.01), len(plan.extrapolated), sum(plan.seconds.values()))
 
+    # Only the best of each kind, since many layouts differ by little.
     found: dict[tuple[str, int, int, int], Plan] = {}
     for plan in sorted(fitting(run, gpus), key=order):
-        train, engine = plan.run.train, plan.run.engine
-        assert train is not None and engine is not None
+        train, engine = plan.run.both
         found.setdefault((train.backend, train.layout.world_size, engine.engines, engine.gpus), plan)
     return list(found.values())[:count]
 
@@ -94,11 +97,13 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
 def flags(plan: Plan) -> list[str]:
     """Return the flags of train.py (of train_async.py, if the plan is asynchronous) that set layout and placement."""
     run = plan.run
-    assert run.train is not None and run.engine is not None
-    layout, per_node = run.train.layout, run.place.gpus_per_node
+    train, engine = run.both
+    layout = train.layout
+    per_node = run.place.gpus_per_node
     world = layout.world_size
+    # The fewest nodes that hold the ranks in equal numbers.
     nodes = next(n for n in range(1, world + 1) if world % n == 0 and world // n <= per_node)
-    words = [f"--train-backend {run.train.backend}", f"--actor-num-nodes {nodes}"]
+    words = [f"--train-backend {train.backend}", f"--actor-num-nodes {nodes}"]
     words += [f"--actor-num-gpus-per-node {world // nodes}"]
     sizes = (
         ("tensor-model", layout.tp),
@@ -111,12 +116,12 @@ def flags(plan: Plan) -> list[str]:
         words.append("--sequence-parallel")
     if run.model.experts and layout.etp != layout.tp:
         words.append(f"--expert-tensor-parallel-size {layout.etp}")
-    if run.train.recomputed:
-        words.append("--gradient-checkpointing" if run.train.backend == "fsdp" else _RECOMPUTE)
-    words.append("--colocate" if run.place.colocate else f"--rollout-num-gpus {run.engine.engines * run.engine.gpus}")
-    if run.engine.gpus > 1:
-        words.append(f"--rollout-num-gpus-per-engine {run.engine.gpus}")
-    return [*words, f"--max-tokens-per-gpu {run.train.tokens}"]
+    if train.recomputed:
+        words.append("--gradient-checkpointing" if train.backend == "fsdp" else _RECOMPUTE)
+    words.append("--colocate" if run.place.colocate else f"--rollout-num-gpus {engine.engines * engine.gpus}")
+    if engine.gpus > 1:
+        words.append(f"--rollout-num-gpus-per-engine {engine.gpus}")
+    return [*words, f"--max-tokens-per-gpu {train.tokens}"]
 
 
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

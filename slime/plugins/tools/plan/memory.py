@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .gpus import GIB, GpuKind
-from .setups import EngineSetup, Packs, Placement, TrainSetup
-from .shape import PlannedModel
+from .setups import GIB, EngineSetup, GpuKind, Packs, Placement, PlannedModel, TrainSetup
 
 CONTEXT = 0.6 * GIB
 """CUDA context of a process (h200_nccl_memory)."""
@@ -85,6 +83,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     layout = train.layout
     dense = model.dense_layers / layout.pp + model.head_and_embedding / min(layout.pp, 2 if not model.tied else 1)
     trained = _trained(model, train)
+    # What the optimizer needs: weights, gradients and moments, each divided over the ranks that share it.
     if train.backend == "fsdp":
         shards = train.shards or layout.world_size
         whole = model.parameters
@@ -95,6 +94,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
             weights += 4.0 * trained / shards
         if train.state_on_cpu:
             weights = gradients = optimizer = 0.0
+        # FSDP frees the gradients after a step. Only sums over several micro-batches meet the activations of the next.
         held = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp
@@ -109,7 +109,9 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         if not train.distributed_optimizer:
             replicas = expert_replicas = 1
         optimizer = 0.0 if train.optimizer_on_cpu else 12.0 * (own / replicas + experts / expert_replicas)
+        # Megatron's gradient buffers live as long as the model.
         held = True
+    # What the backward pass needs: the inputs of the layers that are computed again, and all of the others.
     layers = model.shape.layers / layout.pp
     under_way = min(layout.pp, batch.count)
     tokens = batch.tokens / layout.cp
@@ -126,6 +128,7 @@ def _trained(model: PlannedModel, train: TrainSetup) -> float:
     """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the layers."""
     if not train.lora_rank:
         return float(model.parameters)
+    # A and B of queries, keys and values, output, and the matrices of the MLP.
     s = model.shape
     q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
     widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
@@ -150,6 +153,7 @@ def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
     layer = (model.parameters - model.head_and_embedding) / model.shape.layers
     gathered = 0.0
     if train.backend == "fsdp":
+        # FSDP gathers two layers at a time: the one that is computed, and the next one.
         ranks = train.shards or train.layout.world_size
         if not train.reshard:
             gathered = 2.0 * (model.parameters - model.embedding)
@@ -183,6 +187,7 @@ def phases(
     states = {"weights": trainer.weights, "optimizer": trainer.optimizer} if trainer is not None else {}
     if trainer is not None and trainer.together and train is not None and train.backend == "megatron":
         states["gradients"] = trainer.gradients  # Megatron's buffers live as long as the model
+    # An engine takes its share of the device, whatever it needs of it.
     if engine is not None:
         parts = {"engine's weights and KV cache": engine.fraction * kind.memory, "engine's context": ENGINE_ASLEEP}
         if shared:
@@ -191,12 +196,15 @@ def phases(
         found.append(Phase("generate", parts))
     if trainer is None or train is None:
         return found
+    # What is on the device besides the trainer's tensors.
     beside = {"outside of torch": outside}
     if shared and engine is not None:
         asleep = ENGINE_ASLEEP + (0.0 if place.offload_rollout else engine.fraction * kind.memory)
         beside["engine"] = asleep
+    # A log-prob pass keeps no activations.
     work = {"LM head": trainer.head, "a layer's work": trainer.working}
     found.append(Phase("log-probs", {**states, **work, **beside}))
+    # The end of the forward pass, or of the backward pass if that needs more.
     peak = {"weights": trainer.weights, "optimizer": trainer.optimizer}
     if trainer.together:
         peak["gradients"] = trainer.gradients
@@ -205,6 +213,7 @@ def phases(
         peak["gradients"] = trainer.peak - sum(peak.values())
     room = {"fragmentation": FRAGMENTATION * trainer.peak}
     found.append(Phase("train", {**peak, **room, **beside}))
+    # The buckets of a weight sync, beside what is still on the device.
     alone = train.backend == "megatron" or (shared and place.offload_train)  # the optimizer's state has left before
     kept = {"weights": trainer.weights} if alone else states
     sync = {**kept, "buckets": BUCKETS if train.backend == "megatron" else GATHERED_BUCKETS, **beside}

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from .generation import response_lengths
 from .layouts import divisors, fitting, flags
 from .plan import Plan, slots
-from .seconds import decode_seconds, prefill_seconds
+from .seconds import decode_seconds, prefill_seconds, response_lengths
 from .setups import EngineSetup
 from .simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 
@@ -85,14 +84,15 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
     Args:
         plan: Of the run whose model, samples and engines are taken. It has both sides.
     """
+    # Colocated for the synchronous loop; apart for the others, the best layout of each division of the GPUs.
     plans = fitting(plan.run, gpus)
     together = [made for made in plans if not made.run.asynchronous]
     apart: dict[int, Plan] = {}
     for made in sorted((made for made in plans if made.run.asynchronous), key=lambda made: made.step):
-        engine = made.run.engine
-        assert engine is not None
+        _, engine = made.run.both
         apart.setdefault(engine.engines * engine.gpus, made)
     found = [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
+    # One-step training is fast where a step of both sides is short, a pool where both are always busy.
     one_step, *pools = [mode for mode in WAYS if mode is not SYNCHRONOUS]
     if apart:
         found.append(simulated(min(apart.values(), key=lambda made: made.step), one_step))
@@ -103,8 +103,8 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
 
 def _busiest(plan: Plan) -> float:
     """Seconds of a step if both sides are always busy, which a standing pool approaches."""
-    engine, work = plan.run.engine, plan.run.work
-    assert engine is not None
+    work = plan.run.work
+    _, engine = plan.run.both
     _, rate = _curve(plan, engine)[-1]
     return max(work.count * work.response_tokens / rate / engine.engines, _training(plan))
 
@@ -129,12 +129,14 @@ def _context(plan: Plan) -> float:
 
 def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     """Return what is simulated of a plan, and which share of it."""
-    run, work, engine = plan.run, plan.run.work, plan.run.engine
-    assert engine is not None
+    run, work = plan.run, plan.run.work
+    _, engine = run.both
+    # A large run is simulated in part, with the same samples for each engine.
     parts = max(size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1))
     parts = min(parts, work.prompts)
     least = START_ALONE if mode.ahead == "groups" else START_TOGETHER
     start = least + prefill_seconds(run.model, run.kind, engine, work.prompt_tokens / work.samples, work.prompt_tokens)
+    # After an update of the weights, requests in progress compute their KV cache again.
     context = _context(plan)
     refill = START_TOGETHER + prefill_seconds(run.model, run.kind, engine, context, context)
     moved = sum(seconds for name, seconds in plan.seconds.items() if name in ("weight sync", "wake up and sleep"))
@@ -162,7 +164,7 @@ def simulated(plan: Plan, mode: Mode, training: float | None = None) -> Way:
     made, share = setting(plan, mode)
     tokens = made.batch * made.samples * sum(made.lengths) / len(made.lengths)
     per_token = (_training(plan) if training is None else training) / tokens
-    run = simulate(made, mode, per_token).run
+    run = simulate(made, mode, per_token)
     return Way(mode, plan, steady(run), per_token * _steady_tokens(run), int(max(run.staleness)), share)
 
 

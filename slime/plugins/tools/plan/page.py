@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .gpus import GIB
 from .layouts import flags, left_out
 from .modes import Way, unmeasured
 from .plan import Plan, without_offloading
+from .setups import GIB
 
 
 def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()) -> Iterator[str]:
@@ -25,6 +25,7 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
         f"step    {work.prompts} prompts x {work.samples} samples of {work.prompt_tokens:g} + {work.response_tokens:g} "
         f"tokens (response at most {work.longest}), {work.steps} optimizer step(s)"
     )
+    # Memory and seconds by phase.
     yield "\nGiB on each GPU"
     for phase in plan.phases:
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])
@@ -34,6 +35,7 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     for name, seconds in plan.seconds.items():
         yield f"  {name:<18} {seconds:8.2f}"
     yield f"  {'step':<18} {plan.step:8.2f}   {plan.samples_per_gpu_second:.3f} samples/s per GPU"
+    # Whether it fits, what would be better, and what the prediction rests on.
     yield "\nit fits" if plan.fits else "\nit does not fit"
     yield from (f"  {problem}" for problem in plan.problems)
     if (resident := without_offloading(plan)) is not None and resident.run.engine is not None:
@@ -44,6 +46,7 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     if plan.extrapolated:
         yield "\nextrapolated: nobody has measured"
         yield from (f"  {what}" for what in plan.extrapolated)
+    # Other layouts, other modes, and the flags to copy.
     if others:
         yield f"\nthe fastest layouts of {others[0].gpus} GPUs that fit"
         for other in others:
@@ -88,6 +91,7 @@ def describe(plan: Plan) -> str:
     run, words = plan.run, []
     if run.train is not None:
         layout = run.train.layout
+        # Only what is divided.
         sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
         parts = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         words.append(f"{run.train.backend} on {layout.world_size} GPUs {parts}".strip())

@@ -6,12 +6,9 @@ from dataclasses import dataclass, replace
 
 from slime.config.layout import ParallelLayout
 
-from .generation import rollout_seconds
-from .gpus import GpuKind
 from .memory import Phase, cache_tokens, phases, train_memory
-from .seconds import HOST_COPY, sync_seconds, train_seconds
-from .setups import EngineSetup, Packs, Placement, TrainSetup, Workload, packs
-from .shape import PlannedModel
+from .seconds import HOST_COPY, rollout_seconds, sync_seconds, train_seconds
+from .setups import EngineSetup, GpuKind, Packs, Placement, PlannedModel, TrainSetup, Workload, packs
 
 MEASURED = {"fsdp": ({"dp"}, 4), "megatron": ({"dp", "tp", "ep"}, 4)}
 """By backend: the parallel sizes above 1 that were measured on H200s, and the largest number of GPUs."""
@@ -28,6 +25,12 @@ class Run:
     place: Placement
     work: Workload
     asynchronous: bool = False
+
+    @property
+    def both(self) -> tuple[TrainSetup, EngineSetup]:
+        """Trainer and engines of a run that has both."""
+        assert self.train is not None and self.engine is not None
+        return self.train, self.engine
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,12 @@ def make_plan(run: Run) -> Plan:
     """Compute the plan of a run."""
     train, work = run.train, run.work
     longest = work.prompt_tokens + work.longest
+    # Memory must suffice for the largest micro-batch, seconds are those of the mean.
     batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train, longest)
     memory = tuple(phases(run.model, run.kind, train, run.engine, run.place, batch))
     seconds = _seconds(run)
     step = sum(seconds.values())
+    # Both sides work at the same time.
     if run.asynchronous:
         generation = seconds.get("generate", 0.0)
         step = max(generation, step - generation)
@@ -87,6 +92,7 @@ def without_offloading(plan: Plan) -> Plan | None:
     run = plan.run
     if run.train is None or run.engine is None or not (run.place.colocate and run.place.offload_train):
         return None
+    # The smallest share of the GPU with which engines run as many requests at once, and the next one.
     engines = [replace(run.engine, fraction=percent / 100) for percent in range(10, 95, 5)]
     enough = [engine for engine in engines if slots(run, engine) == slots(run, run.engine)][1:2]
     place = replace(run.place, offload_train=False)
@@ -116,6 +122,7 @@ def _seconds(run: Run) -> dict[str, float]:
         found["generate"] = rollout_seconds(run.model, run.kind, run.engine, run.work, slots(run, run.engine))
     if run.train is None:
         return found
+    # The trainer leaves the GPU to the engines, and comes back.
     batch = packs(run.work, run.train)
     step = train_seconds(run.model, run.kind, run.train, batch, run.place.gpus_per_node)
     moved = train_memory(run.model, run.train, batch).state if shared and run.place.offload_train else 0.0
@@ -161,6 +168,7 @@ def _remedy(run: Run, largest: str) -> str:
 
 def _extrapolated(run: Run) -> list[str]:
     found = []
+    # The kind of GPU, the layout and the kind of model of the trainer.
     if not run.kind.measured:
         found.append(f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 reaches")
     if run.train is not None:
@@ -180,6 +188,7 @@ def _extrapolated(run: Run) -> list[str]:
         if not run.train.compiled:
             found.append("layers that are not compiled: the factor is assumed")
         found += _untimed(run.train)
+    # The model and the engines.
     if run.model.shape.kv_rank is not None:
         found.append("multi-latent attention: no measurement")
     if run.model.others:

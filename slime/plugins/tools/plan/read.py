@@ -1,8 +1,11 @@
-"""What a plan is computed from, read from the flags of a run."""
+"""What a plan is computed from, read from the flags of a run; and whether the run will fit on the GPUs of this machine,
+for ``--dry-run`` and the start of a run."""
 
 from __future__ import annotations
 
+import re
 from math import ceil
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -10,12 +13,9 @@ from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 from slime.data.schedule import PackingSettings
 
-from .generation import response_lengths
-from .gpus import GpuKind
-from .lengths import MOST
-from .plan import Run
-from .setups import EngineSetup, Placement, TrainSetup, Workload
-from .shape import PlannedModel
+from .plan import Run, make_plan
+from .seconds import MOST, response_lengths
+from .setups import GIB, KINDS, EngineSetup, GpuKind, Placement, PlannedModel, TrainSetup, Workload
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_FRACTION = 0.8
 """Assumed where ``--sglang-mem-fraction-static`` is not given; SGLang chooses it by the GPU."""
 ASSUMED_PROMPT = 256.0
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def read_run(
@@ -45,11 +46,13 @@ def read_run(
     model = PlannedModel.from_checkpoint(args.hf_checkpoint)
     if model is None:
         return None
+    # Lengths of responses: measured, drawn from a distribution, or all the same.
     longest = args.rollout_max_response_len
     lengths = tuple(min(length, longest) for length in lengths)
     if sigma and not lengths:  # cut at the largest length, so that training has the tokens that are generated
         drawn = Workload(response_tokens=response_tokens or float(longest), longest=longest, sigma=sigma)
         lengths = tuple(sorted(response_lengths(drawn, MOST)))
+    # What a rollout consists of, and how its samples are packed.
     packing = PackingSettings.from_args(args)
     work = Workload(
         prompts=args.rollout_batch_size,
@@ -62,6 +65,7 @@ def read_run(
         shared_prompts=packing.shares_prompts and (packing.dynamic or packing.micro_batch_size > 1),
         lengths=lengths,
     )
+    # Who shares the GPUs.
     place = Placement(
         colocate=args.colocate,
         offload_train=bool(args.offload_train),
@@ -76,6 +80,7 @@ def read_run(
 
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:
     """``micro_batch``: the largest number of tokens of a micro-batch with ``--micro-batch-size``."""
+    # What is recomputed: Megatron says so in several flags.
     given, layout = args.megatron, ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
@@ -120,3 +125,45 @@ def _engine(args: Args) -> EngineSetup:
         dtype_bytes=4 if args.rollout_dtype == "float32" else 2,
         quantized=args.rollout_quantization is not None,
     )
+
+
+def kind_by_name(name: str) -> GpuKind | None:
+    """Return the kind by the driver's name of a GPU (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
+    words = re.split(r"[\s-]+", name.lower())
+    if "a100" in words:
+        return KINDS["a100-40gb" if "40gb" in words else "a100"]
+    return next((kind for word in words if (kind := KINDS.get(word)) is not None), None)
+
+
+def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
+    """Return the kind of this machine's first GPU, without torch; None if there is none, or if it is not known."""
+    # The driver writes it there, also where torch is not installed.
+    for file in sorted(folder.glob("*/information")):
+        found = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
+        return kind_by_name(found.group(1)) if found else None
+    return None
+
+
+def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
+    """Say why a run may not fit on GPUs of a kind, by default this machine's. Empty if it fits, or if it is not known.
+
+    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions. The embedded
+    engine sizes its cache by the memory that is free, so a run with it is not judged.
+    """
+    kind = kind or installed_kind()
+    if kind is None or (args.rollout_backend == "embedded" and not args.debug_train_only):
+        return []
+    run = read_run(args, kind, asynchronous)
+    return list(make_plan(run).problems) if run is not None else []
+
+
+def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
+    """The memory of each phase of a step on GPUs of a kind, by default this machine's, and why the run does not fit."""
+    kind = kind or installed_kind()
+    if kind is None:
+        return ["whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"]
+    run = read_run(args, kind, asynchronous)
+    phases = make_plan(run).phases if run is not None else ()
+    lines = [f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}" for phase in phases]
+    warnings = [f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)]
+    return [f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)", *lines, *warnings]

@@ -1,17 +1,23 @@
-"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates.
+"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates; of generation, with requests of
+unequal length that share the decode steps of an engine.
 
 Each constant holds for all models, layouts and kinds of GPU, as a share of what the data sheet says.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, exp
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
 
 from slime.data.balance import forward_flops
+from slime.observability.samples import read_samples, sample_files
 
-from .gpus import GpuKind
-from .setups import EngineSetup, Packs, TrainSetup
-from .shape import PlannedModel
+from .setups import EngineSetup, GpuKind, Packs, PlannedModel, TrainSetup, Workload
 
 MATMUL = 0.726
 """Share of the data sheet's FLOP/s that large bf16 products reach under load: 718 of 989 (790 on a cool GPU)."""
@@ -84,6 +90,7 @@ def train_seconds(
 ) -> TrainSeconds:
     """Estimate an optimizer step of ``batch.count`` micro-batches on every rank."""
     layout = train.layout
+    # The work of one micro-batch.
     again = train.recomputed_share(model.shape.layers)
     layers, head = _forward(model, kind, train, batch)
     attention = _attention(model, kind, batch) / (layout.tp * layout.cp)
@@ -92,6 +99,7 @@ def train_seconds(
     share = 1 / layout.pp  # The last stage has the LM head in addition, and the others wait for it.
     forward = share * layers_forward + head.total
     backward = _backward(head, train) + share * (layers_backward + again * layers_forward)
+    # A pipeline fills and drains: it takes as many rounds more as it has stages, less one.
     rounds = batch.count + layout.pp - 1
     exchange = share * _exchange(model, kind, train, batch, gpus_per_node)
     read = _read_from_cpu(model, train)
@@ -126,8 +134,10 @@ def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
     s, layout = model.shape, train.layout
     split = layout.tp * layout.cp
     tokens = batch.tokens / split
+    # Products with weights: two FLOPs for each parameter and token.
     dense = 2.0 * (model.active - model.active_experts) * tokens / (MATMUL * kind.flops)
     experts = 2.0 * model.active_experts * tokens / (GROUPED * kind.flops)
+    # Everything else moves tensors through memory.
     traffic = ELEMENTWISE / 3 * (1.0 if train.compiled else UNCOMPILED) * 2.0 * model.kept_width * s.layers * tokens
     if s.experts:
         traffic += ROUTING / 3 * 2.0 * s.experts_per_token * s.hidden * s.sparse_layers * tokens
@@ -185,6 +195,7 @@ def _data_parallel(
         layers = max(model.shape.layers, 1)
         # The exchange of one layer overlaps the computation of another; the first gather and the last sum do not.
         return max(moved / rate - 0.9 * compute, 0.0) + moved / rate / layers
+    # Megatron sums gradients and gathers parameters once a step; experts have other replicas than the rest.
     replicas = layout.dp * layout.cp
     own = model.dense_layers / layout.pp / layout.tp + model.head_and_embedding / layout.tp
     expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
@@ -225,6 +236,7 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     if s.experts:  # the expected share of experts that some request chooses
         missed = (1 - min(s.experts_per_token / s.experts, 1.0)) ** running
         touched += model.experts * (1 - missed)
+    # Weights and KV cache are read once for all requests, whose tokens are few products.
     read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
     cache = (
         model.cache_bytes_per_token() * context * running / (min(split, max(s.kv_heads, 1)) if s.kv_rank is None else 1)
@@ -245,3 +257,79 @@ def prefill_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, tok
 def sync_seconds(model: PlannedModel, engine: EngineSetup) -> float:
     """Seconds of a full weight sync. All engines receive the same buckets at the same time."""
     return SYNC_FIXED + engine.dtype_bytes * model.parameters / SYNC_RATE
+
+
+MOST = 4096
+"""Number of lengths that are kept: evenly from all, in ascending order."""
+
+
+def measured_lengths(run: Path) -> tuple[int, ...]:
+    """Read the response lengths of a run's samples.
+
+    Returns:
+        Up to :data:`MOST` lengths in tokens, in ascending order.
+
+    Raises:
+        ValueError: The folder has no samples, or a file of them is damaged.
+    """
+    found: list[int] = []
+    for file in sample_files(run, "rollout").values():
+        try:
+            found += [int(row["response_length"]) for row in read_samples(file)]
+        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+    found.sort()
+    if not found:
+        raise ValueError(f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a rollout")
+    # As many as are needed, evenly, so that the rare long ones are not lost.
+    count = min(len(found), MOST)
+    return tuple(max(found[(2 * i + 1) * len(found) // (2 * count)], 1) for i in range(count))
+
+
+def response_lengths(work: Workload, count: int) -> list[int]:
+    """Return ``count`` lengths that are spread evenly over their distribution, in an order that is always the same.
+
+    The distribution is log-normal with mean ``response_tokens`` and ``sigma``, cut at ``longest``; the cut lowers the
+    mean. Measured lengths are taken evenly in their order.
+    """
+    # Evenly from the distribution, so that a few lengths stand for it; shuffled, since requests come in no order.
+    if work.lengths:
+        lengths = [work.lengths[(2 * i + 1) * len(work.lengths) // (2 * count)] for i in range(count)]
+        Random(0).shuffle(lengths)
+        return lengths
+    if not work.sigma:
+        return [max(round(min(work.response_tokens, work.longest)), 1)] * count
+    normal, median = NormalDist(), work.response_tokens / exp(work.sigma**2 / 2)
+    quantiles = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
+    lengths = [max(round(min(median * exp(work.sigma * z), work.longest)), 1) for z in quantiles]
+    Random(0).shuffle(lengths)
+    return lengths
+
+
+@lru_cache(maxsize=512)  # a search plans each set of engines with many layouts
+def rollout_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, work: Workload, slots: int) -> float:
+    """Estimate a rollout on ``engine.engines`` engines, each with an equal share of the requests.
+
+    The engine has continuous batching: when a request ends, the next one starts. All running requests get one token in
+    each decode step, whose duration follows from their number and mean context.
+
+    Args:
+        slots: Requests that an engine runs at once; the KV cache may hold fewer than ``engine.slots``.
+    """
+    share = max(ceil(work.count / engine.engines), 1)
+    waiting = response_lengths(work, share)[::-1]
+    running: list[tuple[float, float]] = []  # a heap of (step in which it ends, step in which it started)
+    step = seconds = started = 0.0
+    # Time goes on from the end of one request to the next. Between two ends, all running requests decode.
+    while waiting or running:
+        while waiting and len(running) < slots:
+            heapq.heappush(running, (step + waiting.pop(), step))
+            started += step
+        end = running[0][0]
+        context = work.prompt_tokens + (step + end) / 2 - started / len(running)
+        seconds += (end - step) * decode_seconds(model, kind, engine, len(running), context)
+        step = end
+        while running and running[0][0] <= step:
+            started -= heapq.heappop(running)[1]
+    prompts = share / work.samples * work.prompt_tokens  # the samples of a group share its prompt in the cache
+    return seconds + prefill_seconds(model, kind, engine, prompts, work.prompt_tokens)

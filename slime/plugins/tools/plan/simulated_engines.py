@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import selectors
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +53,7 @@ class SpeedCurve:
     """Seconds of one decode step by the number of running requests, linear between the measured points."""
 
     def __init__(self, points: Sequence[tuple[int, float]] = H200_CURVE) -> None:
+        # Seconds and not rates are interpolated, because they are nearly linear in the number of requests.
         running, rate = np.array(points, dtype=np.float64).T
         self.most = int(running[-1])
         self._seconds: list[float] = np.interp(np.arange(self.most + 1), running, running / rate).tolist()
@@ -83,18 +83,14 @@ class Engines:
 
     Args:
         start_seconds: For so long the start of a request keeps its engine from decoding.
-
-    Attributes:
-        model_seconds: CPU seconds spent in here, to be told from those of the scheduling code.
-        tokens: Number generated so far.
     """
 
     def __init__(self, count: int, curve: SpeedCurve, start_seconds: float = 0.0) -> None:
-        self.loop, self.curve, self.start_seconds = asyncio.get_running_loop(), curve, start_seconds
+        self.loop = asyncio.get_running_loop()
+        self.curve = curve
+        self.start_seconds = start_seconds
         self.engines = [_Engine(number) for number in range(count)]
         self.paused = False
-        self.model_seconds = 0.0
-        self.tokens = 0
         self._requests = 0
         self._least = [(0, number) for number in range(count)]  # a heap; entries may be out of date
         self._due: list[tuple[float, int, _Engine]] = []  # likewise: when, which plan, whose
@@ -103,7 +99,10 @@ class Engines:
 
     async def generate(self, tokens: int) -> None:
         """Until ``tokens`` are decoded."""
-        started = time.process_time()
+        await self.begin(tokens)
+
+    def begin(self, tokens: int) -> asyncio.Future[None]:
+        """Send a request, and return the future of its end."""
         engine = self._choose()
         self._catch_up(engine)
         engine.since = max(engine.since, self.loop.time()) + self.start_seconds
@@ -111,9 +110,7 @@ class Engines:
         self._requests += 1
         heapq.heappush(engine.running, (engine.steps + tokens, self._requests, done))
         self._changed(engine)
-        self.tokens += tokens
-        self.model_seconds += time.process_time() - started
-        await done
+        return done
 
     async def pause(self, seconds: float, refill_seconds: float = 0.0) -> None:
         """Let all stand still, as they do while they get new weights; then every request goes on.
@@ -121,6 +118,7 @@ class Engines:
         Args:
             refill_seconds: For each of its running requests, an engine computes the KV cache again for so long.
         """
+        # What was decoded until now counts, then nothing goes on.
         for engine in self.engines:
             self._catch_up(engine)
         self.paused = True
@@ -133,6 +131,7 @@ class Engines:
             self._plan(engine)
 
     def _choose(self) -> _Engine:
+        # Entries of the heap that are out of date are dropped when they come to the top.
         while True:
             running, number = self._least[0]
             if running == len(self.engines[number].running):
@@ -172,7 +171,6 @@ class Engines:
 
     def _end(self) -> None:
         """End the requests of the engine that is due."""
-        started = time.process_time()
         self._timer = None
         engine = heapq.heappop(self._due)[2]
         self._catch_up(engine)
@@ -181,7 +179,6 @@ class Engines:
             if not done.done():
                 done.set_result(None)
         self._changed(engine)
-        self.model_seconds += time.process_time() - started
 
 
 @dataclass

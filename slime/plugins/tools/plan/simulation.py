@@ -8,7 +8,6 @@ Rollout loop, standing pool, admission, data source and rewards are those of a r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from slime.rollout.loop import RolloutLoop
 
 from .simulated_engines import H200_CURVE, Engines, Fleet, SimulatedLoop, SpeedCurve
 
-LONGEST = 16.0  # medians
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -36,10 +33,9 @@ class Setting:
     Attributes:
         slots: Requests that may run on an engine at once.
         batch, samples: Groups per step, and samples of a group.
-        median, sigma: Of the log-normal lengths of responses, in tokens.
+        lengths: Tokens of responses, of which each sample draws one.
         drop_share: Share of the groups that a dynamic filter drops.
         curve: Output tokens/s of an engine by the number of running requests.
-        lengths: The distribution of the lengths, instead of a log-normal one.
         start_seconds: Time for which the start of a request keeps the other requests of its engine waiting.
         refill_seconds: The same, for each running request after a weight update.
     """
@@ -49,19 +45,21 @@ class Setting:
     batch: int = 64
     samples: int = 8
     steps: int = 16
-    median: int = 1024
-    sigma: float = 1.0
+    lengths: tuple[int, ...] = (1024,)
     update_seconds: float = 0.1
     drop_share: float = 0.0
     seed: int = 1
     curve: tuple[tuple[int, float], ...] = H200_CURVE
-    lengths: tuple[int, ...] = ()
     start_seconds: float = 0.0
     refill_seconds: float = 0.0
 
     @property
     def longest(self) -> int:
-        return max(self.lengths) if self.lengths else int(LONGEST * self.median)
+        return max(self.lengths)
+
+    def draw(self, count: int) -> list[int]:
+        """Return the tokens of ``count`` samples, the same for all modes."""
+        return [int(length) for length in np.random.default_rng(self.seed).choice(self.lengths, count)]
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,6 @@ class Mode:
 
 
 SYNCHRONOUS = Mode("synchronous", "nothing", 0, 1)
-MODES = (
-    Mode("one-step", "rollouts", 1, 1),
-    Mode("rollouts ahead", "rollouts"),
-    Mode("buffered", drains=True),
-    Mode("fully asynchronous"),
-    Mode("fully asynchronous, S = 1", interval=1, staleness=1),
-    Mode("fully asynchronous, S = 2", interval=1, staleness=2),
-)
 
 
 class Prompts:
@@ -113,7 +103,6 @@ class Run:
 
     Args:
         train_seconds: Per token.
-        collect: Called after each rollout, as the rollout manager collects garbage.
 
     Attributes:
         asked, trained: Indices of samples, in their order.
@@ -122,8 +111,10 @@ class Run:
         ended: When each step had trained, in seconds since the start.
     """
 
-    def __init__(self, setting: Setting, mode: Mode, train_seconds: float, collect: Callable[[], None]) -> None:
-        self.setting, self.mode, self.train_seconds, self.collect = setting, mode, train_seconds, collect
+    def __init__(self, setting: Setting, mode: Mode, train_seconds: float) -> None:
+        self.setting = setting
+        self.mode = mode
+        self.train_seconds = train_seconds
         settings: dict[str, Any] = dict(
             rollout_batch_size=setting.batch,
             n_samples_per_prompt=setting.samples,
@@ -141,8 +132,10 @@ class Run:
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
+        # The functions of a run find the engines and the lengths in the loop, since a run knows them only by name.
         self.engines = Engines(setting.engines, SpeedCurve(setting.curve), setting.start_seconds)
-        self.lengths = draw_lengths(setting, mode)
+        groups = int((setting.steps + mode.buffer + 2) * setting.batch / (1 - setting.drop_share) * 1.5)
+        self.lengths = setting.draw(groups * setting.samples)
         self.args: Any = Args(**settings)
         self.fleet = Fleet(self.engines, self.lengths, setting.drop_share)
         loop = asyncio.get_running_loop()
@@ -165,6 +158,7 @@ class Run:
         elif self.mode.ahead == "rollouts":
             await self._ahead(self._rollout)
         else:
+            # A standing pool is opened once and advances with the trainer.
             pool = open_pool(self.args, self.source, 0, self.setting.steps)
             await pool.advance(0)
             await self._ahead(pool.take, pool)
@@ -199,6 +193,7 @@ class Run:
         finished: deque[Any] = deque()
         generating = holding = False
 
+        # The side of generation: as far ahead of training as the admission allows.
         async def work() -> None:
             nonlocal generating
             for step in range(self.setting.steps):
@@ -207,12 +202,12 @@ class Run:
                     admission.admit()
                     generating = True
                 output = await generate(step)
-                self.collect()
                 async with changed:
                     generating = False
                     finished.append(output)
                     changed.notify_all()
 
+        # The side of training, which updates the weights of the engines every few steps.
         worker = asyncio.create_task(work())
         for step in range(self.setting.steps):
             async with changed:
@@ -224,6 +219,7 @@ class Run:
             await self._train(step, output.samples)
             async with changed:
                 if (step + 1) % self.mode.interval == 0:
+                    # Without a pool, weights are updated between two rollouts.
                     if pool is None:
                         holding = True
                         await changed.wait_for(lambda: not generating)
@@ -239,70 +235,16 @@ class Run:
         await worker
 
 
-def draw_lengths(setting: Setting, mode: Mode) -> list[int]:
-    """Return the tokens of each sample that a run can ask for: the same for all modes."""
-    groups = int((setting.steps + mode.buffer + 2) * setting.batch / (1 - setting.drop_share) * 1.5)
-    draw = np.random.default_rng(setting.seed)
-    if setting.lengths:
-        return [int(length) for length in draw.choice(setting.lengths, groups * setting.samples)]
-    sizes = np.exp(setting.sigma * draw.standard_normal(groups * setting.samples))
-    return list(np.maximum(np.round(setting.median * np.minimum(sizes, LONGEST)), 1).astype(int).tolist())
-
-
-@dataclass(frozen=True)
-class Result:
-    """A simulated run that ended.
-
-    Attributes:
-        seconds: Simulated seconds.
-        cpu: Real CPU seconds of the scheduling code, without those of the simulated engines.
-    """
-
-    run: Run
-    seconds: float
-    cpu: float
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.run.lengths[index] for index in self.run.trained)
-
-
-def simulate(
-    setting: Setting, mode: Mode, train_seconds: float = 0.0, collect: Callable[[], None] = lambda: None
-) -> Result:
-    """Run it to its end. ``collect`` is called after each rollout."""
+def simulate(setting: Setting, mode: Mode, train_seconds: float = 0.0, kind: type[Run] = Run) -> Run:
+    """Run it to its end, on a clock of its own."""
     loop = SimulatedLoop()
 
-    async def go() -> Result:
-        run = Run(setting, mode, train_seconds, collect)
-        started = time.process_time()
+    async def go() -> Run:
+        run = kind(setting, mode, train_seconds)
         await run.go()
-        cpu = time.process_time() - started - run.engines.model_seconds
-        return Result(run, loop.time(), cpu)
+        return run
 
     try:
         return loop.run_until_complete(go())
     finally:
         loop.close()
-
-
-def gains(setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0) -> dict[str, dict[str, float]]:
-    """Return by mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it), ``staleness_max`` (steps), and
-    ``several_versions`` (share of the answers that an update went through).
-
-    Args:
-        ratio: Seconds of generation over those of training in the synchronous loop.
-    """
-    alone = simulate(setting, SYNCHRONOUS)  # training takes no time in it
-    per_token = alone.run.generating / ratio / alone.tokens
-    synchronous = alone.seconds + per_token * alone.tokens
-    rows = {}
-    for mode in modes:
-        result = simulate(setting, mode, per_token)
-        rows[mode.name] = {
-            "over_synchronous": result.seconds / synchronous,
-            "trainer_busy": per_token * result.tokens / result.seconds,
-            "staleness_max": float(max(result.run.staleness)),
-            "several_versions": result.run.fleet.divided / len(result.run.asked),
-        }
-    return rows

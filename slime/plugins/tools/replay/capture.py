@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.loss import compute_loss
+from slime.backends.loss_inputs import Scores, TokenBatch
 from slime.backends.shared import SharedBackend
-from slime.backends.token_batch import Scores, TokenBatch
 from slime.data.fields import RankBatch
 
 BEFORE = "weights_before.safetensors"
@@ -119,6 +119,7 @@ def _in_loss(
     position: int,
 ) -> InLoss:
     """Compute the loss of one sample of a micro-batch alone."""
+    # The log-probs of this sample among those of its micro-batch, as leaves of a graph of their own.
     lengths = [len(part) for part in own] if own is not None else [int(batch["response_lengths"][i]) for i in indices]
     place = indices.index(position)
     assert scores.log_probs is not None
@@ -132,6 +133,7 @@ def _in_loss(
         log_probs=log_probs,
         entropy=entropy,
     )
+    # Divided by the same numbers as in the step, so that the parts of all samples add up to its loss.
     loss, _ = compute_loss(
         backend.loss_settings,
         tokens,

@@ -116,10 +116,13 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         backend.load(job.load / job.role)
     copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
+    data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
+    # The copies of the weights are those of the run only if they are refreshed in the same order.
     if job.role == "actor":
         old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
+    # Steps on the way are trained as usual, and the last one is watched.
     for rollout_id in job.rollouts:
-        batch = _read_batch(job, args, place, rollout_id)
+        batch = _read_batch(job, place, rollout_id, data_rank)
         replayed = rollout_id == job.rollouts[-1]
         skipped = job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
         if job.role == "actor" and not skipped:
@@ -150,8 +153,7 @@ def _manifest(job: RoleJob) -> Manifest | None:
     return cast(Manifest, json.loads(file.read_bytes())) if file is not None and file.is_file() else None
 
 
-def _read_batch(job: RoleJob, args: Args, place: Place, rollout_id: int) -> RankBatch:
-    data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
+def _read_batch(job: RoleJob, place: Place, rollout_id: int, data_rank: int) -> RankBatch:
     batch = to_rank_batch(pickle.loads(part_file(job.folder, rollout_id, data_rank).read_bytes()))
     for role in ("actor", "critic"):
         file = entries_file(job.folder, role, rollout_id, place.rank)
@@ -174,9 +176,11 @@ def _replay(
     before = _copy_of_weights(backend, job) if actor else {}
     result.before = _digests(before)
     result.changing = backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
+    # Everything that is taken from inside of the step.
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
     position = capture.position_of(batch, job.sample) if job.sample is not None else None
+    # Watching changes no number: what is taken is a copy.
     with ExitStack() as stack:
         if actor and job.sample is not None:
             stack.enter_context(capture.losses_of(backend, position, parts))
@@ -188,6 +192,7 @@ def _replay(
     if position is not None and actor:
         result.sample = capture.facts_of(batch, position)
         result.sample.parts = parts
+    # The weights are compared last, because loading the snapshot replaces them.
     after = _copy_of_weights(backend, job) if actor else {}
     result.after = _digests(after)
     if job.tensors is not None:
@@ -213,6 +218,7 @@ def _write_outputs(backend: TrainBackend, job: RoleJob, batch: RankBatch, place:
 
 def _copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
     """Return the whole weights by name on the CPU, on rank 0 as the engines hold them."""
+    # In the dtype and under the names with which the engines got them.
     named = backend.named_weights()
     if backend.rank != 0:
         for _ in named:  # every rank takes part in gathering

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +88,7 @@ class RecordedRun:
             raise ReplayError(
                 f"there is no dump of the samples of step {step} ({self.template}): {_listed(self.replayable())}"
             )
+        # States from which all steps up to this one have dumps, and were trained with its settings.
         starts = [start for start in self.starts() if start <= step and set(range(start, step)) <= self.dumps]
         allowed = [start for start in starts if start >= self.earliest]
         if through and starts and not allowed:
@@ -168,6 +169,7 @@ def read_run(
     run = RunDir(folder)
     if not run.config.is_file():
         raise ReplayError(no_run(folder))
+    # What the run recorded: its metrics, and the attempt that trained the step.
     try:
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []
     except MetricsError as error:
@@ -177,20 +179,17 @@ def read_run(
     template = _template(chosen)
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
+    # Only data is taken from the folder. Code that it names runs with the consent of the caller.
     settled, changes = chosen.settled, _changes(flags)
     directory = Path(settled.working_directory)
     recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
-    modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
     for name in changes:
         recorded.code.pop(name, None)
-    if lines := list(recorded.lines(directory)):
-        if run_its_code is None:
-            said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
-            hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
-            raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
-        run_its_code(lines)
+    modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
+    if _its_code_runs(list(recorded.lines(directory)), run_its_code):
         modules.append(str(directory))
     sys.path.extend(modules)
+    # The start of a run settles some values by the machine. Those of the run are taken, not those of this machine.
     args = _arguments(recorded, changes, template, settled.asynchronous)
     if (given := set(changes.get("train_env_vars", ()))) == set(recorded.unrecorded):
         changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
@@ -211,6 +210,18 @@ def read_run(
         modules=tuple(modules),
         unrecorded=() if given else recorded.unrecorded,
     )
+
+
+def _its_code_runs(lines: Sequence[str], run_its_code: Callable[[Sequence[str]], None] | None) -> bool:
+    """Return whether the step runs code that the folder names, ``lines``; refuse it unless the caller allows it."""
+    if not lines:
+        return False
+    if run_its_code is None:
+        said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
+        hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
+        raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
+    run_its_code(lines)
+    return True
 
 
 def _template(attempt: Attempt) -> str | None:
@@ -235,6 +246,7 @@ def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
 
 def _trains_like(attempt: Attempt) -> dict[str, Any]:
     """Return all that decides how a step is trained; a resumed run differs from its first attempt in ``load``."""
+    # A resumed run differs in these from its first attempt, and trains the same.
     of_start = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "num_rollout", "start_rollout_id")
     settings = {name: value for name, value in attempt.settings.items() if name not in {*of_start, *_GENERATES}}
     settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))
@@ -278,10 +290,12 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
 
 def _arguments(recorded: Recorded, changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
     """Parse the settings of a run again, with changes, so that everything derived from them follows."""
+    # Only the trainer runs, on the dump of the run.
     values = {**recorded.data, **(recorded.code | recorded.own if recorded.code else {})}
     values |= {"debug_train_only": True, "load_debug_rollout_data": template}
     values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False, "inline": False}
     values |= dict.fromkeys(("eval_interval", "save_interval"))
+    # A folder of snapshots is no longer that of the start. The state comes from the snapshot before the step.
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}
     values |= changes
@@ -308,16 +322,9 @@ def _holds_weights(load: str) -> bool:
 
 def dumps_of(template: str) -> frozenset[int]:
     """Return the rollouts of which there is a file."""
-    path = Path(template)
-    place = next((part for part in path.parts if "{rollout_id}" in part), None)
-    if place is None:
+    before, placeholder, after = template.partition("{rollout_id}")
+    if not placeholder:
         return frozenset()
-    before = Path(*path.parts[: path.parts.index(place)])
-    after = path.parts[path.parts.index(place) + 1 :]
-    pattern = re.compile(re.escape(place).replace(re.escape("{rollout_id}"), r"(\d+)"))
-    found = set()
-    for entry in before.iterdir() if before.is_dir() else ():
-        match = pattern.fullmatch(entry.name)
-        if match and entry.joinpath(*after).exists():
-            found.add(int(match[1]))
-    return frozenset(found)
+    paths = glob.glob(f"{glob.escape(before)}*{glob.escape(after)}")
+    numbers = (path[len(before) : len(path) - len(after)] for path in paths)
+    return frozenset(int(number) for number in numbers if number.isdecimal())

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, spellings
 from slime.config.flag import Flag, is_hook_path
 from slime.config.passthrough import by_name
-from slime.config.settings import HIDDEN, RESERVED, names_of_flag, redacted
+from slime.config.settings import HIDDEN, RESERVED, redacted
 
 RUNS_CODE = frozenset((
     "trust_remote_code", "train_env_vars", "megatron_config_path", "advantage_estimator", "attn_implementation",
@@ -113,6 +113,7 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     code: dict[str, Any] = {}
     unrecorded: tuple[str, ...] = ()
     known = {name: value for name, value in settings.items() if value is not None and value != HIDDEN}
+    # slime's own flags, each by its kind.
     for name in (name for name in FLAGS if name in known):
         value = known[name]
         if name in STOOD_FOR:
@@ -125,15 +126,18 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
             code[name] = _resolved(value, directory)
         elif name in TEXTS or holds_data(FLAGS[name]):
             data[name] = _resolved(value, directory) if FLAGS[name].kind == "path" else value
-    own_names = {spelling for flag in FLAGS.values() for spelling in names_of_flag(flag)}
+    # Those that are passed on to Megatron.
+    own_names = {name for name, spelling in spellings().items() if spelling.family is None}
     megatron, given = by_name("megatron"), known.get("megatron")
     for name, value in given.items() if isinstance(given, Mapping) else ():
         if name in MEGATRON_CODE:
             code[name] = value
         elif name in megatron and name not in own_names and (name in MEGATRON_TEXTS or holds_data(megatron[name].flag)):
             data[name] = value
+    # Names that are no flags are attributes that the user's functions read.
     left = {*own_names, *RESERVED, *megatron}
     own = {name: known[name] for name in known if name.isidentifier() and name not in left and name[0] != "_"}
+    # Some of them run code only with certain values.
     running = {name: value for name, value in code.items() if _runs_code(name, value, data)}
     plain = {"advantage_estimator", "attn_implementation"} & code.keys() - running.keys()  # built-in ones, by name
     data |= {name: code[name] for name in plain}
@@ -163,6 +167,7 @@ def _resolved(value: object, directory: Path) -> Any:
     """Return a path, or a function's ``file.py:name``, in the folder in which the run was started, if it is there."""
     if not isinstance(value, str):
         return value
+    # A function is named by its file, which may be relative to where the run was started.
     file, colon, name = value.partition(".py:")
     place = os.path.join(directory, os.path.expanduser(f"{file}.py" if colon else value))
     return f"{place}:{name}" * bool(colon) or place if os.path.exists(place) else value

@@ -118,16 +118,20 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
     if wanted.step not in run.steps:
         raise ReplayError(f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not complete")
     args, on_gpu = run.args_from(start), _has_gpu()
+    # Kernels that are not deterministic would differ from themselves.
     if on_gpu:
         args = args.with_values(deterministic=True)
     layout = ParallelLayout.from_args(args)
     rollouts = tuple(range(start, wanted.step + 1))
     with tempfile.TemporaryDirectory(prefix="slime-replay-") as name:
         folder = Path(name)
+        # The samples are converted again and divided over the ranks, as the rollout manager did.
         for rollout_id in rollouts:
             groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
             samples = flatten(groups)
-            metrics = _metrics_of_samples(args, rollout_id, samples)
+            # A function of the user's replaces the metrics of the samples.
+            metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+            metrics |= staleness_metrics(samples, rollout_id)
             for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
                 part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
         _check_sample(wanted, samples)
@@ -161,7 +165,7 @@ def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...]
         dtype=sent.dtype if sent is not None else None,
         expected=after.path if after is not None else None,
         sample=wanted.sample,
-        tensors=wanted.tensors.absolute() if wanted.tensors is not None else None,
+        tensors=wanted.tensors,
         asynchronous=run.settled.asynchronous,
     )
 
@@ -203,11 +207,6 @@ def _jobs(job: RoleJob) -> Iterator[RoleJob]:
     yield job
 
 
-def _metrics_of_samples(args: Args, rollout_id: int, samples: list[Sample]) -> dict[str, float]:
-    metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
-    return metrics | staleness_metrics(samples, rollout_id)
-
-
 def _check_sample(wanted: Wanted, samples: Sequence[Sample]) -> None:
     known = sorted(sample.index for sample in samples if sample.index is not None)
     if wanted.sample is not None and wanted.sample not in known:
@@ -227,10 +226,13 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     tolerance = wanted.tolerance
     if tolerance is None:
         tolerance = 0.0 if exact else TOLERANCE[args.train_dtype]
-    frozen, changing = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list), first.changing
+    # Which tensors an update may have left out, because training does not change them.
+    changing = first.changing
+    frozen = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list)
     if changing is not None:
         frozen = lambda name: name not in changing  # noqa: E731
     frozen = whole_frozen(frozen) if frozen is not None else None
+    # What the engines got before and after the step, and the snapshot after it.
     earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
     state = run.state_before(trained.start)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
 
-from slime.plugins.tools.ui import page, views
+from slime.plugins.tools.ui import views
 from slime.plugins.tools.ui.runs import Run, Runs
+from slime.plugins.tools.ui.server import alone
 from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ def export(runs: Runs, limits: Limits) -> str:
     What the file leaves out is said on its pages.
     """
     runs.refresh()
+    # What the pages need comes first, then samples until the file is full.
     answers: dict[str, object] = {}
     room = limits.megabytes * 1e6
     left_out = False
@@ -48,26 +50,17 @@ def export(runs: Runs, limits: Limits) -> str:
             left_out = True
             continue
         try:
-            value = answer(runs, path)
+            encoded = as_json(answer(runs, path))
         except NotFound:
             continue
-        answers[path] = value
-        room -= len(as_json(value))
-    return page.alone(_plain(answers), _made(limits, left_out))
-
-
-def _plain(answers: Mapping[str, object]) -> dict[str, object]:
-    plain: dict[str, object] = orjson.loads(as_json(answers))
-    return plain
-
-
-def _made(limits: Limits, left_out: bool) -> str:
-    moment = time.strftime("%Y-%m-%d %H:%M")
-    text = (
-        f"Exported on {moment}. It holds {limits.steps} steps of each run at even distances, "
+        answers[path] = orjson.loads(encoded)
+        room -= len(encoded)
+    made = (
+        f"Exported on {time.strftime('%Y-%m-%d %H:%M')}. It holds {limits.steps} steps of each run at even distances, "
         f"with up to {limits.samples} samples of each."
     )
-    return text + (f" Some samples were left out, to stay below {limits.megabytes:g} MB." if left_out else "")
+    made += f" Some samples were left out, to stay below {limits.megabytes:g} MB." if left_out else ""
+    return alone(answers, made)
 
 
 def _paths(runs: Runs, limits: Limits) -> Iterator[tuple[str, bool]]:
@@ -79,19 +72,14 @@ def _paths(runs: Runs, limits: Limits) -> Iterator[tuple[str, bool]]:
         for name in run.series.names:
             yield path_of("run", run.key, "series", name), True
     for run in runs.all():
-        chosen = evenly(_steps(run), limits.steps)
+        rows = run.index.rows("select distinct step from samples where kind = 'rollout' order by step")
+        chosen = evenly([row["step"] for row in rows] or range(run.series.last_step + 1), limits.steps)
         for number in chosen:
             yield path_of("run", run.key, "step", number), True
         yield from ((path, False) for path in _comparisons(run, limits.samples))
         for number in chosen:
             yield path_of("run", run.key, "timeline", number), False
-            yield from ((path, False) for path in _samples(run, number, limits.samples))
-
-
-def _steps(run: Run) -> list[int]:
-    rows = run.index.rows("select distinct step from samples where kind = 'rollout' order by step")
-    steps = [int(row["step"] or 0) for row in rows]
-    return steps or list(range(run.series.last_step + 1))
+            yield from ((path, False) for path in _samples(run, int(number or 0), limits.samples))
 
 
 def _samples(run: Run, number: int, most: int) -> Iterator[str]:
@@ -123,9 +111,9 @@ def evenly(items: Iterable[T], most: int) -> list[T]:
     >>> evenly(range(10), 4)
     [0, 3, 6, 9]
     """
-    found = list(items)
-    if len(found) <= most or most < 1:
-        return found[:most] if most < 1 else found
-    if most == 1:
-        return found[-1:]
-    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+    every = list(items)
+    if len(every) <= most:
+        return every
+    if most < 2:
+        return every[len(every) - most :]
+    return [every[round(i * (len(every) - 1) / (most - 1))] for i in range(most)]

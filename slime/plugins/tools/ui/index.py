@@ -39,8 +39,6 @@ create index if not exists of_prompt on samples (prompt, kind, step);
 create table if not exists prompts (key text primary key, head text, label text) without rowid;
 """
 Row = dict[str, int | float | str | None]
-Stamp = tuple[int, int, int]
-"""When a file was changed, its size, and the number of its lines that are no samples."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +53,11 @@ class SampleIndex:
     """
 
     def __init__(self, folder: Path, cache: Path | None, settings: Mapping[str, object] | None = None) -> None:
-        self.folder, self.settings, self._lock = folder, settings or {}, threading.RLock()
+        self.folder = folder
+        self.settings = settings or {}
+        self._lock = threading.RLock()
         self._seen_folder = -1
         self._pending: list[tuple[str, int, Path]] = []
-        self._in_memory = False
         self.connection = self._open(cache)
         self.version = 0  # grows with every change
 
@@ -69,7 +68,6 @@ class SampleIndex:
                 # The index has the beginnings of prompts, so other users may not read it.
                 cache.mkdir(parents=True, exist_ok=True, mode=0o700)
                 return _connect(str(cache / name))
-        self._in_memory = True
         return _connect(":memory:")
 
     # --- building ------------------------------------------------------------------------------------
@@ -84,6 +82,7 @@ class SampleIndex:
             The number of files that remain to be read.
         """
         with self._lock:
+            # The list is made once, and read in pieces between which others get the lock.
             if not self._pending:
                 self._pending = self._changed()
             todo = self._pending[: len(self._pending) if most is None else most]
@@ -103,6 +102,7 @@ class SampleIndex:
         if stamp == self._seen_folder:
             return []
         self._seen_folder = stamp
+        # What the index has against what is there.
         query = self.connection.execute("select kind, step, mtime, size from files")
         known = {(kind, step): (mtime, size) for kind, step, mtime, size in query}
         found: dict[tuple[str, int], Path] = {}
@@ -110,13 +110,8 @@ class SampleIndex:
             match = _NAME.fullmatch(name)
             if match:
                 found[match["kind"], int(match["step"])] = path
-        gone = known.keys() - found.keys()
-        try:
-            for kind, step in gone:
-                self._forget(kind, step)
-        except sqlite3.OperationalError as error:
-            self._move_to_memory(error)
-            return self._changed()
+        for kind, step in known.keys() - found.keys():
+            self._forget(kind, step)
         changed = [
             (kind, step, path) for (kind, step), path in found.items() if known.get((kind, step)) != _stamp(path)
         ]
@@ -158,6 +153,7 @@ class SampleIndex:
         except ValueError as error:  # remembered as one bad line, so that it is not read for every request
             logger.warning("not indexed: %s", error)
             lines = [b"-"]
+        # Numbers of each sample go to the index with the place of its line; its texts stay in the file.
         rows: list[tuple[object, ...]] = []
         prompts: dict[str, tuple[str, str, str]] = {}
         key = self.settings.get("reward_key")
@@ -172,29 +168,13 @@ class SampleIndex:
                 prompts[name] = (name, text[:_HEAD], _text(record.get("label"))[:_HEAD])
                 rows.append((kind, step, position, *_numbers(record, step, reward_key), name, offset, len(line)))
             offset += len(line) + 1
-        with self._lock:
-            try:
-                self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
-            except sqlite3.OperationalError as error:
-                self._move_to_memory(error)
-                self._store(kind, step, rows, list(prompts.values()), (*stamp, bad))
-
-    def _move_to_memory(self, error: sqlite3.OperationalError) -> None:
-        if self._in_memory:
-            raise error
-        logger.warning("the index cannot be written (%s), so it is kept in memory", error)
-        self.connection.close()
-        self.connection, self._in_memory, self._seen_folder = _connect(":memory:"), True, -1
-
-    def _store(
-        self, kind: str, step: int, rows: list[tuple[object, ...]], prompts: list[tuple[str, str, str]], file: Stamp
-    ) -> None:
-        with self.connection as connection:
+        # A file is replaced as a whole, so that its old rows go first.
+        with self._lock, self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
             marks = ", ".join("?" * 14)
             connection.executemany(f"insert into samples values ({marks})", rows)
-            connection.executemany("insert or ignore into prompts values (?, ?, ?)", prompts)
-            connection.execute("insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *file))
+            connection.executemany("insert or ignore into prompts values (?, ?, ?)", prompts.values())
+            connection.execute("insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *stamp, bad))
             self.version += 1
 
     # --- queries -------------------------------------------------------------------------------------
@@ -213,6 +193,7 @@ class SampleIndex:
         found = self.rows(f"select offset, size from samples where {where}", (kind, step, position))
         if path is None or not found:
             return None
+        # A compressed file has no places.
         if path.suffix == COMPRESSED:
             return _record(_lines(path)[position])
         with regular(path).open("rb") as file:
@@ -273,6 +254,7 @@ def _record(line: bytes) -> JsonObject | None:
 def _prompt_of(record: JsonObject) -> tuple[str, str]:
     """Return a key that is the same for equal prompts, and the text of the user's last turn."""
     prompt = record.get("prompt")
+    # Equal prompts of different rows have their keys in any order.
     packed = json.dumps(prompt, sort_keys=True, separators=(",", ":")).encode()
     messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list) else None
     text = last_user_text(messages if messages is not None else _text(prompt))
@@ -286,6 +268,7 @@ def _text(value: JsonValue) -> str:
 
 def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object, ...]:
     """Return the columns ``group_index`` to ``version`` of a sample."""
+    # The age of the oldest token, in steps.
     versions = _versions(record)
     made = [number for version in versions if (number := step_of(version)) is not None]
     reward = record.get("reward")

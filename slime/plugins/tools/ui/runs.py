@@ -10,75 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import orjson
-
 from slime.observability import run_dir
-from slime.observability.regular import regular, shallow
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState
 from slime.plugins.tools.doctor.facts import processes_of
-from slime.plugins.tools.summary.ledger_report import Report, read_ledger
 from slime.plugins.tools.summary.records import no_run, read_state, runs_in
+from slime.plugins.tools.ui.follow import EngineLoads, Ledger, Series
 from slime.plugins.tools.ui.index import SampleIndex
-from slime.plugins.tools.ui.loads import EngineLoads
-from slime.plugins.tools.ui.series import Series
-from slime.plugins.tools.ui.tail import Tail
 from slime.plugins.tools.ui.tokens import TokenDumps
-from slime.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 
 class NoRuns(ValueError):
     """No folder of a run was found. The message says where it was looked for."""
-
-
-class Ledger:
-    """The newest row of each prompt group in ``ledger.jsonl``, and the line of the last snapshot."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._tail, self._lock = path, Tail(path), threading.Lock()
-        self.rows: dict[int, JsonObject] = {}
-        self.cut: JsonObject | None = None
-        self.of_rollout: dict[int, list[int]] = {}
-        self._report: tuple[tuple[int, int], Report] | None = None
-
-    def report(self) -> Report:
-        """Return what ``slime ledger`` says of the file. It is read again only if it has changed.
-
-        Raises:
-            FileNotFoundError: There is no ledger.
-        """
-        found = self.path.stat()
-        stamp = found.st_mtime_ns, found.st_size
-        if self._report is None or self._report[0] != stamp:
-            try:
-                self._report = stamp, read_ledger(regular(self.path))
-            except OSError as error:
-                self._report = stamp, Report(problems=[f"it cannot be read: {error.strerror or error}"])
-        return self._report[1]
-
-    def refresh(self) -> None:
-        with self._lock:
-            restarted, lines = self._tail.read()
-            if restarted:
-                self.rows, self.cut, self.of_rollout = {}, None, {}
-            for line in lines:
-                try:
-                    row = shallow(orjson.loads(line))
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    self._add(row)
-
-    def _add(self, row: JsonObject) -> None:
-        group, rollout = row.get("group"), row.get("rollout")
-        if isinstance(group, int):
-            self.rows[group] = row
-            if isinstance(rollout, int):
-                self.of_rollout.setdefault(rollout, []).append(group)
-        elif "cut" in row:
-            self.cut = row
 
 
 class Run:
@@ -90,7 +35,9 @@ class Run:
     """
 
     def __init__(self, key: str, folder: Path, cache: Path | None) -> None:
-        self.key, self.folder, self.files = key, folder, RunDir(folder)
+        self.key = key
+        self.folder = folder
+        self.files = RunDir(folder)
         self.series = Series(self.files.metrics)
         self.ledger = Ledger(self.files.ledger)
         self.loads = EngineLoads(self.files.engines)
@@ -102,6 +49,7 @@ class Run:
     def refresh(self) -> None:
         """Read what the run has appended to its metrics, its ledger and the load of its engines; and its settings, if a
         resume or a new run of this name has replaced them."""
+        # A resume replaces the settings.
         if (configured := _modified(self.files.config)) != self._configured:
             self._configured, self.settings = configured, read_settings(self.files.config)
             self.index.settings, self.tokens = self.settings, TokenDumps(self.folder, self.settings)
@@ -120,6 +68,7 @@ class Run:
             return None, "unknown"
         if state.status not in ("running", "restarting"):
             return state, state.status
+        # The driver may have been killed, so that its last word is no longer true.
         processes = processes_of(state)
         if processes is None:
             return state, "remote"
@@ -158,6 +107,7 @@ class Runs:
 
     def _new_key(self, name: str) -> str:
         plain = re.sub(r"[^\w.-]", "_", name) or "run"
+        # Runs in different folders may have the same name.
         keys = (plain, *(f"{plain}~{number}" for number in range(2, 10_000)))
         return next(key for key in keys if key not in self._runs)
 
@@ -200,6 +150,7 @@ class Refresher(threading.Thread):
     def run(self) -> None:
         found = time.monotonic()
         while not self._stop_event.is_set():
+            # The thread must live as long as the page, whatever it reads.
             left = 0
             try:
                 left = self._runs.refresh(most_files=20)

@@ -27,6 +27,7 @@ def answer(runs: Runs, path: str) -> views.View:
         NotFound: There is no such run, step, sample, metric or page.
     """
     parts = [unquote(part) for part in path.strip("/").split("/")]
+    # The addresses of the page's own requests, each with its view.
     match parts:
         case ["api", "runs"]:
             return {"runs": [views.summary(run) for run in runs.all()]}
@@ -66,7 +67,7 @@ def _of_run(run: Run, parts: Sequence[str]) -> views.View | None:
         case ["sample", kind, number, position]:
             return views.sample(run, kind, _number(number), _number(position))
         case ["tokens", number, index]:
-            return views.tokens(run, _number(number), _number(index))
+            return run.tokens.sample(_number(number), _number(index))
         case ["prompts"]:
             return views.prompts(run)
         case ["prompt", key]:

@@ -3,10 +3,10 @@ who waited for whom."""
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -47,36 +47,43 @@ class Lane:
 def timeline(folder: Path, step: int) -> dict[str, object] | None:
     """Return the time line of a step; None if the run has no readable trace of it."""
     try:
-        events = read_trace(trace_of(folder, step))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, gzip.BadGzipFile, zlib.error):
+        return _drawn(step, read_trace(trace_of(folder, step)))
+    # A trace may be damaged, or written by another program.
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+            zlib.error):  # fmt: skip
         return None
-    if not isinstance(events, list) or not all(map(_is_event, events)):
-        return None
+
+
+def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
     complete = [event for event in events if event.get("ph") == "X"]
     if not complete:
         return None
     start = min(event["ts"] for event in complete)
+    end = max(event["ts"] + event["dur"] - start for event in complete) / 1e6
+    # Divide the events among the driver, the training ranks and the lanes of samples.
     phases: list[Span] = []
     ranks: dict[str, list[Span]] = {}
     names = {e["tid"]: str(e["args"]["name"]) for e in events if e["pid"] == DRIVER and e["name"] == "thread_name"}
     lanes: dict[tuple[int, int], Lane] = {}
     for event in complete:
+        process, thread = int(event["pid"]), int(event["tid"])
         begin = (event["ts"] - start) / 1e6
         span = (str(event["name"]), begin, begin + event["dur"] / 1e6)
-        if event["pid"] == DRIVER and event["tid"] == 0:
-            phases.append(span)
-        elif event["pid"] == DRIVER:
-            ranks.setdefault(names.get(event["tid"], f"process {event['tid']}"), []).append(span)
+        if process != DRIVER:
+            lanes.setdefault((process, thread), Lane(process - 1, thread)).spans.append(span)
+        elif thread:
+            ranks.setdefault(names.get(thread, f"process {thread}"), []).append(span)
         else:
-            lane = lanes.setdefault((event["pid"], event["tid"]), Lane(event["pid"] - 1, event["tid"]))
-            lane.spans.append(span)
+            phases.append(span)
+    # Calls that only wrap others say when a sample began and ended, and are not drawn.
     for lane in lanes.values():
         own = [s for s in lane.spans if s[0] != GROUP] or lane.spans  # a group ends with its last sample
         lane.whole = min(s[1] for s in own), max(s[2] for s in own)
         lane.spans = [s for s in lane.spans if s[0] not in WRAPPERS] or lane.spans
+    # A long step is drawn in part; the sentences are about all of it.
     samples = list(lanes.values())
-    shown = _last_groups(samples)
-    end = max((event["ts"] + event["dur"] - start) / 1e6 for event in complete)
+    groups = _groups(samples)
+    shown = _last_groups(groups)
     engines = _engines(events, start)
     return {
         "step": step,
@@ -85,31 +92,11 @@ def timeline(folder: Path, step: int) -> dict[str, object] | None:
         "processes": [_process(name, spans, end) for name, spans in _some(ranks).items()],
         "engines": [_engine(name, loads, end) for name, loads in _some(engines).items()],
         "more": max(len(ranks), len(engines)) - MOST_PROCESSES,
-        "groups": _groups(shown),
-        "hidden": len({lane.group for lane in samples}) - len({lane.group for lane in shown}),
+        "groups": shown,
+        "hidden": len(groups) - len(shown),
         "active": _active(samples, end),
         "notes": [*_notes(phases, samples), *_idle_ranks(ranks, phases, end), *_idle_engines(engines)],
     }
-
-
-def _is_event(event: object) -> bool:
-    """Whether an event has what is read of it: a trace may be damaged, or written by another program."""
-    if not isinstance(event, Mapping):
-        return False
-    arguments = event.get("args", {})
-    if not all(isinstance(event.get(key), int) for key in ("pid", "tid")) or not isinstance(arguments, Mapping):
-        return False
-    match event.get("ph"):
-        case "X":
-            return _is_time(event.get("ts")) and _is_time(event.get("dur")) and "name" in event
-        case "C":
-            counts = (arguments.get(key) for key in ("running", "waiting"))
-            return _is_time(event.get("ts")) and "name" in event and all(map(_is_time, counts))
-    return "name" in event and (event["name"] != "thread_name" or "name" in arguments)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e18
 
 
 def _engines(events: Sequence[Mapping[str, Any]], start: float) -> dict[str, list[LoadAt]]:
@@ -155,6 +142,7 @@ def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end
     """Say for what the training ranks waited, and which of them was the last."""
     if not ranks or not end:
         return []
+    # Each gap between the spans of a rank belongs to the phases of the driver that it overlaps.
     idle: dict[str, float] = {}
     rest = total = 0.0
     for spans in ranks.values():
@@ -197,6 +185,7 @@ def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
     """Say how long single engines ran requests while others had none, or that one never had any."""
     if len(engines) < 2:
         return []
+    # An engine without requests while another still runs some had too little to do.
     ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
     first, last = min(ends, key=lambda name: ends[name]), max(ends, key=lambda name: ends[name])
     if ends[last] - ends[first] < _SHORT:
@@ -210,50 +199,39 @@ def _rounded(span: Span) -> list[object]:
     return [span[0], round(span[1], 4), round(span[2], 4)]
 
 
-def _last_groups(samples: Sequence[Lane]) -> list[Lane]:
-    """Return the lanes of those groups that ended last, with at most :data:`MOST_SPANS` spans."""
-    ends: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for lane in samples:
-        ends[lane.group] = max(ends.get(lane.group, 0.0), lane.whole[1])
-        counts[lane.group] = counts.get(lane.group, 0) + len(lane.spans)
-    kept: set[int] = set()
-    spans = 0
-    for group in sorted(ends, key=lambda group: -ends[group]):
-        spans += counts[group]
-        if kept and spans > MOST_SPANS:
-            break
-        kept.add(group)
-    return [lane for lane in samples if lane.group in kept]
-
-
-def _groups(samples: Sequence[Lane]) -> list[dict[str, object]]:
+def _groups(samples: Sequence[Lane]) -> list[dict[str, Any]]:
+    """Return the groups with their samples, those that ended last first."""
     groups: dict[int, list[Lane]] = {}
     for lane in samples:
         groups.setdefault(lane.group, []).append(lane)
-    return [
+    drawn = [
         {
             "group": group,
             "start": round(min(lane.whole[0] for lane in lanes), 4),
             "end": round(max(lane.whole[1] for lane in lanes), 4),
             "samples": [{"sample": lane.sample, "spans": [_rounded(s) for s in lane.spans]} for lane in lanes],
         }
-        for group, lanes in sorted(groups.items(), key=lambda entry: min(lane.whole[0] for lane in entry[1]))
+        for group, lanes in groups.items()
     ]
+    return sorted(drawn, key=lambda group: -group["end"])
+
+
+def _last_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first of the groups with at most :data:`MOST_SPANS` spans, by the time at which they began."""
+    ends = accumulate(sum(len(sample["spans"]) for sample in group["samples"]) for group in groups)
+    shown = [group for group, spans in zip(groups, ends, strict=True) if spans <= MOST_SPANS] or list(groups[:1])
+    return sorted(shown, key=lambda group: group["start"])
 
 
 def _active(samples: Sequence[Lane], end: float) -> list[int]:
     """Return how many samples were in work at evenly spaced moments from 0 to ``end``."""
+    # Beginnings and ends in steps of time; their running sum is the number in work.
     changes = [0] * (_POINTS + 1)
     scale = _POINTS / end if end else 0.0
     for lane in samples:
         changes[min(int(lane.whole[0] * scale), _POINTS - 1)] += 1
         changes[min(int(lane.whole[1] * scale) + 1, _POINTS)] -= 1
-    counts, now = [], 0
-    for change in changes[:-1]:
-        now += change
-        counts.append(now)
-    return counts
+    return list(accumulate(changes[:-1]))
 
 
 def _notes(phases: Sequence[Span], samples: Sequence[Lane]) -> list[str]:
@@ -275,6 +253,7 @@ def _notes(phases: Sequence[Span], samples: Sequence[Lane]) -> list[str]:
 
 def _share_of_calls(samples: Sequence[Lane]) -> list[str]:
     """Say what the samples spent their time in, if it was not generation alone."""
+    # Time in calls other than generation: verifiers, tools.
     seconds: dict[str, float] = {}
     for lane in samples:
         for name, begin, end in lane.spans:

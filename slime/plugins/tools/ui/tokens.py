@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from slime.plugins.tools.summary.records import find_dump
 from slime.types import JsonObject
-
-if TYPE_CHECKING:
-    from slime.data.fields import Field
 
 MOST_BYTES = 2 << 30
 MOST_TOKENS = 20_000
@@ -43,9 +41,10 @@ class TokenDumps:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder = folder
+        self.settings = settings
         self._lock = threading.Lock()
-        self._loaded: tuple[Path, int, list[dict[str, object]]] | None = None
+        self._loaded: tuple[Path, int, list[dict[str, Any]]] | None = None
         self._decoder: Decoder | None = None
         self._looked = False
 
@@ -61,9 +60,16 @@ class TokenDumps:
             try:
                 found = self._find("save_debug_train_data", "sample_indices", step, index)
                 if found is not None:
-                    return self._of_training(found)
+                    notes = [] if "log_probs" in found else [NO_TRAINER]
+                    notes += [] if "rollout_log_probs" in found else ["The engine's log-probs were not recorded."]
+                    return self._shown(found, notes)
                 found = self._find("save_debug_rollout_data", "index", step, index)
-                return self._of_rollout(found) if found is not None else {"notes": [self._reason(step)]}
+                if found is not None:
+                    # The attributes of a sample, which a batch has under other names.
+                    names = {"tokens": "tokens", "response_length": "response_lengths", "loss_mask": "loss_masks"}
+                    names |= {name: name for name in ("rollout_log_probs", "teacher_log_probs")}
+                    return self._shown({names[name]: found.get(name) for name in names}, [ENGINE_ONLY])
+                return {"notes": [self._reason(step)]}
             except (ValueError, OSError) as error:
                 return {"notes": [str(error)]}
             except (LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -83,18 +89,15 @@ class TokenDumps:
     def _path(self, flag: str, step: int) -> Path | None:
         return find_dump(self.settings.get(flag), self.folder, self.settings.get("run_name"), step)
 
-    def _find(self, flag: str, key: str, step: int, index: int) -> dict[str, object] | None:
+    def _find(self, flag: str, key: str, step: int, index: int) -> dict[str, Any] | None:
         path = self._path(flag, step)
-        if path is None:
-            return None
-        for sample in self._load(path):
-            if isinstance(number := sample.get(key), int) and number == index:
-                return sample
-        return None
+        samples = self._load(path) if path is not None else ()
+        return next((one for one in samples if isinstance(one.get(key), int) and one[key] == index), None)
 
-    def _load(self, path: Path) -> list[dict[str, object]]:
+    def _load(self, path: Path) -> list[dict[str, Any]]:
         from slime.data.value_files import load_plain
 
+        # Dumps are large, and a reader goes from sample to sample of one step.
         status = path.stat()
         if self._loaded is not None and self._loaded[:2] == (path, status.st_mtime_ns):
             return self._loaded[2]
@@ -109,41 +112,35 @@ class TokenDumps:
         self._loaded = path, status.st_mtime_ns, samples
         return samples
 
-    # --- what is shown --------------------------------------------------------------------------------
-
-    def _of_training(self, sample: Mapping[str, object]) -> dict[str, object]:
+    def _shown(self, sample: Mapping[str, Any], notes: list[str]) -> dict[str, object]:
+        """Return the tokens of a sample, whose entries have the public names of a batch's."""
         from slime.data.fields import FIELDS
 
-        length = _integer(sample["response_lengths"])
-        fields = [field for field in FIELDS if field.per == "response token" and field.public_name in sample]
-        result = self._tokens(sample["tokens"], length)
-        result |= _columns(sample, fields, length)
-        notes = [] if "log_probs" in sample else [NO_TRAINER]
-        notes += [] if "rollout_log_probs" in sample else ["The engine's log-probs were not recorded."]
-        return result | {"notes": [*notes, *_list(result["notes"])]}
-
-    def _of_rollout(self, sample: Mapping[str, object]) -> dict[str, object]:
-        from slime.data.fields import BY_NAME
-
-        length = _integer(sample["response_length"])
-        renamed = dict(sample)
-        renamed["loss_masks"] = sample.get("loss_mask")
-        fields = [BY_NAME[name] for name in ("loss_masks", "rollout_log_probs", "teacher_log_probs")]
-        result = self._tokens(sample["tokens"], length)
-        result |= _columns(renamed, [field for field in fields if renamed.get(field.name) is not None], length)
-        return result | {"notes": [ENGINE_ONLY, *_list(result["notes"])]}
-
-    def _tokens(self, tokens: object, response_length: int) -> dict[str, object]:
-        ids = [int(token) for token in _values(tokens)]
-        decoder, notes = self._tokenizer(), []
+        # The tokens with their texts.
+        ids = [int(token) for token in _numbers(sample["tokens"])]
+        length = int(sample["response_lengths"])
+        shown = ids[:MOST_TOKENS]
+        decoder = self._tokenizer()
         if decoder is None:
             notes.append("The tokenizer is not on this machine, so that tokens are shown as their ids.")
         if len(ids) > MOST_TOKENS:
             notes.append(f"Only the first {MOST_TOKENS} of {len(ids)} tokens are shown.")
-        shown = ids[:MOST_TOKENS]
         texts = pieces(decoder, shown) if decoder is not None else [f"⟨{token}⟩" for token in shown]
-        prompt = min(len(ids) - response_length, len(shown))
-        return {"ids": shown, "texts": texts, "prompt": prompt, "notes": notes}
+        # What was computed for each token of the response. A damaged dump may have columns of other lengths.
+        columns: dict[str, list[float | None]] = {}
+        meanings: dict[str, str] = {}
+        for field in FIELDS:
+            name = field.public_name
+            if field.per == "response token" and sample.get(name) is not None:
+                values = _numbers(sample[name])
+                if len(values) == length:
+                    finite = [float(f"{value:.5g}") if abs(value) < inf else None for value in values[:MOST_TOKENS]]
+                    columns[name] = finite
+                    meanings[name] = field.meaning
+        prompt = min(len(ids) - length, len(shown))
+        return {
+            "ids": shown, "texts": texts, "prompt": prompt, "columns": columns, "meanings": meanings, "notes": notes
+        }  # fmt: skip
 
     def _tokenizer(self) -> Decoder | None:
         if not self._looked:
@@ -153,6 +150,7 @@ class TokenDumps:
 
     def _tokenizer_folders(self) -> list[Path]:
         folders = []
+        # The dump has a copy of the tokenizer; the model itself may be gone.
         details, model = self.settings.get("dump_details"), self.settings.get("hf_checkpoint")
         if isinstance(details, str):
             name = Path(details).name
@@ -174,6 +172,7 @@ def _decoder_in(folders: Sequence[Path]) -> Decoder | None:
 
 def pieces(decoder: Decoder, ids: Sequence[int]) -> list[str]:
     """Return the text of each token. A character of several tokens stands at the last of them."""
+    # A token alone may decode to other text than in its place (spaces, parts of characters).
     texts: list[str] = []
     start = 0  # first token whose text is not yet given out
     for end in range(1, len(ids) + 1):
@@ -188,34 +187,11 @@ def pieces(decoder: Decoder, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _columns(sample: Mapping[str, object], fields: Sequence[Field], length: int) -> dict[str, object]:
-    columns: dict[str, list[float | None]] = {}
-    meanings: dict[str, str] = {}
-    for field in fields:
-        values = [_rounded(value) for value in _values(sample[field.public_name])]
-        if len(values) == length:
-            columns[field.public_name] = values[:MOST_TOKENS]
-            meanings[field.public_name] = field.meaning
-    return {"columns": columns, "meanings": meanings}
-
-
-def _values(column: object) -> list[float]:
+def _numbers(column: object) -> list[float]:
     """Return a tensor, an array or a list as numbers."""
     if hasattr(column, "tolist"):
         column = column.tolist()
     return list(column) if isinstance(column, list | tuple) else []
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if abs(value) < float("inf") else None
-
-
-def _integer(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else int(str(value))
-
-
-def _list(value: object) -> list[str]:
-    return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
 def spans_of(record: JsonObject) -> list[list[object]]:

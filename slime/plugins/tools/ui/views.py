@@ -118,12 +118,14 @@ def step(run: Run, number: int) -> View:
     """The groups of a step, with those that the ledger has and that were not trained, and the metrics of the step."""
     run.index.ensure("rollout", number)
     query = f"select {_SAMPLE} from samples where kind = 'rollout' and step = ? order by position"
+    # Samples without a group stand alone.
     groups: dict[object, list[Row]] = {}
     for row in run.index.rows(query, (number,)):
         key = row["group_index"] if row["group_index"] is not None else f"alone {row['position']}"
         groups.setdefault(key, []).append(row)
     prompts = _prompts(run, "select distinct prompt from samples where kind = 'rollout' and step = ?", (number,))
     shown = [_group(run, key, rows, prompts) for key, rows in groups.items()]
+    # Groups that were dropped have no samples, and the ledger says why.
     others = [group for group in run.ledger.of_rollout.get(number, ()) if group not in groups]
     shown += [_group(run, key, [], prompts) for key in dict.fromkeys(others)]
     return {"step": number, "groups": shown, "metrics": run.series.at(number), "last": run.series.last_step}
@@ -134,22 +136,31 @@ def _prompts(run: Run, query: str, values: tuple[object, ...]) -> dict[object, R
     return {row["key"]: row for row in rows}
 
 
+def _texts(prompt: Row | None) -> View:
+    """The beginnings of a prompt and of its label."""
+    return {"head": prompt["head"], "label": prompt["label"]} if prompt else {"head": "", "label": ""}
+
+
+def _mean(rows: Iterable[Row], name: str) -> float | None:
+    values = [float(value) for row in rows if (value := row[name]) is not None]
+    return statistics.fmean(values) if values else None
+
+
 def _group(run: Run, key: object, rows: list[Row], prompts: Mapping[object, Row]) -> View:
     """A group of prompts: statistics, what the ledger says of it, and its samples."""
     rewards = [float(row["reward"]) for row in rows if row["reward"] is not None]
     lengths = [int(row["length"]) for row in rows if row["length"] is not None]
     ages = [int(row["staleness"]) for row in rows if row["staleness"] is not None]
     entry = run.ledger.rows.get(key, {}) if isinstance(key, int) else {}
-    prompt = prompts.get(rows[0]["prompt"]) if rows else None
+    prompt = rows[0]["prompt"] if rows else None
     return {
         "group": key,
-        "prompt": rows[0]["prompt"] if rows else None,
-        "head": prompt["head"] if prompt else "",
-        "label": prompt["label"] if prompt else "",
+        "prompt": prompt,
+        **_texts(prompts.get(prompt)),
         "n": len(rows) or entry.get("samples", 0),
-        "reward": statistics.fmean(rewards) if rewards else None,
+        "reward": _mean(rows, "reward"),
         "reward_std": statistics.pstdev(rewards) if rewards else None,
-        "length": statistics.fmean(lengths) if lengths else None,
+        "length": _mean(rows, "length"),
         "longest": max(lengths, default=None),
         "staleness": max(ages, default=None),
         "statuses": dict(Counter(str(row["status"]) for row in rows)),
@@ -158,16 +169,15 @@ def _group(run: Run, key: object, rows: list[Row], prompts: Mapping[object, Row]
         "returns": entry.get("returns", 0),
         "asked": entry.get("asked"),
         "versions": entry.get("versions", []),
-        "samples": [_sample_row(row) for row in rows],
+        "samples": [[row[name] for name in _SHOWN] for row in rows],
     }
 
 
-def _sample_row(row: Row) -> list[object]:
-    names = ("position", "sample_index", "reward", "length", "status", "staleness", "version")
-    return [row[name] for name in names]
+_SHOWN = ("position", "sample_index", "reward", "length", "status", "staleness", "version")
 
 
 def step_timeline(run: Run, number: int) -> View:
+    # A trace may be damaged, removed, or not written yet.
     found = timeline(run.folder, number)
     if found is None:
         if (path := trace_of(run.folder, number)).exists():
@@ -198,10 +208,6 @@ def sample(run: Run, kind: str, number: int, position: int) -> View | None:
         "siblings": [row["position"] for row in siblings],
         "ledger": run.ledger.rows.get(group) if isinstance(group, int) and kind == "rollout" else None,
     }
-
-
-def tokens(run: Run, number: int, index: int) -> View:
-    return run.tokens.sample(number, index)
 
 
 # --- prompts -----------------------------------------------------------------------------------------
@@ -282,48 +288,32 @@ def _number_in(path: Path) -> int | None:
 
 def comparison(run: Run, name: str, before: int, after: int) -> View:
     """The prompts of two evaluations of a data set side by side, with the rewards of each."""
-    sides: list[dict[tuple[object, int], list[Row]]] = []
     kind = f"eval-{name}"
+    sides: list[dict[object, list[Row]]] = []
     for number in (before, after):
         run.index.ensure(kind, number)
         query = f"select {_SAMPLE} from samples where kind = ? and step = ? order by position"
-        sides.append(_by_prompt(run.index.rows(query, (kind, number))))
-    known = _prompts(
-        run, "select distinct prompt from samples where kind = ? and step in (?, ?)", (kind, before, after)
-    )
-    rows = []
-    for key in dict.fromkeys([*sides[0], *sides[1]]):
-        text = known.get(key[0])
-        a, b = sides[0].get(key, []), sides[1].get(key, [])
-        rows.append(
-            {
-                "prompt": key[0],
-                "head": text["head"] if text else "",
-                "label": text["label"] if text else "",
-                "before": _side(a),
-                "after": _side(b),
-            }
-        )
+        by_prompt: dict[object, list[Row]] = {}
+        for row in run.index.rows(query, (kind, number)):
+            by_prompt.setdefault(row["prompt"], []).append(row)
+        sides.append(by_prompt)
+    query = "select distinct prompt from samples where kind = ? and step in (?, ?)"
+    known = _prompts(run, query, (kind, before, after))
+    rows = [
+        {
+            "prompt": key,
+            **_texts(known.get(key)),
+            "before": _side(sides[0].get(key, [])),
+            "after": _side(sides[1].get(key, [])),
+        }
+        for key in dict.fromkeys([*sides[0], *sides[1]])
+    ]
     return {"name": name, "steps": [before, after], "rows": rows}
 
 
-def _by_prompt(rows: Iterable[Row]) -> dict[tuple[object, int], list[Row]]:
-    """Return the samples by prompt. A prompt that the data set has twice is kept apart by its group."""
-    groups: dict[tuple[object, object], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["prompt"], row["group_index"]), []).append(row)
-    found: dict[tuple[object, int], list[Row]] = {}
-    times: Counter[object] = Counter()
-    for (prompt_key, _), samples in groups.items():
-        found[prompt_key, times[prompt_key]] = samples
-        times[prompt_key] += 1
-    return found
-
-
 def _side(rows: list[Row]) -> View:
-    rewards = [float(row["reward"]) for row in rows if row["reward"] is not None]
     return {
-        "reward": statistics.fmean(rewards) if rewards else None,
+        "reward": _mean(rows, "reward"),
         "samples": [[row["position"], row["reward"], row["length"], row["status"]] for row in rows],
     }
 
@@ -336,6 +326,7 @@ def ledger(run: Run) -> View:
     if not run.files.ledger.is_file():
         return {"missing": "This run has no ledger yet: a row is written when a rollout is trained."}
     report = run.ledger.report()
+    # By step and state for the chart, and the reasons of all steps together.
     by_step: dict[int, Counter[str]] = {}
     reasons: Counter[str] = Counter()
     for row in list(run.ledger.rows.values()):
@@ -371,6 +362,7 @@ ENGINE_METRICS = (
 
 def engines(run: Run) -> View:
     """The metrics that tell the load and the health of the engines, and the end of each log of the run."""
+    # Only the end of each log: its beginning is the start of the run.
     names = set(run.series.names)
     logs = []
     for path in sorted(run.files.logs.glob("*.log")):

@@ -15,8 +15,7 @@ from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
 from slime.plugins.tools.local_ranks import Place
-from slime.plugins.tools.verify.batch import batch_of_rank
-from slime.plugins.tools.verify.reference import Scores
+from slime.plugins.tools.verify.reference import Scores, batch_of_rank
 
 LARGE = 1e6
 STEP = 16.0
@@ -102,6 +101,7 @@ def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
     found.log_probs = {position: values.cpu() for position, values in zip(everyone, scored, strict=True)}
     if not whole:
         return found
+    # The difference of the weights is the gradient, see STEP.
     before = _weights(backend)
     metrics, _ = train_on_rollout(backend, args, batch)
     after = _weights(backend)

@@ -8,17 +8,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from slime.config.args import Args
 from slime.config.layout import ParallelLayout
+from slime.engines.background import run
+from slime.engines.handle import EngineHandle
+from slime.engines.launch import EngineSettings, plan_engines, start_engine
 from slime.plugins.tools.local_ranks import run_ranks
-from slime.plugins.tools.verify.batch import RandomSample, make_samples
-from slime.plugins.tools.verify.check import Check, all_checks, check_log_probs
-from slime.plugins.tools.verify.engine import engine_log_probs
-from slime.plugins.tools.verify.places import Place, guesses, write_model, write_variants
+from slime.plugins.tools.verify.check import (
+    Check,
+    Place,
+    all_checks,
+    check_log_probs,
+    guesses,
+    write_model,
+    write_variants,
+)
 from slime.plugins.tools.verify.rank import VerifyJob, settings, verify_rank
-from slime.plugins.tools.verify.reference import Scores, reference_scores
+from slime.plugins.tools.verify.reference import RandomSample, Scores, make_samples, reference_scores
 from slime.plugins.tools.verify.small import UNKNOWN, SmallModel, VerifyError, make_small, unknown_family
+from slime.weights.audit import score
 
 RANKS = f"{verify_rank.__module__}:{verify_rank.__name__}"
 MOST_DATA_RANKS = 4
@@ -89,6 +100,7 @@ def verify(target: Target) -> Verified:
         RankError: A rank failed.
     """
     _check_layout(target)
+    # The smallest model that this layout can divide.
     heads = max(2, target.size("tensor_model"))
     # As many layers on each stage.
     stages = target.size("pipeline_model") * int(target.sizes.get("virtual_pipeline_model_parallel_size") or 1)
@@ -102,6 +114,7 @@ def verify(target: Target) -> Verified:
         except UNKNOWN as error:
             raise unknown_family(target.model, small.description, error) from error
         flags = {"trust_remote_code": target.trust_remote_code, **target.flags}
+        # The same batch on the backend; and if its outputs are wrong, on models of which only one part has an effect.
         job = VerifyJob(target.backend, dict(target.sizes), flags, small.folder)
         ranks = _train(target, job, folder / "ranks")
         checks = all_checks(expected, [scores[0] for scores in ranks])
@@ -110,6 +123,7 @@ def verify(target: Target) -> Verified:
         if not checks[1].good:
             wrong = _wrong_places(target, job, folder, samples)
             guess = _explain(target, wrong[0], folder, samples) if wrong else ""
+        # The engine has the same model, and no part in the training.
         if target.engine is not None:
             found = engine_log_probs(small.folder, target.engine, samples, folder, target.trust_remote_code)
             checks.append(check_log_probs(expected.log_probs, [found], f"log-probs of the {target.engine} engine"))
@@ -161,6 +175,7 @@ def _wrong_places(target: Target, job: VerifyJob, folder: Path, samples: list[Ra
 
 def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSample]) -> str:
     """Return the mistake with which the reference computes the same as the backend; empty if none was found."""
+    # Only a guess with the very log-probs of the backend is told.
     for number, guess in enumerate(guesses(wrong.place)):
         model = folder / f"guess_{number}"
         write_model(guess.weights, wrong.place.variant, model)
@@ -168,3 +183,32 @@ def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSa
         if check_log_probs(expected.log_probs, wrong.log_probs, guess.text).good:
             return guess.text
     return ""
+
+
+START_SECONDS = 300.0
+
+
+def engine_log_probs(
+    model: Path, engine: str, samples: list[RandomSample], logs: Path, trust_remote_code: bool = False
+) -> dict[int, Tensor]:
+    """Start a server with the model, and return its log-probs by position, float32 ``[response_length]``.
+
+    Args:
+        engine: ``embedded`` or ``sglang``.
+        logs: The folder for the log of the server.
+    """
+    values = {"hf_checkpoint": str(model), "rollout_backend": engine, "rollout_dtype": "float32", "deterministic": True}
+    values |= {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 1, "threads_per_process": 1}
+    values |= {"trust_remote_code": trust_remote_code}
+    args = Args().with_values(**values)
+    process = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=logs / f"{engine}.log")
+    try:
+        process.wait_ready(START_SECONDS)
+        handle = EngineHandle(process.url)
+        found = {}
+        for position, sample in enumerate(samples):
+            scored = run(score(handle, sample["tokens"]))
+            found[position] = torch.tensor(scored[-len(sample["mask"]) :])
+        return found
+    finally:
+        process.stop()

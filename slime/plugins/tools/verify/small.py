@@ -85,6 +85,7 @@ def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTraine
     """
     small = copy.deepcopy(config)
     given: dict[str, Any] = config.to_dict()
+    # Sizes shrink, ratios stay.
     for name, most in LIMITS.items():
         value = given.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -92,6 +93,7 @@ def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTraine
     _set_heads(small, given, heads)
     _set_layers(small, given, max(layers, _least_layers(given)))
     small.vocab_size = VOCAB  # the tokens of the batch, also if the model has fewer
+    # Special tokens must be in the small vocabulary.
     for name, place in SPECIAL.items():
         token = given.get(name)
         token = token[0] if isinstance(token, list) and token else token
@@ -111,6 +113,7 @@ def _set_heads(small: PreTrainedConfig, given: dict[str, Any], heads: int) -> No
     small.num_attention_heads = few * group
     if given.get("num_key_value_heads") is not None:
         small.num_key_value_heads = few
+    # Some models have heads of another width than the hidden states divided by their number.
     width = few * group * HEAD
     if given.get("kv_lora_rank"):  # heads of latent attention have sizes of their own
         small.hidden_size = max(width, 32)
@@ -136,6 +139,7 @@ def _set_layers(small: PreTrainedConfig, given: dict[str, Any], layers: int) -> 
     many = int(given["num_hidden_layers"])
     layers = min(layers, many)
     small.num_hidden_layers = layers
+    # Lists with an entry for each layer are cut; those of layer numbers keep what is left.
     for name, value in given.items():
         if isinstance(value, list) and len(value) == many and many > 1:
             setattr(small, name, value[:layers])

@@ -15,7 +15,7 @@ import pytest
 from make_args import make_args, rule_problems
 from scripted_engine import Script
 
-from slime.config.environment import MCP_GENERATE
+from slime.config.agent import MCP_GENERATE
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.environments.base import EnvironmentProblem

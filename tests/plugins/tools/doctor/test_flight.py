@@ -16,8 +16,7 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.run_state import RunState
-from slime.plugins.tools.doctor.facts import Facts, read_facts
-from slime.plugins.tools.doctor.findings import Finding
+from slime.plugins.tools.doctor.facts import Facts, Finding, read_facts
 from slime.plugins.tools.doctor.flight import collectives, read_recordings
 from slime.plugins.tools.doctor.report import diagnose
 

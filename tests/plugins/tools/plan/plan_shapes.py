@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.plugins.tools.plan.shape import PlannedModel
+from slime.plugins.tools.plan.setups import PlannedModel
 
 DENSE: dict[str, Any] = dict(
     hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,

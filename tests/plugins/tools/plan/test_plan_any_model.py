@@ -17,9 +17,8 @@ from slime.cli.main import main
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
-from slime.plugins.tools.plan.gpus import KINDS
-from slime.plugins.tools.plan.shape import PlannedModel
-from slime.plugins.tools.plan.warn import report
+from slime.plugins.tools.plan.read import report
+from slime.plugins.tools.plan.setups import KINDS, PlannedModel
 
 LATENT: dict[str, Any] = dict(kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64)
 ODD: list[Any] = [None, 0, -1, "64", [], [64, 96], {}, 1.5, True, 1, 7]

@@ -16,12 +16,10 @@ from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
-from slime.plugins.tools.plan.generation import response_lengths
-from slime.plugins.tools.plan.gpus import KINDS
-from slime.plugins.tools.plan.lengths import measured_lengths
 from slime.plugins.tools.plan.modes import SAMPLES, Way, setting, ways
 from slime.plugins.tools.plan.plan import Plan, Run, make_plan
-from slime.plugins.tools.plan.setups import EngineSetup, Placement, TrainSetup, Workload
+from slime.plugins.tools.plan.seconds import measured_lengths, response_lengths
+from slime.plugins.tools.plan.setups import KINDS, EngineSetup, Placement, TrainSetup, Workload
 from slime.plugins.tools.plan.simulation import SYNCHRONOUS
 
 WORDS = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from plan_shapes import DENSE, EXPERTS, read
 
-from slime.plugins.tools.plan import warn
-from slime.plugins.tools.plan.gpus import KINDS
+from slime.plugins.tools.plan import read as warn
+from slime.plugins.tools.plan.setups import KINDS
 
 
 @pytest.mark.parametrize(

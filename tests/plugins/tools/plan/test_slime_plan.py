@@ -16,15 +16,21 @@ from plan_shapes import DENSE, EXPERTS, read
 from slime.cli.main import main
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.plugins.tools.plan.generation import response_lengths, rollout_seconds
-from slime.plugins.tools.plan.gpus import GIB, KINDS
 from slime.plugins.tools.plan.layouts import best, candidates, flags, layouts
 from slime.plugins.tools.plan.memory import cache_tokens, engine_weights, train_memory
 from slime.plugins.tools.plan.page import page
 from slime.plugins.tools.plan.plan import Run, make_plan, without_offloading
-from slime.plugins.tools.plan.seconds import train_seconds
-from slime.plugins.tools.plan.setups import EngineSetup, Placement, TrainSetup, Workload, packs
-from slime.plugins.tools.plan.shape import PlannedModel
+from slime.plugins.tools.plan.seconds import response_lengths, rollout_seconds, train_seconds
+from slime.plugins.tools.plan.setups import (
+    GIB,
+    KINDS,
+    EngineSetup,
+    Placement,
+    PlannedModel,
+    TrainSetup,
+    Workload,
+    packs,
+)
 
 H200 = KINDS["h200"]
 ONE = TrainSetup("fsdp", ParallelLayout())

@@ -13,11 +13,10 @@ import zstandard
 from slime.data.sample import Sample
 from slime.observability import samples
 from slime.observability.samples import KeptTexts, write_samples
+from slime.plugins.tools.ui.follow import MARK, Series, Tail
 from slime.plugins.tools.ui.index import SampleIndex, reward_number
 from slime.plugins.tools.ui.runs import Runs
-from slime.plugins.tools.ui.series import Series
 from slime.plugins.tools.ui.site import NotFound, answer, path_of
-from slime.plugins.tools.ui.tail import MARK, Tail
 
 
 def sample(index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?") -> Sample:
@@ -105,28 +104,6 @@ def test_without_a_cache_folder_the_index_is_in_memory(tmp_path: Path) -> None:
     index = SampleIndex(tmp_path, tmp_path / "file" / "cache")
     index.refresh()
     assert count(index) == 1
-
-
-def test_on_a_full_disk_the_index_moves_to_memory(tmp_path: Path) -> None:
-    for step in range(3):
-        write_samples(tmp_path, step, [sample(i) for i in range(40)])
-    index = SampleIndex(tmp_path, tmp_path / "cache")
-    index.refresh(most=1)
-    index.connection.execute("pragma max_page_count = 1")  # SQLite now says that the disk is full
-    for _ in range(2):
-        index.refresh()
-    assert count(index) == 120
-
-
-def test_files_that_are_gone_from_an_index_that_cannot_be_written(tmp_path: Path) -> None:
-    for step in range(3):
-        write_samples(tmp_path, step, [sample(i) for i in range(4)])
-    index = SampleIndex(tmp_path, tmp_path / "cache")
-    index.refresh()
-    index.connection.execute("pragma query_only = on")  # as on a disk that was mounted again, read-only
-    (tmp_path / "samples" / "rollout_000000.jsonl").unlink()  # as --log-keep-last does
-    index.refresh()
-    assert [row["step"] for row in index.rows("select distinct step from samples order by step")] == [1, 2]
 
 
 def test_a_line_that_is_no_sample_is_counted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.plugins.tools.ui.loads import POINTS, EngineLoads
+from slime.plugins.tools.ui.follow import POINTS, EngineLoads
 
 
 def write(path: Path, rows: list[tuple[float, list[list[object]]]]) -> None:

@@ -19,9 +19,8 @@ import yarl
 
 from slime.cli.main import main
 from slime.engines.process import free_port
-from slime.plugins.tools.ui import page
 from slime.plugins.tools.ui.runs import Runs
-from slime.plugins.tools.ui.server import Door, PortTaken, bind, is_loopback, serve
+from slime.plugins.tools.ui.server import Door, PortTaken, assets, bind, is_loopback, serve
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +41,7 @@ async def test_the_page_and_its_files(runs: Runs) -> None:
             text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
         assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
-        for name, (kind, content) in page.assets().items():
+        for name, (kind, content) in assets().items():
             async with session.get(f"{address}/static/{name}") as answer:
                 assert (answer.status, answer.content_type, await answer.read()) == (200, kind, content)
             assert answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -19,16 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
 
-from slime.plugins.tools.commands.verify import table
+from slime.plugins.tools.commands.replay import table
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify import run as verify_run
-from slime.plugins.tools.verify.batch import RandomSample, make_samples
-from slime.plugins.tools.verify.check import check_gradients, check_log_probs
-from slime.plugins.tools.verify.engine import engine_log_probs
-from slime.plugins.tools.verify.places import load_weights, parts_of
+from slime.plugins.tools.verify.check import check_gradients, check_log_probs, load_weights, parts_of
 from slime.plugins.tools.verify.rank import VerifyJob, verify_rank
-from slime.plugins.tools.verify.reference import Scores, reference_scores
-from slime.plugins.tools.verify.run import Target, verify
+from slime.plugins.tools.verify.reference import RandomSample, Scores, make_samples, reference_scores
+from slime.plugins.tools.verify.run import Target, engine_log_probs, verify
 from slime.plugins.tools.verify.small import VerifyError, cut_down, make_small
 
 BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}

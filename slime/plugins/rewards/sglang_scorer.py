@@ -1,0 +1,164 @@
+"""Rewards from a model that an SGLang server (or the embedded engine) serves.
+
+Use with ``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``. The last part of
+the address selects how the model scores:
+
+* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) of the next token after :data:`JUDGE`
+  (``judge_template`` of ``--custom-config-path`` replaces that text). Every engine supports this.
+* ``/v1/score``: the same judge, through SGLang's scoring endpoint.
+* ``/classify``: a reward model (sequence classification, ``--is-embedding``). The reward is its score of the
+  conversation.
+* ``/v1/embeddings``: an encoder. The reward is the cosine similarity of response and label, or 0 if it is negative.
+
+``--rm-model-path`` is the folder of the served model, from which the tokenizer is loaded (for all forms except
+embeddings; default: ``--hf-checkpoint``). With ``--group-rm``, use ``score_group``, which sends one request for all
+samples of a group. Each call has the time limit ``--reward-timeout``. Within it, a failed request is retried up to five
+times.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from slime.data.sample import Message, Sample
+from slime.engines.http import post
+from slime.rollout.ends import spoken
+from slime.rollout.prompts import encode
+from slime.types import Tokenizer
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+JUDGE = (
+    "Question:\n{prompt}\n\nReference answer: {label}\n\nAnswer to judge:\n{response}\n\n"
+    "Does the answer to judge agree with the reference answer? Reply Yes or No.\nReply:"
+)
+YES, NO = " Yes", " No"  # the first tokens of these texts are compared
+_RETRIES = 5
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """The served model that scores: its address, its folder, and the text that asks it."""
+
+    url: str
+    model: str
+    template: str
+
+
+async def score(args: Args, sample: Sample, **kwargs: object) -> float:
+    """Score one sample."""
+    return (await score_group(args, [sample]))[0]
+
+
+async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[float]:
+    """Score samples in one request.
+
+    Raises:
+        ValueError: ``--rm-url`` is not set, or it ends in none of the four forms.
+        HttpError: The server refused the request, or failed in all attempts.
+    """
+    url = args.rm_url or ""
+    form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
+    if form is None:
+        raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
+    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
+    judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
+    heard = [spoken(sample, args.hf_checkpoint, args.trust_remote_code) for sample in samples]
+    scores: list[float] = await _FORMS[form](judge, heard)
+    return scores
+
+
+async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(judge)
+    body = {
+        "input_ids": [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [list(ids)] * len(samples),
+    }
+    answers = await post(judge.url, body, max_retries=_RETRIES, form=list)
+    rewards = []
+    for answer in answers:
+        found = {int(item[1]): float(item[0]) for item in answer["meta_info"]["output_token_ids_logprobs"][0]}
+        rewards.append(_share(found[ids[0]], found[ids[1]]))
+    return rewards
+
+
+async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(judge)
+    texts = [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples]
+    body = {
+        "query": [],
+        "items": texts,
+        "label_token_ids": list(ids),
+        "apply_softmax": True,
+        "model": judge.model,
+    }
+    answer = await post(judge.url, body, max_retries=_RETRIES, form=dict)
+    return [float(row[0]) for row in answer["scores"]]
+
+
+async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    tokenizer = _tokenizer(judge)
+    body = {"input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
+    answers = await post(judge.url, body, max_retries=_RETRIES)
+    return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+async def _embeddings(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
+    texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
+    answer = await post(judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES, form=dict)
+    vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
+    return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+_FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
+
+
+def _tokenizer(judge: _Judge) -> Tokenizer:
+    from slime.data.tokenizers import load_tokenizer
+
+    return load_tokenizer(judge.model)
+
+
+def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
+    tokenizer = _tokenizer(judge)
+    yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
+    if yes == no:
+        raise ValueError(f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token")
+    return tokenizer, (yes, no)
+
+
+def judge_text(template: str, sample: Sample) -> str:
+    """Return the template with the prompt, the label and the response of the sample in place of their names."""
+    fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
+    # Not str.format, since templates may contain braces, and in one pass, since prompts and responses may, too.
+    return re.sub("{(prompt|label|response)}", lambda found: fields[found[1]], template)
+
+
+def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:
+    """Render the conversation as the reward model was trained on it: with its chat template, if it has one."""
+    if isinstance(sample.prompt, str) or not tokenizer.chat_template:
+        return _last_words(sample.prompt) + sample.response
+    messages = [*sample.prompt, {"role": "assistant", "content": sample.response}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def _last_words(prompt: str | list[Message]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+
+
+def _share(yes: float, no: float) -> float:
+    """Return P(yes) / (P(yes) + P(no)) from the two log-probs."""
+    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def _cosine(left: Sequence[float], right: Sequence[float]) -> float:
+    norm = math.sqrt(math.fsum(x * x for x in left) * math.fsum(x * x for x in right))
+    return math.fsum(x * y for x, y in zip(left, right, strict=True)) / norm if norm else 0.0
