@@ -76,7 +76,6 @@ def build_scorer(
     layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         _check(policy, _builder(model, check_device(device, stateful), *layout))
-    # Kernels are exchanged before adapters are added and layers compiled, which both wrap what they find.
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
     if lora is not None:

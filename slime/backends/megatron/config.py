@@ -107,7 +107,6 @@ def transformer_config(
         raise MegatronError("; ".join(problems))
     activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
     fields = _fields_from(settings, cls)
-    # The layout comes from slime's own reading of the flags, which also checked it.
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
     fields |= {

@@ -73,7 +73,7 @@ def _main_thread(dump: str, pid: int) -> list[str]:
 
 
 COLUMNS = ("tensors", "reserved", "device", "process")
-"""Of :func:`slime.observability.memory.memory_in_use`."""
+"""Of :func:`slime.observability.profiler.memory_in_use`."""
 _MEMORY = re.compile(r"memory/(?P<phase>[^/]+)/(?P<role>critic_)?(?P<what>tensors|reserved|device|process)")
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _SAID = (
