@@ -23,7 +23,7 @@ def test_a_copy_with_run_time_values_leaves_the_original_as_it_is() -> None:
 
 
 def test_a_copy_refuses_names_that_args_does_not_have() -> None:
-    with pytest.raises(AttributeError, match=r"'num_rolout'.*'num_rollout'") as raised:
+    with pytest.raises(AttributeError, match=r"'num_rolout'.*did you mean num_rollout") as raised:
         make_args().with_values(num_rolout=12)
     assert "'num_rollout'" in str(pickle.loads(pickle.dumps(raised.value))), "the message survives pickling"
 
@@ -63,7 +63,7 @@ def test_nothing_that_is_derived_is_none_after_parsing(workplace) -> None:
 
 def test_a_misspelt_name_raises_when_it_is_read_and_assigning_declares_it() -> None:
     args = make_args()
-    with pytest.raises(AttributeError, match=r"'rollout_temprature'.*'rollout_temperature'"):
+    with pytest.raises(AttributeError, match=r"'rollout_temprature'.*did you mean rollout_temperature"):
         _ = args.rollout_temprature
     assert getattr(args, "of_nobody", 5) == 5
     args.rollout_temperature = 0.5

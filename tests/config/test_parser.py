@@ -301,7 +301,7 @@ def test_args_survive_pickling_and_take_declared_attributes() -> None:
     copy = pickle.loads(pickle.dumps(args))
     assert copy == args and copy.from_a_hook == [1]
     assert (copy.sglang_log_level, copy.tensor_model_parallel_size, copy.lr) == ("debug", 2, 0.5)
-    with pytest.raises(AttributeError, match="'rollout_batch_size'"):
+    with pytest.raises(AttributeError, match="did you mean rollout_batch_size"):
         _ = args.rollout_batchsize
     assert getattr(args, "nobody_knows", 5) == 5
 
