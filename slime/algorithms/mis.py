@@ -72,7 +72,8 @@ class MisConfig:
         if upper <= 0:
             raise ValueError(f"tis_upper_bound is {upper:g}, but must be above 0 (--custom-config-path or --tis-clip)")
         lower = float(setting("tis_lower_bound", 1 / upper))
-        level, veto = setting("tis_level", "token"), setting("rs_veto_threshold", None)
+        level = setting("tis_level", "token")
+        veto = setting("rs_veto_threshold", None)
         config = cls(
             use_tis=bool(setting("use_tis", False)),
             tis_level=level,

@@ -66,7 +66,8 @@ class Gspo(Grpo):
     )
 
     def notices(self) -> list[str]:
-        low, high = self.settings.eps_clip, self.settings.eps_clip_high
+        low = self.settings.eps_clip
+        high = self.settings.eps_clip_high
         if max(low, high) < _LARGEST_CLIP:
             return []
         return [

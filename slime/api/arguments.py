@@ -175,7 +175,8 @@ def file_of(data: Data, file: Path) -> str:
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     # Rows may come from a generator, so each is written when it arrives.
-    count, problems = 0, Problems()
+    count = 0
+    problems = Problems()
     with file.open("w", encoding="utf-8") as lines:
         for count, row in enumerate(_rows(data), start=1):
             try:

@@ -79,7 +79,8 @@ class _Adapter:
     """A function of the user's, and what it gets: a known name for each of its parameters."""
 
     def __init__(self, function: Function, wanted: dict[str, str]) -> None:
-        self.function, self.wanted = function, wanted
+        self.function = function
+        self.wanted = wanted
         self.__qualname__ = self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def call(self, values: Mapping[str, object]) -> Any:

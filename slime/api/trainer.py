@@ -225,7 +225,8 @@ class Trainer:
         """
         from slime.cluster.rollout_manager import RolloutManager
 
-        run, asked = self._open(), check_prompts(prompts, n, sampling)
+        run = self._open()
+        asked = check_prompts(prompts, n, sampling)
         with self._working(run):
             made = run.manager.call("responses to prompts", RolloutManager.complete, asked, n, sampling)
         if isinstance(made, str):
@@ -265,7 +266,8 @@ class Trainer:
         """The complete snapshots of the run, the newest last."""
         from slime.cluster.folders import snapshots_of
 
-        files, before = self._files, self._folder.path
+        files = self._files
+        before = self._folder.path
         folder = Path(self.args.save) if self.args.save else files.checkpoints
         if files.path != before and folder.resolve().is_relative_to(before):
             folder = files.path / folder.resolve().relative_to(before)
@@ -364,7 +366,8 @@ class Trainer:
         # Callbacks run outside of the block, where Ctrl-C has its usual meaning again.
         interrupted = run.stop.requested is not None
         run.stop.forget()
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         for what in news:
             self._tell(what)
         if interrupted:

@@ -127,7 +127,8 @@ def _mean(settings: LossSettings, tokens: TokenBatch, mask: Tensor) -> Reducer:
 def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     log_probs = _need(tokens.log_probs, "log_probs", "the policy loss")
     advantages = _need(tokens.advantages, "advantages", "the policy loss")
-    algorithm, lengths = settings.algorithm, tokens.response_lengths
+    algorithm = settings.algorithm
+    lengths = tokens.response_lengths
     mean_for_metrics = _mean(settings, tokens, tokens.loss_mask)
 
     # π_old. If it was not recomputed, the policy has not changed yet. With the current log-probs without gradient, the

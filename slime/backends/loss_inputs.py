@@ -55,7 +55,8 @@ class LossSettings:
         # The functions of the user are loaded here, once, so that a wrong path ends the run before its first step.
         if args.loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}")
-        reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
+        reducer = args.custom_pg_loss_reducer_function_path
+        custom_loss = args.custom_loss_function_path
         if args.loss_type == "custom_loss" and not custom_loss:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
         return cls(

@@ -50,7 +50,8 @@ def forward_only(
 
 def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> MicroBatches:
     """Remove samples whose advantages are exactly 0 for all unmasked tokens, and micro-batches that become empty."""
-    advantages, masks = batch["advantages"], batch["loss_masks"]
+    advantages = batch["advantages"]
+    masks = batch["loss_masks"]
 
     def moves_weights(i: int) -> bool:
         return bool((torch.as_tensor(advantages[i]) * torch.as_tensor(masks[i]) != 0).any())
@@ -74,7 +75,8 @@ class ResponseValues:
     """Collects values per response token for all samples of a rank batch, one micro-batch after the other."""
 
     def __init__(self, batch: RankBatch, names: Sequence[str], device: torch.device) -> None:
-        self.names, self.lengths = names, [int(x) for x in batch["response_lengths"]]
+        self.names = names
+        self.lengths = [int(x) for x in batch["response_lengths"]]
         self.starts = torch.tensor([0, *self.lengths]).cumsum(0)
         # One row per name with the concatenated samples. It stays on the device until all values are there: a copy to
         # the CPU after each micro-batch would wait for its kernels, and the kernels of the next one could not be queued

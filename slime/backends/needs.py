@@ -53,7 +53,8 @@ class TrainNeeds:
     def from_args(cls, args: Args) -> TrainNeeds:
         # Each field is one rule. The old log-probs have the most reasons: whatever compares the policy with itself
         # before the rollout's first step needs them.
-        policy, algorithm = args.loss_type == "policy_loss", algorithm_class(args.advantage_estimator)
+        policy = args.loss_type == "policy_loss"
+        algorithm = algorithm_class(args.advantage_estimator)
         return cls(
             ref_log_probs=args.loss_type != "sft_loss" and (args.kl_coef != 0 or args.use_kl_loss),
             teacher_log_probs=args.use_opd and args.opd_type == "megatron",

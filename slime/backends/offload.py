@@ -92,7 +92,8 @@ class HostArena:
     """Pinned CPU memory as one sequence of bytes, made of pieces whose sizes are powers of two."""
 
     def __init__(self, piece_bytes: int = ARENA_BYTES, pinned: bool = True) -> None:
-        self.piece_bytes, self.pinned = piece_bytes, pinned
+        self.piece_bytes = piece_bytes
+        self.pinned = pinned
         self.memory: list[Tensor] = []
         self.held = 0
         """The number of bytes at the beginning that are in use. Other code may use the bytes after them."""
@@ -108,7 +109,8 @@ class HostArena:
         small = None
         if self.memory and self.memory[-1].numel() < self.piece_bytes and nbytes > self.nbytes:
             small = self.memory.pop()  # only the last piece may be small
-        missing, sizes = nbytes - self.nbytes, list[int]()
+        missing = nbytes - self.nbytes
+        sizes = list[int]()
         while missing > 0:
             sizes.append(min(1 << (missing - 1).bit_length(), self.piece_bytes))
             missing -= sizes[-1]
@@ -147,14 +149,19 @@ def host_tensors(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> li
     """
     kinds = [dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype for tensor in like]
     needs = [-(-t.numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT for t, kind in zip(like, kinds, strict=True)]
-    piece, used, rest, out = torch.empty(0, dtype=torch.uint8), 0, sum(needs), []
+    piece = torch.empty(0, dtype=torch.uint8)
+    used = 0
+    rest = sum(needs)
+    out = []
     for tensor, kind, need in zip(like, kinds, needs, strict=True):
         if used + need > piece.numel():
             pinned = tensor.is_cuda
             size = max(need, min(1 << (rest - 1).bit_length() if pinned else rest, ARENA_BYTES))
-            piece, used = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
+            piece = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            used = 0
         out.append(piece[used : used + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape))
-        used, rest = used + need, rest - need
+        used = used + need
+        rest = rest - need
     return out
 
 

@@ -129,7 +129,8 @@ def require_undamaged(folder: Path, rank: int, ranks: int) -> None:
     """
     found: list[str | None] = [damaged_part(folder, rank, ranks)]
     if ranks > 1:
-        mine, found = found[0], [None] * ranks
+        mine = found[0]
+        found = [None] * ranks
         dist.all_gather_object(found, mine)
     if problems := [problem for problem in found if problem]:
         raise SnapshotError("\n".join(problems))

@@ -82,8 +82,11 @@ class SharedBackend:
     """Whether some ranks had fewer micro-batches than others in the last pass."""
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
-        self.args, self.role, self.device = args, role, device
-        self.rank, self.world_size = rank, world_size
+        self.args = args
+        self.role = role
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
         self.packing = PackingSettings.from_args(args)
         self.loss_settings = LossSettings.from_args(args)
         self.needs = TrainNeeds.from_args(args)
@@ -107,7 +110,8 @@ class SharedBackend:
             initial: The path of the initial weights.
             dtype, may_swap_pointers: As for :class:`WeightBank`.
         """
-        copies, actor = CopySettings.from_args(self.args), self.role == "actor"
+        copies = CopySettings.from_args(self.args)
+        actor = self.role == "actor"
 
         def bank(tensors: Sequence[tuple[str, Tensor]]) -> WeightBank:
             accelerated = self.device.type == "cuda"

@@ -75,7 +75,8 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     if len(shape) <= 1:
         return [((start,), (end - start,))] if shape else [((), ())]
     row = math.prod(shape[1:])
-    first, last = start // row, end // row
+    first = start // row
+    last = end // row
     if first == last:
         return [_in_row(first, box) for box in boxes(shape[1:], start % row, end % row)]
     found = []
@@ -125,7 +126,8 @@ class ShardMemory:
             tensors = host_tensors(like)
             for tensor in tensors:
                 tensor.zero_()
-            self.tensors, self._kinds = tensors, _kinds(like)
+            self.tensors = tensors
+            self._kinds = _kinds(like)
 
         self._taking = threading.Thread(target=get, name="save-memory", daemon=True)
         self._taking.start()

@@ -102,7 +102,8 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
             f"with --max-tokens-per-gpu ({error})"
         ) from error
     # Two sizes give the line of memory over tokens. Each is run twice if kernels are compiled for it.
-    available, idle = meter.available(), meter.allocated()
+    available = meter.available()
+    idle = meter.allocated()
     peaks: dict[int, int] = {}
     for size in (FIRST_SIZE, 2 * FIRST_SIZE):
         if peaks:

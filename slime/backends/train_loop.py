@@ -33,7 +33,8 @@ class PhaseTimer:
 
     def __init__(self, profiler: Profiler | None = None, timers: Timers | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self.profiler, self.timers = profiler, timers
+        self.profiler = profiler
+        self.timers = timers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -121,7 +122,8 @@ def score_rollout(
         The entries that were added to the batch, and the seconds per phase. :func:`train_on_rollout` does not compute
         these entries again if its batch has them.
     """
-    timer, before = PhaseTimer(profiler, timers), {*batch}
+    timer = PhaseTimer(profiler, timers)
+    before = {*batch}
     _score(backend, batch, timer)
     return {name: entry for name, entry in batch.items() if name not in before}, timer.seconds
 
@@ -189,7 +191,8 @@ def _means(
 ) -> dict[str, float]:
     # Sums of each entry over the samples of this rank, and by what they are divided: samples, or rollouts for
     # rewards.
-    names, numbers = [], []
+    names = []
+    numbers = []
     masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
     for key in keys:
         if batch.get(key) is None:

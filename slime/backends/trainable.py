@@ -142,7 +142,8 @@ class TrainedAdapter(ABC):
         Args:
             named: All parameters of the model, or those on this rank.
         """
-        self.settings, self.base_path = settings, InitialWeights.from_args(args).hf_folder()
+        self.settings = settings
+        self.base_path = InitialWeights.from_args(args).hf_folder()
         self.quantization = args.lora_base_quantization
         self.trained = [(name, p) for name, p in named if p.requires_grad]
         self.base = [(name, p) for name, p in named if not p.requires_grad]

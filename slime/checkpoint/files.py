@@ -104,7 +104,9 @@ def digest_files(paths: list[Path]) -> list[str]:
 # --- a full disk ---------------------------------------------------------------------------
 
 MIB = 2**20
-LEAST_SECONDS, MOST_SECONDS, POLL_SECONDS = 1.0, 60.0, 0.5
+LEAST_SECONDS = 1.0
+MOST_SECONDS = 60.0
+POLL_SECONDS = 0.5
 _TEXTS = ("No space left on device", "Disk quota exceeded")
 
 
@@ -128,7 +130,8 @@ def wait_for_room(
         check: Called about twice a second. An exception that it raises ends the wait.
     """
     # Free space is compared with that at the start: on a shared disk others write as well.
-    start, before = clock(), shutil.disk_usage(folder).free
+    start = clock()
+    before = shutil.disk_usage(folder).free
     while (waited := clock() - start) < MOST_SECONDS:
         if waited >= LEAST_SECONDS and shutil.disk_usage(folder).free > before + MIB:
             return
@@ -188,7 +191,8 @@ class FolderTrial:
     """The driver's part of the check. It is a context manager, which removes the files at its end."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.token = folder, secrets.token_hex(8)
+        self.folder = folder
+        self.token = secrets.token_hex(8)
         self.place = folder / f".trial-{self.token}"
 
     def __enter__(self) -> FolderTrial:
@@ -230,7 +234,8 @@ class FolderTrial:
 
 def answer(folder: str, token: str, who: str) -> Answer:
     """The part of every other process: read the driver's file, and write a file next to it."""
-    place, host = Path(folder) / f".trial-{token}", socket.gethostname()
+    place = Path(folder) / f".trial-{token}"
+    host = socket.gethostname()
     try:
         os.listdir(place.parent)
         if (place / "driver").read_text() != token:

@@ -119,7 +119,8 @@ def check_same_old_actor(manifest: Manifest, now: Mapping[str, JsonValue], async
         now: The current values of :data:`DECIDES_OLD_ACTOR`.
         asynchronous: Whether ``train_async.py`` resumes the run.
     """
-    ahead, then = manifest.get("ahead") or manifest.get("old_actor", {}).get("ahead", 0), manifest.get("settings", {})
+    ahead = manifest.get("ahead") or manifest.get("old_actor", {}).get("ahead", 0)
+    then = manifest.get("settings", {})
     # Older snapshots do not record all of these settings; those that are absent cannot be compared.
     wrong = changes({name: then[name] for name in DECIDES_OLD_ACTOR if name in then}, now)
     wrong += [] if asynchronous else ["train.py instead of train_async.py"]

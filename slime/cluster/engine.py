@@ -59,7 +59,8 @@ class EngineActor:
     ) -> None:
         from slime.engines.launch import start_engine
 
-        self.start_seconds, self.warms_up_sampler = start_seconds, warms_up_sampler
+        self.start_seconds = start_seconds
+        self.warms_up_sampler = warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         door().log_to(Path(log_dir), f"engine-actor-{name}")
         log = Path(log_dir) / f"engine-{name}.log"

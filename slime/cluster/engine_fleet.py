@@ -56,7 +56,9 @@ class EngineFleet:
         keys: RunKeys | None = None,
     ) -> None:
         self.keys = keys or RunKeys()
-        self.settings, self.log_dir, self.launch = settings, log_dir, launch
+        self.settings = settings
+        self.log_dir = log_dir
+        self.launch = launch
         count = len(specs)
         self.engines = [Engine(spec) for spec in specs]
         self.engines += [
@@ -203,7 +205,8 @@ class EngineFleet:
                 if engine.url not in reasons or engine.state not in ("serving", "unsynced"):
                     continue
                 # ``ending`` keeps restart_lost from starting the engine while its old processes hold memory and ports.
-                engine.state, engine.ending = "lost", True
+                engine.state = "lost"
+                engine.ending = True
                 engine.note_loss(reasons[engine.url])
                 self.lost_count += 1
                 lost.append(engine)

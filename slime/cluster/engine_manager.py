@@ -41,7 +41,9 @@ class EngineManager:
     """
 
     def __init__(self, args: Args, log_dir: Path, keys: RunKeys) -> None:
-        self.args, self.log_dir, self.keys = args, log_dir, keys
+        self.args = args
+        self.log_dir = log_dir
+        self.keys = keys
         self._fleet: EngineFleet | None = None
         self._monitor: HealthMonitor | None = None
         self.loads: EngineLoads | None = None
@@ -50,7 +52,8 @@ class EngineManager:
     def start_engines(self, placement: Placement) -> list[str]:
         """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        args, keys = self.args, self.keys
+        args = self.args
+        keys = self.keys
         # How engines are started, and what is done with those that are lost.
         specs = plan_engines(args)
         environment = thread_environment(args.threads_per_process)

@@ -101,9 +101,13 @@ class EnginePool:
         attempt: int = 0,
         first_rollout: int = 0,
     ) -> None:
-        self.cluster, self.sync, self.urls = cluster, sync, list(urls)
+        self.cluster = cluster
+        self.sync = sync
+        self.urls = list(urls)
         self.clock = WeightClock(attempt, first_rollout)
-        self._manager, self._trainer, self._log = manager, trainer, log
+        self._manager = manager
+        self._trainer = trainer
+        self._log = log
         self._first_rollout = first_rollout
         self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
         self._syncing = False  # whether sync_recovered_engines is running
@@ -123,7 +127,8 @@ class EnginePool:
 
     def _update_once(self, actor: TrainGroup) -> bool:
         """Returns whether an engine holds the weights at the end."""
-        trainer, log = self._trainer, self._log
+        trainer = self._trainer
+        log = self._log
         with log.phase("update_weights"):
             urls = self._begin_update()
             # Colocated: the engines take memory for the weights only, because the trainer still holds its copy. The KV
@@ -292,7 +297,8 @@ class EnginePool:
         # The update below waits for the manager as well, and that wait may call this method again.
         if self._syncing or now < self.next_poll or not self.urls:
             return
-        self.next_poll, self._syncing = now + POLL_SECONDS, True
+        self.next_poll = now + POLL_SECONDS
+        self._syncing = True
         try:
             status = self._status(self._manager.start(RolloutManager.engine_status), "the engines")
             self._alive(status)
@@ -345,7 +351,9 @@ class Evaluations:
     """Runs all evaluation sets with the weights that the engines hold."""
 
     def __init__(self, manager: ManagerClient, pool: EnginePool, log: StepLog) -> None:
-        self._manager, self._pool, self._log = manager, pool, log
+        self._manager = manager
+        self._pool = pool
+        self._log = log
 
     def run(self, step: int) -> None:
         """Evaluate the weights, which ``step`` rollouts have trained, and wait for the result."""

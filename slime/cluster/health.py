@@ -52,7 +52,10 @@ class HealthMonitor:
     def __init__(
         self, fleet: EngineFleet, interval: float, timeout: float, first_wait: float, start_seconds: float = 0.0
     ) -> None:
-        self.fleet, self.interval, self.timeout, self.first_wait = fleet, interval, timeout, first_wait
+        self.fleet = fleet
+        self.interval = interval
+        self.timeout = timeout
+        self.first_wait = first_wait
         self.start_seconds = start_seconds
         self.missed: dict[str, int] = {}  # by URL: how many checks in a row were missed
         self.processes = ProcessWatch(fleet)
@@ -99,7 +102,8 @@ class HealthMonitor:
         with self._lock:
             self._reasons.add(reason)
             self._pauses += 1
-            checking, sent = self.checking, self._check_began + SEND_SECONDS - time.monotonic()
+            checking = self.checking
+            sent = self._check_began + SEND_SECONDS - time.monotonic()
         if checking is not None and sent > 0:
             wait([checking], sent)
 
@@ -304,12 +308,14 @@ class EngineLoads:
     """
 
     def __init__(self, engines: Sequence[Engine], is_paused: Callable[[], bool], path: Path) -> None:
-        self.engines, self.is_paused = engines, is_paused
+        self.engines = engines
+        self.is_paused = is_paused
         self.seconds = max(SECONDS, len(engines) / ENGINES_PER_SECOND)
         self._file = AppendedFile(path, path.name)
         self._kept: deque[Load] = deque(maxlen=MOST_KEPT)
         self._lock = threading.Lock()
-        self._started, self._written = time.monotonic(), float("-inf")
+        self._started = time.monotonic()
+        self._written = float("-inf")
         self._pool = ThreadPoolExecutor(min(max(len(engines), 1), ENGINES_PER_SECOND), thread_name_prefix="engine-load")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="engine-loads", daemon=True)
@@ -336,7 +342,8 @@ class EngineLoads:
 
     def measure(self) -> None:
         """Ask all engines at the same time, and keep their answers."""
-        paused, now = self.is_paused(), time.time()
+        paused = self.is_paused()
+        now = time.time()
         loads = list(self._pool.map(lambda engine: load_of(engine, paused, now), self.engines))
         with self._lock:
             self._kept.extend(loads)

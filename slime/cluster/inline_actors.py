@@ -39,7 +39,8 @@ class _Threads:
     """Daemon threads that do calls in the order of their arrival. They start when they are needed."""
 
     def __init__(self, name: str, most: int) -> None:
-        self._name, self._most = name, most
+        self._name = name
+        self._most = most
         self._calls: queue.SimpleQueue[tuple[InlineRef, Callable[[], object]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._count = self._open = 0
@@ -108,7 +109,8 @@ class InlineActor:
 
 class _Method:
     def __init__(self, actor: InlineActor, name: str) -> None:
-        self._actor, self._name = actor, name
+        self._actor = actor
+        self._name = name
 
     def remote(self, *arguments: object, **keywords: object) -> InlineRef:
         return self._actor.call(self._name, arguments, keywords)

@@ -54,9 +54,15 @@ class Run:
         log: StepLog,
         stop: StopSignals,
     ) -> None:
-        self.args, self.first_rollout, self.num_rollout = args, first_rollout, num_rollout
-        self.manager, self.trainer, self.pool, self.snapshots = manager, trainer, pool, snapshots
-        self.log, self.stop = log, stop
+        self.args = args
+        self.first_rollout = first_rollout
+        self.num_rollout = num_rollout
+        self.manager = manager
+        self.trainer = trainer
+        self.pool = pool
+        self.snapshots = snapshots
+        self.log = log
+        self.stop = stop
         self.evaluations = Evaluations(manager, pool, log)
         self.completed = False
         self.asked: dict[int, Ref[RolloutBatch]] = {}
@@ -246,7 +252,8 @@ class StepLog:
         self._step_started = now
         self._logger.log(self.pending, rollout_id, "rollout/step")
         self.display.step_line(rollout_id, num_rollout, self.pending, times)
-        self.last_step, self.pending = self.pending, {}
+        self.last_step = self.pending
+        self.pending = {}
         self._rank_spans = [*self._rank_spans, *of_ranks][-MOST_RANK_SPANS:]
         return [*self._spans, *self._rank_spans]
 

@@ -46,7 +46,10 @@ class Prefetcher:
     def __init__(self, run: Run) -> None:
         args = run.args
         self.rollouts = range(run.first_rollout, run.num_rollout)
-        self._run, self._manager, self._pool, self._log = run, run.manager, run.pool, run.log
+        self._run = run
+        self._manager = run.manager
+        self._pool = run.pool
+        self._log = run.log
         self.admission = Admission(
             1,
             args.async_buffer_size,
@@ -73,7 +76,9 @@ class Prefetcher:
         optimizer = bound * (self._run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
-        first, last, step = self.rollouts.start, self.rollouts.stop, self._pool.clock.step
+        first = self.rollouts.start
+        last = self.rollouts.stop
+        step = self._pool.clock.step
         what = "the rollout manager to open a pool"
         self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, step)
         self.thread.start()
@@ -93,7 +98,8 @@ class Prefetcher:
     def _work(self) -> None:
         try:
             # Not with the driver's Waiter: signals and the progress display belong to the main thread.
-            manager, limit = self._manager, self._manager.timeout
+            manager = self._manager
+            limit = self._manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
                 if self.replays and not self.in_flight:
@@ -139,7 +145,8 @@ class Prefetcher:
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
             self._announce_version()
-            waited, limit = time.monotonic() - started, self._manager.timeout
+            waited = time.monotonic() - started
+            limit = self._manager.timeout
             if waited > limit:
                 raise WaitExpired(f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}")
             self.changed.wait(POLL_SECONDS)
@@ -201,7 +208,8 @@ class Prefetcher:
             self._hold()
         elif self.drains:
             with self._log.phase("drain"):
-                drained, what = self._manager.start(RolloutManager.drain_pool), "the groups in progress to finish"
+                drained = self._manager.start(RolloutManager.drain_pool)
+                what = "the groups in progress to finish"
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
         try:
             self._pool.update_weights()
@@ -259,5 +267,6 @@ class Prefetcher:
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            what, step = "the rollout manager to start more groups", self._pool.clock.step
+            what = "the rollout manager to start more groups"
+            step = self._pool.clock.step
             self._manager.call(what, RolloutManager.advance_pool, step, taken, trained)

@@ -78,7 +78,8 @@ class RayActors(Actors):
     def report(self) -> str:
         import ray
 
-        total, free = ray.cluster_resources(), ray.available_resources()
+        total = ray.cluster_resources()
+        free = ray.available_resources()
         parts = [f"{name} {free.get(name, 0):g} of {total[name]:g} free" for name in ("CPU", "GPU") if name in total]
         return f"Ray: {self.nodes()} node(s) alive; {', '.join(parts)}"
 
@@ -292,5 +293,6 @@ def redirect_output(log_dir: Path, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    sys.stdout = _stream(1)
+    sys.stderr = _stream(2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)

@@ -84,7 +84,10 @@ class Waiter:
         silence: float | None = None,
         state: StateFile | None = None,
     ) -> None:
-        self.stop, self.on_status, self.silence, self.state = stop, on_status, silence, state
+        self.stop = stop
+        self.on_status = on_status
+        self.silence = silence
+        self.state = state
         # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known in the next.
         self._polls: dict[str, _Poll] = {}
 
@@ -118,7 +121,8 @@ class Waiter:
             Exception: What one of the calls has raised.
         """
         actors_door = door()
-        start, began = DEBUGGER.clock(), time.time()
+        start = DEBUGGER.clock()
+        began = time.time()
         status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
@@ -178,14 +182,16 @@ class _StatusPoll:
 
     def poll(self) -> bool:
         """Collect answers, and ask those actors again; returns whether an answer came."""
-        names, self._turn = self._turn[:POLLED_ACTORS], self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
+        names = self._turn[:POLLED_ACTORS]
+        self._turn = self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
         asked = {poll.asked: name for name in names if (poll := self.polls[name]).asked is not None}
         done = door().wait(list(asked), 0)[0] if asked else []
         for ref in done:
             poll = self.polls[asked[ref]]
             poll.asked = None
             try:
-                poll.status, poll.answered = door().get([ref])[0], True
+                poll.status = door().get([ref])[0]
+                poll.answered = True
             except Exception as error:
                 poll.status = {"phase": f"does not answer: {type(error).__name__}"}
             self.latest[asked[ref]] = poll.status
@@ -193,7 +199,8 @@ class _StatusPoll:
         for name in names:
             poll = self.polls[name]
             if poll.asked is None:
-                poll.asked, poll.asked_at = poll.actor.status.remote(), time.monotonic()
+                poll.asked = poll.actor.status.remote()
+                poll.asked_at = time.monotonic()
         return bool(done)
 
     def silent(self, seconds: float) -> list[str]:
@@ -228,7 +235,8 @@ class ManagerClient:
     """
 
     def __init__(self, handle: ActorHandle, waiter: Waiter, timeout: float) -> None:
-        self.handle, self.timeout = handle, timeout
+        self.handle = handle
+        self.timeout = timeout
         self._waiter = waiter
 
     def start(

@@ -45,7 +45,8 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
     # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
     from slime.cluster.start import prepare, start
 
-    parts, ranks = prepare(args, asynchronous), TrainingRanks()
+    parts = prepare(args, asynchronous)
+    ranks = TrainingRanks()
     with RunEnd(parts):
         run = start(parts)
         while True:
@@ -87,13 +88,15 @@ def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
     """
     from slime.cluster.start import start_ranks_again
 
-    run, log = parts.run, parts.log
+    run = parts.run
+    log = parts.log
     if isinstance(error, StopRequested) or not REPORTS.attached or run is None:
         return None
     parts.lost = lost_parts(parts.actors(), error)
     if not parts.lost:
         return None
-    began, names = time.monotonic(), ", ".join(parts.lost)
+    began = time.monotonic()
+    names = ", ".join(parts.lost)
     try:
         snapshot = newest_snapshot(parts, run)
         reason = obstacle(run.args, parts.lost, snapshot, parts.engines_started) or _unwell(parts)

@@ -111,7 +111,8 @@ class RolloutManager(EngineManager):
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
         rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
-        groups, metrics = rollout.groups, rollout.metrics
+        groups = rollout.groups
+        metrics = rollout.metrics
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return RolloutBatch([], metrics, texts, take_warnings())
@@ -202,7 +203,8 @@ class RolloutManager(EngineManager):
             answers = [await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS) for url in urls]
             return sum(int(rank.get("num_held_reqs") or 0) for answer in answers for rank in answer["loads"])
 
-        urls, schedule = self.fleet.urls(), self.schedule
+        urls = self.fleet.urls()
+        schedule = self.schedule
         what = "the recorded tokens before a weight update (--replay-schedule)"
         done = lambda: schedule.missing(run(held_requests())) is None  # noqa: E731
         report = lambda: str(schedule.missing(run(held_requests())))  # noqa: E731

@@ -40,7 +40,8 @@ class RolloutState:
     """
 
     def __init__(self, args: Args, run_dir: Path, source: DataSource, in_program: bool = False) -> None:
-        self.args, self.source = args, source
+        self.args = args
+        self.source = source
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
@@ -48,7 +49,8 @@ class RolloutState:
         asked = bool(args.save_interval or args.save)
         self.saves = asked or in_program  # a program may save at any time
         if asked and not is_stateful(source) and not has_files(source):
-            name, methods = type(source).__name__, "neither state_dict and load_state_dict nor save and load"
+            name = type(source).__name__
+            methods = "neither state_dict and load_state_dict nor save and load"
             warn(f"a resumed run will begin with its first prompts again: the data source {name} has {methods}")
         self.sources: dict[int, object] = {}  # by rollout: the state of the data source after it, until it is trained
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
@@ -67,7 +69,8 @@ class RolloutState:
         Args:
             step: The number of steps that have trained the engines' weights.
         """
-        replayed, settings = self.args.replay_schedule, settings_to_compare(self.args)
+        replayed = self.args.replay_schedule
+        settings = settings_to_compare(self.args)
         recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
             made = first + len(self.restored)
@@ -174,7 +177,8 @@ class RolloutState:
         if load := self._own("load"):
             load(rollout_id)
         self.ledger.restore(state["ledger"], attempt)
-        self.attempt, self._position = attempt, state["schedule"]
+        self.attempt = attempt
+        self._position = state["schedule"]
         for number, kept in state["ahead"].items():
             self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
         self.restored = {number: _copied(rollout) for number, rollout in self.ahead.items()}

@@ -94,7 +94,8 @@ class RolloutWorker:
         raise_file_limit()
         send_keys(keys)
         init_http_client(args)
-        self.args, self.state = args, GenerateState(args)
+        self.args = args
+        self.state = GenerateState(args)
         self.state.share = share
         self.garbage = GarbageCollection()
         self._tasks: dict[int, asyncio.Task[object]] = {}  # by the number of the call; only used on the background loop
@@ -129,7 +130,9 @@ class RolloutWorker:
 
     def _take_state(self, call: GroupCall) -> None:
         state = self.state
-        state.rollout_id, state.eval_rollout_id, state.aborted = call.rollout_id, call.eval_rollout_id, call.aborted
+        state.rollout_id = call.rollout_id
+        state.eval_rollout_id = call.eval_rollout_id
+        state.aborted = call.aborted
         if call.rollout_id != self._rollout_id:
             self._rollout_id = call.rollout_id
             self.garbage.collect()
@@ -160,7 +163,8 @@ class RolloutWorker:
             if self._fault:
                 break
             await asyncio.sleep(0.1)
-        fault, self._fault = self._fault, False
+        fault = self._fault
+        self._fault = False
         return Report(fault, take_retries(), take_warnings())
 
 

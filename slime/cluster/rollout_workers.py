@@ -82,7 +82,9 @@ class RolloutWorkers:
         start_seconds: float,
         on_fault: Callable[[], None],
     ) -> None:
-        self._launch, self._start_seconds, self._on_fault = launch, start_seconds, on_fault
+        self._launch = launch
+        self._start_seconds = start_seconds
+        self._on_fault = on_fault
         self._workers = [_Worker(index, part) for index, part in enumerate(parts)]
         self._numbers = itertools.count()
         self._changed = asyncio.Event()  # set when a worker has started, or when none will
@@ -117,7 +119,8 @@ class RolloutWorkers:
 
     def restarts(self) -> float:
         """Number of workers that were started again since the last call."""
-        count, self._restarts = self._restarts, 0
+        count = self._restarts
+        self._restarts = 0
         return float(count)
 
     # --- groups ------------------------------------------------------------------------------
@@ -205,7 +208,8 @@ class RolloutWorkers:
         except BaseException:
             door().kill(handle)
             raise
-        worker.handle, worker.samples = handle, 0
+        worker.handle = handle
+        worker.samples = 0
         self._changed.set()
         self._spawn(self._watch(worker, handle))
 
@@ -268,7 +272,8 @@ class RolloutWorkers:
 
     async def _end(self, worker: _Worker, lost: ActorHandle | None = None) -> None:
         """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more requests."""
-        process, handle = worker.process, lost or worker.handle
+        process = worker.process
+        handle = lost or worker.handle
         worker.handle = worker.process = None
         if handle is not None:
             door().kill(handle)
@@ -312,7 +317,8 @@ def worker_launcher(
     for path, name in (*hooks, *((hook, None) for hook in common.rollout_sample_hook_path)):
         if path:
             load_function(path, name)
-    count, nodes = len(args), door().nodes()
+    count = len(args)
+    nodes = door().nodes()
     verifiers_of_node = default_workers() / math.ceil(count / nodes)
     verifiers = math.ceil(common.reward_workers / count if common.reward_workers else verifiers_of_node)
     # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.

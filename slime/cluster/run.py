@@ -71,9 +71,11 @@ class RunEnd:
 
     def __init__(self, parts: Parts) -> None:
         args = parts.args
-        self.parts, self.max_restarts = parts, args.max_restarts or 0
+        self.parts = parts
+        self.max_restarts = args.max_restarts or 0
         self._brief = not (args.inline or parts.stop.in_program)  # who debugs or programs needs the whole error
-        name, folder = args.run_name, args.output_dir
+        name = args.run_name
+        folder = args.output_dir
         self._settings = Settings(
             max_restarts=self.max_restarts, status_timeout=args.status_timeout, save=args.save, run_name=name,
             output_dir=folder,
@@ -146,7 +148,8 @@ class RunEnd:
 
     def _tell_briefly(self, error: BaseException) -> None:
         """Write the traceback to ``logs/driver.log``, and let Python print only where it is and, last, the message."""
-        text, folder = redacted_text("".join(traceback.format_exception(error))), self.parts.dir.path
+        text = redacted_text("".join(traceback.format_exception(error)))
+        folder = self.parts.dir.path
         self.parts.log.display.record(f"the run failed\n{text}")
         own = [frame for frame in _FRAME.findall(text) if "-packages/" not in frame and "/lib/python3" not in frame]
         where = f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} says more)"
@@ -207,7 +210,8 @@ def snapshot_before_stop(parts: Parts) -> None:
 def save_while_generating(run: Run) -> None:
     """Save what was trained since the last snapshot, if the run has a folder for it; the engines may end for this."""
     run.snapshots.commit()  # A snapshot of --async-save may still be open.
-    folder, trained = run.snapshots.folder, run.trainer.trained
+    folder = run.snapshots.folder
+    trained = run.trainer.trained
     if folder is None or trained is None or trained == run.snapshots.saved:
         return
     # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.

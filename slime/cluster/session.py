@@ -52,11 +52,13 @@ def connect() -> None:
 
     if ray.is_initialized():
         return
-    package, other = Path(__file__).parents[1], Path("slime").absolute()
+    package = Path(__file__).parents[1]
+    other = Path("slime").absolute()
     if (other / "__init__.py").is_file() and not other.samefile(package):
         # Ray puts the working directory first, before anything that could be set here.
         raise ClusterError(f"Ray's workers would import {other} in place of {package}: start in another folder")
-    connected, before = True, psutil.Process().children()
+    connected = True
+    before = psutil.Process().children()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": import_environment()}
@@ -103,7 +105,8 @@ def _signals_left_to_us() -> Iterator[None]:
     """
     services: Any = importlib.import_module("ray._private.services")
     utils: Any = importlib.import_module("ray._private.utils")
-    popen, set_handler = services.ConsolePopen, utils.set_sigterm_handler
+    popen = services.ConsolePopen
+    set_handler = utils.set_sigterm_handler
 
     def set_missing_handler(handler: Any) -> None:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -114,7 +117,8 @@ def _signals_left_to_us() -> Iterator[None]:
     try:
         yield
     finally:
-        services.ConsolePopen, utils.set_sigterm_handler = popen, set_handler
+        services.ConsolePopen = popen
+        utils.set_sigterm_handler = set_handler
 
 
 _SESSION = re.compile(r"(/\S*?/session_[^/\s]+)/")
@@ -181,7 +185,8 @@ def disconnect() -> None:
     if not connected:
         return
     # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
-    connected, children = False, _with_descendants(_started)
+    connected = False
+    children = _with_descendants(_started)
     _started.clear()
     ray.shutdown()
     _kill(wait_gone(children, SHUTDOWN_SECONDS))

@@ -52,11 +52,14 @@ class StartingPoint:
     def from_args(cls, args: Args) -> StartingPoint:
         """Read the manifests below ``--load``."""
         snapshot = snapshot_of(args.load, args.ckpt_step)
-        trained, first, attempt = None, 0, 0
+        trained = None
+        first = 0
+        attempt = 0
         resumes = snapshot is not None and not args.finetune
         if snapshot is not None and resumes:
             trained = snapshot.iteration
-            first, attempt = trained + 1, int(snapshot.manifest["attempt"]) + 1
+            first = trained + 1
+            attempt = int(snapshot.manifest["attempt"]) + 1
         if args.start_rollout_id is not None:
             first = args.start_rollout_id
         return cls(snapshot, resumes, trained, first, attempt)
@@ -105,7 +108,8 @@ def restore_rollouts(
     # change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
-    before, length = then.get("num_rollout"), args.num_rollout
+    before = then.get("num_rollout")
+    length = args.num_rollout
     now = settings | {"num_rollout": before}
     if isinstance(before, int) and before != length:  # a new length is told if it changes the learning rate
         old, new = (LrSchedule.from_args(args.with_values(num_rollout=count)) for count in (before, length))
@@ -142,9 +146,15 @@ class Snapshots:
         stop: StopSignals,
         saved: int | None = None,
     ) -> None:
-        self.settings, self.facts, self.saved = settings, facts, saved
+        self.settings = settings
+        self.facts = facts
+        self.saved = saved
         self.folder = Path(settings.save) if settings.save else None
-        self._manager, self._trainer, self._pool, self._log, self._stop = manager, trainer, pool, log, stop
+        self._manager = manager
+        self._trainer = trainer
+        self._pool = pool
+        self._log = log
+        self._stop = stop
         self._open: tuple[Path, Facts] | None = None  # the temporary folder, and the content of its manifest
 
     def save(self, rollout_id: int) -> None:
@@ -164,10 +174,12 @@ class Snapshots:
                 for group in self._trainer.groups:
                     self._trainer.take_turn(group)
                     self._with_room(rollout_id, partial(group.save, temp))
-                what, save = "the data source to be saved", RolloutManager.save_state
+                what = "the data source to be saved"
+                save = RolloutManager.save_state
                 ahead = self._with_room(rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp)))
                 # A copy of the metrics: with --async-save the step's end clears them before the commit.
-                version, metrics = self._pool.clock.version, {**self._log.pending}
+                version = self._pool.clock.version
+                metrics = {**self._log.pending}
                 step = Facts(rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics)
                 if (old_actor := self._trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
@@ -195,7 +207,8 @@ class Snapshots:
         if self._open is None:
             return
         temp, facts = self._open
-        rollout_id, written = facts["rollout_id"], list[FileEntry]()
+        rollout_id = facts["rollout_id"]
+        written = list[FileEntry]()
         with self._stop.deferred():  # A signal must not leave a snapshot that is written but not committed.
             for group in self._trainer.groups:
                 repeat = group.repeat_save if self.settings.async_save else None

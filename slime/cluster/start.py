@@ -121,7 +121,9 @@ def start(parts: Parts) -> Run:
     from slime.cluster.inline_actors import InlineActors
     from slime.cluster.placement import Placement, check_resources, plan_slots
 
-    args, begin, log = parts.args, parts.begin, parts.log
+    args = parts.args
+    begin = parts.begin
+    log = parts.log
     with log.phase("start"):
         # The cluster, and where in it each process of the run has its place.
         use(InlineActors() if args.inline else None)
@@ -147,7 +149,8 @@ def start(parts: Parts) -> Run:
             _start_training(parts, placement)
         urls: list[str] = []
         if engines is not None and args.offload_rollout and placement.on_gpu:
-            urls, engines = _wait_for_engines(parts, manager, engines, release=slots.train > 0), None
+            urls = _wait_for_engines(parts, manager, engines, release=slots.train > 0)
+            engines = None
         for group in parts.groups:
             group.load()
         if args.save:
@@ -180,7 +183,10 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
     """
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
-    run, manager, placement, log = parts.run, parts.manager, parts.placement, parts.log
+    run = parts.run
+    manager = parts.manager
+    placement = parts.placement
+    log = parts.log
     assert run and manager and placement, "the start is complete"
     # Without it, a stop request does not save: the snapshot is the newest state that there is.
     parts.run = None
@@ -195,7 +201,8 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
         if begin.snapshot is not parts.begin.snapshot:
             first = {"load": parts.args.save, "ckpt_step": None, "start_rollout_id": None, "finetune": False}
             parts.args = parts.args.with_values(**first)
-        parts.begin, parts.groups = begin, []
+        parts.begin = begin
+        parts.groups = []
         _start_training(parts, placement)
         for group in parts.groups:
             group.load()
@@ -213,12 +220,15 @@ def _trainer(parts: Parts) -> Trainer:
     actor = next((group for group in parts.groups if group.role == "actor"), None)
     critic = next((group for group in parts.groups if group.role == "critic"), None)
     old_actor = OldActor.from_args(args, parts.asynchronous, parts.begin.manifest)
-    steps, trained = args.num_critic_only_steps, parts.begin.trained
+    steps = args.num_critic_only_steps
+    trained = parts.begin.trained
     return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
 
 
 def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger) -> Run:
-    args, begin, log = parts.args, parts.begin, parts.log
+    args = parts.args
+    begin = parts.begin
+    log = parts.log
     # The arguments are the settings of every section.
     pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0

@@ -91,7 +91,8 @@ class StopSignals:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """A signal does not interrupt waits inside this block; it interrupts the first wait after the block."""
-        before, self.ending = self.ending, True
+        before = self.ending
+        self.ending = True
         try:
             yield
         finally:

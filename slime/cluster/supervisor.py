@@ -187,7 +187,8 @@ class Driver:
         import psutil
 
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 2 * _POLL_SECONDS), now
+        passed = min(now - self._looked, 2 * _POLL_SECONDS)
+        self._looked = now
         limit = self.said["began"]["status_timeout"] if "began" in self.said else 0.0
         for what, process in self._watched(now) if limit > 0 else ():
             most = limit if process.pid == self.child.pid else limit + _AFTER_DRIVER
@@ -205,7 +206,8 @@ class Driver:
         import psutil
 
         if now > self._searched + _LOOK_SECONDS:
-            self._searched, self._of_ray = now, []
+            self._searched = now
+            self._of_ray = []
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     if (name := process.name()).startswith(OF_RAY):

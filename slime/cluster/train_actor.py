@@ -73,7 +73,10 @@ class TrainActor:
         self, args: Args, role: Role, rank: int, world_size: int, log_dir: str, engine_keys: ServerKeys
     ) -> None:
         door().log_to(Path(log_dir), f"train-{role}-{rank}")
-        self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self.args = args
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
         self.engine_keys = engine_keys
         self.timers = Timers()  # of what this rank does, for the traces of rollouts
         self.weight_sync = WeightSyncSettings.from_args(args)
@@ -243,7 +246,8 @@ class TrainActor:
             run(self.transport.close())
             self.transport = None
         if self.transport is None:
-            self.transport, self.same_host = create_transport(self.weight_sync, colocated_host=same_host), same_host
+            self.transport = create_transport(self.weight_sync, colocated_host=same_host)
+            self.same_host = same_host
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Let the engines score the probe; returns the largest log-prob difference from the trainer.

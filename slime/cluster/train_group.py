@@ -45,7 +45,9 @@ class TrainGroup:
         engine_keys: ServerKeys,
     ) -> None:
         args = role_args(args, role)
-        self.args, self.role, self.waiter = args, role, waiter
+        self.args = args
+        self.role = role
+        self.waiter = waiter
         world_size = placement.slots.train
         # A collective that times out leaves a record of each rank's last operations, which slime doctor compares.
         recorder = {
@@ -138,7 +140,8 @@ class TrainGroup:
         """
         # A repeated update has the same version. The random part keeps it from reading store keys of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
-        update, what = TrainActor.update_weights, f"to send weights {version}"
+        update = TrainActor.update_weights
+        what = f"to send weights {version}"
         sent = self.ask_all(what, update, list(engine_urls), version, same_host, dict(slots), token, model, check_equal)
         reports = [report for report in sent if report is not None]
         return dataclasses.replace(

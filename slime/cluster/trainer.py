@@ -56,7 +56,10 @@ class OldActor:
     def __init__(
         self, is_kept: bool, lag: int = 0, interval: int = 1, before: OldActorFacts | None = None, first_step: int = 0
     ) -> None:
-        self.is_kept, self.lag, self.interval, self.first_step = is_kept, lag, interval, first_step
+        self.is_kept = is_kept
+        self.lag = lag
+        self.interval = interval
+        self.first_step = first_step
         # With another lag, the snapshot has other copies.
         self._before = before if is_kept and before is not None and before["lag"] == lag else None
         self.held = None if self._before is None else self._before["held"]
@@ -85,7 +88,8 @@ class OldActor:
 
     def to_send(self, step: int) -> tuple[ModelTag, int]:
         """Return the weights for an update after ``step`` steps, and the number of steps that trained them."""
-        copy, held = self.engines_copy, self.held or 0
+        copy = self.engines_copy
+        held = self.held or 0
         resumed_between = step == self.first_step and step % self.interval != 0
         return (copy, held) if copy is not None and held < step and resumed_between else ("actor", step)
 
@@ -96,8 +100,10 @@ class OldActor:
         """
         if not self.is_kept or version == self._version:
             return
-        before, self._before = self._before, None
-        self._version, self.held = version, parse_version(version).step
+        before = self._before
+        self._before = None
+        self._version = version
+        self.held = parse_version(version).step
         # After a resume, no rollout is behind if those of the snapshot were generated with the weights that the engines
         # get now, or if there are none, because what was in progress at a stop is generated again.
         none_behind = before is not None and (before["ahead"] == 0 or self.held < self.first_step)
@@ -145,11 +151,15 @@ class Trainer:
     ) -> None:
         self.offloads = bool(cluster.offload_train)
         self.colocated = bool(cluster.offload_train or cluster.offload_rollout)
-        self.kl, self.num_critic_only_steps = kl, num_critic_only_steps
-        self.actor, self.critic, self.old_actor = actor, critic, old_actor
+        self.kl = kl
+        self.num_critic_only_steps = num_critic_only_steps
+        self.actor = actor
+        self.critic = critic
+        self.old_actor = old_actor
         self.groups = [group for group in (actor, critic) if group is not None]
         self.trained = trained
-        self._log, self._stop = log, stop
+        self._log = log
+        self._stop = stop
 
     def train(self, rollout_id: int, refs: Batches) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values, then the actor.
@@ -167,7 +177,8 @@ class Trainer:
     def _train(self, rollout_id: int, refs: Batches) -> None:
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
         trains_actor = self.critic is None or rollout_id >= self.num_critic_only_steps
-        scores, values = None, None
+        scores = None
+        values = None
         if self.critic is not None:
             if self.kl.kl_coef:
                 self.take_turn(self.actor)
@@ -279,7 +290,8 @@ def settle_token_budget(
     if isinstance(tokens, int) and tokens:
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
-        share, longest = memory_share(str(args.hf_checkpoint)), longest_per_gpu(args)
+        share = memory_share(str(args.hf_checkpoint))
+        longest = longest_per_gpu(args)
         measurements: list[Measurement] = []
         for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)

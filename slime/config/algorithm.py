@@ -162,7 +162,8 @@ def check_estimator(args: Args) -> list[str]:
     name = args.advantage_estimator
     if problem := loading_problem(name) or trial_problem(args):
         return [problem]
-    algorithm, flags = algorithm_class(name), flags_of(type(args))
+    algorithm = algorithm_class(name)
+    flags = flags_of(type(args))
     # A class of the user may name a switch that does not exist.
     unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
     if unknown:

@@ -39,7 +39,8 @@ class UnknownName(AttributeError):
 
     def __init__(self, name: str, values: Mapping[str, object]) -> None:
         super().__init__(name, values)
-        self._name, self._values = name, values
+        self._name = name
+        self._values = values
 
     def __reduce__(self) -> tuple[type[AttributeError], tuple[str]]:
         return AttributeError, (str(self),)
@@ -148,7 +149,8 @@ class Args(
         values = self.__dict__
         # Hooks read these with every backend, and most launch scripts give no MODEL_ARGS.
         if name in SHAPE and name not in values.get("megatron", {}):
-            found, value = True, model_dimension(values.get("hf_checkpoint"), name)
+            found = True
+            value = model_dimension(values.get("hf_checkpoint"), name)
         else:
             found, value = option_value(name, values)
         if not found or (value is None and _is_asked_with_default()):

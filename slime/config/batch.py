@@ -60,7 +60,8 @@ def derive_batch(args: Args) -> list[str]:
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
     _micro_batches(args)
-    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    size = args.global_batch_size
+    steps = args.num_steps_per_rollout
     if min(samples, 1 if size is None else size, 1 if steps is None else steps) < 1:  # the range checks report it
         return []
     # Of the identity's four numbers, the missing one follows from the others.

@@ -81,7 +81,8 @@ class InitialWeights:
     @classmethod
     def from_args(cls, args: Args) -> InitialWeights:
         assert args.hf_checkpoint is not None, "the checks of the flags require it"
-        load, ref_load = weights_path(args.load, args.ckpt_step), weights_path(args.ref_load, args.ref_ckpt_step)
+        load = weights_path(args.load, args.ckpt_step)
+        ref_load = weights_path(args.ref_load, args.ref_ckpt_step)
         return cls(load, ref_load, args.hf_checkpoint)
 
     def hf_folder(self) -> str:

@@ -193,7 +193,8 @@ def _model(entry: dict[str, Any], hf_checkpoint: str, per_engine: int) -> Served
 
 def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
     kind = entry.get("worker_type", "regular")
-    gpus, per_engine = entry["num_gpus"], entry.get("num_gpus_per_engine", per_engine)
+    gpus = entry["num_gpus"]
+    per_engine = entry.get("num_gpus_per_engine", per_engine)
     if gpus % per_engine and kind != "placeholder":
         raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
     overrides = {str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()}
@@ -259,7 +260,8 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
     by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
     if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
         return []
-    shared, end = [], 0
+    shared = []
+    end = 0
     # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs matter.
     models = _served_models(args)
     updated = next((model for model in models if model.update_weights), None)

@@ -190,7 +190,8 @@ def _unwrap(hint: object) -> tuple[type, type | None, bool]:
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
-        optional, hint = len(members) < len(get_args(hint)), members[0]
+        optional = len(members) < len(get_args(hint))
+        hint = members[0]
     if get_origin(hint) is list:
         return get_args(hint)[0], list, optional
     if get_origin(hint) is dict:

@@ -115,7 +115,8 @@ def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
         if config.get(key) is not None:
             return key, config[key]
     # Older models leave out what follows from other keys.
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     if name == "kv_channels" and isinstance(hidden, int) and isinstance(heads, int) and hidden and heads:
         return "hidden_size / num_attention_heads", hidden // heads
     if name == "num_query_groups" and config.get("num_attention_heads"):

@@ -43,7 +43,8 @@ class ParallelLayout:
         cp = size("context_parallel_size")
         if args.train_backend != "megatron":
             return cls(world_size=args.world_size, cp=cp)
-        tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+        tp = size("tensor_model_parallel_size")
+        pp = size("pipeline_model_parallel_size")
         vpp = _model_chunks(given, pp, args.hf_checkpoint)
         return cls(
             world_size=args.world_size,

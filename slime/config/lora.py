@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_NAME = "slime"
 """The name of the trained adapter in engines that load adapters by name."""
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
+ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The projections that SGLang computes at once."""
 _PROJECTIONS = tuple(name for group in _FUSED for name in group)
@@ -136,7 +137,8 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
                     "--lora-exclude-modules, or use --lora-sync merged"
                 )
     # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
-    rank, alpha = int(str(config["r"])), float(str(config["lora_alpha"]))
+    rank = int(str(config["r"]))
+    alpha = float(str(config["lora_alpha"]))
     return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
 
 

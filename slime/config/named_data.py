@@ -67,7 +67,8 @@ def data_name(text: str) -> DataName | None:
     if folder and not match["first"] and match["path"] not in known_sets():
         return None  # a folder without a split is reported as a path that is not a file
     known = known_sets().get(match["path"], {})
-    first, second = match["first"], match["second"]
+    first = match["first"]
+    second = match["second"]
     # gsm8k:train names a split, gsm8k:main a configuration.
     if first and not second and (first in _USUAL_SPLITS or first == known.get("split")):
         first, second = None, first

@@ -178,7 +178,8 @@ def tracker_packages() -> dict[str, tuple[str, str] | None]:
 
 
 def check_sinks(observability: ObservabilityConfig) -> list[str]:
-    problems, known = [], tracker_packages()
+    problems = []
+    known = tracker_packages()
     for name in chosen_trackers(observability):
         if name in known:
             package = known[name]

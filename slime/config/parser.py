@@ -225,7 +225,8 @@ def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace,
 
 def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
     """Return the words without these options and the values after them."""
-    kept, inside = [], False
+    kept = []
+    inside = False
     for word in words:
         if word.startswith("--"):
             inside = word.partition("=")[0] in options

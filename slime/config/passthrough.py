@@ -208,7 +208,8 @@ def keyless_options(given: Mapping[str, object]) -> list[str]:
 def _check_keys(args: Args) -> list[str]:
     """Report keys of servers with which requests would fail, and engines that have no key."""
     problems = []
-    engine, router = args.sglang.get("api_key"), args.router.get("api_key")
+    engine = args.sglang.get("api_key")
+    router = args.router.get("api_key")
     if engine and router and engine != router and (args.prefill_num_servers or args.sglang_config):
         problems.append(
             "--sglang-api-key, --router-api-key: the router forwards its own key to prefill and decode servers, so the "

@@ -118,7 +118,9 @@ def old_actor_lag(args: Args) -> int | None:
     Returns:
         0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across an update.
     """
-    buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
+    buffered = args.async_buffer_size
+    interval = args.update_weights_interval
+    bound = args.max_weight_staleness
     # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
@@ -173,7 +175,8 @@ def check_old_actor(args: Args) -> list[str]:
 
 
 def check_staleness(args: Args) -> list[str]:
-    bound, interval = args.max_weight_staleness, args.update_weights_interval
+    bound = args.max_weight_staleness
+    interval = args.update_weights_interval
     if bound is None:
         return []
     if bound < interval - 1:
@@ -266,7 +269,8 @@ def check_rotary(args: Args) -> list[str]:
 
 def context_notice(args: Args) -> str | None:
     """Return a notice if the longest prompt and the longest response together exceed the context length."""
-    limit, response = context_limit(args, args.rollout_max_context_len), args.rollout_max_response_len
+    limit = context_limit(args, args.rollout_max_context_len)
+    response = args.rollout_max_response_len
     if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:
         return None
     given = args.rollout_max_context_len is not None and args.rollout_max_context_len <= limit

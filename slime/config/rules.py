@@ -71,7 +71,8 @@ class Rule(NamedTuple):
         return [self._sentence(flags, other) for flags, other in self.broken(run)]
 
     def _sentence(self, flags: list[str], other: list[str]) -> str:
-        told, instead = _listed(flags + other), self.instead
+        told = _listed(flags + other)
+        instead = self.instead
         if self.needs:
             told += f" {'needs' if len(flags) == 1 else 'need'} {self.needs}"
             instead = instead or f"add it, or leave {flags[-1]} out"

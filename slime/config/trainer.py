@@ -307,7 +307,8 @@ def check_quantized_model(args: Args) -> list[str]:
     if args.rollout_quantization is None or args.rollout_backend != "sglang" or not args.hf_checkpoint:
         return []
     architectures = set(model_config(args.hf_checkpoint).get("architectures") or ())
-    option, other = f"--rollout-quantization {args.rollout_quantization}", "use the embedded engine"
+    option = f"--rollout-quantization {args.rollout_quantization}"
+    other = "use the embedded engine"
     if lost := ", ".join(sorted(architectures & set(_NO_SCALES))):
         return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]
     if unknown := ", ".join(sorted(architectures - set(SGLANG_FAMILIES))):

@@ -81,7 +81,8 @@ class ModelShape:
         Dimensions that were not given have Megatron's defaults.
         """
         given: dict[str, Any] = dict(megatron)
-        hidden, layers = given.get("hidden_size"), given.get("num_layers")
+        hidden = given.get("hidden_size")
+        layers = given.get("num_layers")
         if not hidden or not layers:
             return None
         # Megatron's own defaults, where a flag was not given.
@@ -89,7 +90,8 @@ class ModelShape:
         width = given.get("kv_channels") or max(hidden // heads, 1)
         ffn = given.get("ffn_hidden_size") or 4 * hidden
         # With multi-latent attention, a key is a compressed part and a part with rotary embeddings.
-        mla, experts = bool(given.get("multi_latent_attention")), given.get("num_experts") or 0
+        mla = bool(given.get("multi_latent_attention"))
+        experts = given.get("num_experts") or 0
         rope = given.get("qk_pos_emb_head_dim", 64) if mla else 0
         freq = given.get("moe_layer_freq", 1)  # a period, or one flag per layer
         sparse = -(-layers // max(freq, 1)) if isinstance(freq, int) else sum(map(bool, freq))
@@ -127,7 +129,8 @@ class ModelShape:
         """
         # config.json of each family has names of its own for these dimensions.
         given = {name: size for name in SHAPE if (size := _size(lookup_dimension(config, name)[1]))}
-        width, dense = given.get("moe_ffn_hidden_size", 0), _size(config.get("first_k_dense_replace"))
+        width = given.get("moe_ffn_hidden_size", 0)
+        dense = _size(config.get("first_k_dense_replace"))
         # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
         # models, such as GPT-2 and Phi, name plain GELU.
         swiglu = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")

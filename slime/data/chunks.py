@@ -39,7 +39,10 @@ class Chunks:
     """
 
     def __init__(self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int) -> None:
-        self._rows, self._make, self._order, self._workers = rows, make, order, workers
+        self._rows = rows
+        self._make = make
+        self._order = order
+        self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self.held: dict[int, Future[Made] | Made] = {}
 
@@ -133,7 +136,8 @@ def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[in
 
 
 def _network(values: _Words, half: np.uint64, mask: np.uint64, keys: list[np.uint64]) -> _Words:
-    left, right = values >> half, values & mask
+    left = values >> half
+    right = values & mask
     for key in keys:
         left, right = right, left ^ (_mixed(right + (key << np.uint64(32))) & mask)
     return (left << half) | right

@@ -170,7 +170,8 @@ def _token_counts(
     partitions: list[list[int]], micro_batches: list[list[list[int]]], counts: list[int], tokens_of: list[int]
 ) -> list[int]:
     """For each step, the sum of max(mask sum, 1) over the samples of all ranks."""
-    totals, begin = [], 0
+    totals = []
+    begin = 0
     for count in counts:
         totals.append(
             sum(
@@ -233,7 +234,8 @@ def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list
 
 
 def _check_lengths(sample: Sample) -> None:
-    total, response = sample.num_tokens, sample.response_length
+    total = sample.num_tokens
+    response = sample.response_length
     if not 0 <= response < total:
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has {total} tokens and "

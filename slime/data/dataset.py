@@ -224,8 +224,11 @@ class Dataset:
         return dataset
 
     def _open(self, path: str, make: PromptMaker, seed: int, streaming: bool, workers: int) -> None:
-        keys, max_length = make.keys, make.max_length
-        self.path, self.seed, self.max_length = path, seed, max_length
+        keys = make.keys
+        max_length = make.max_length
+        self.path = path
+        self.seed = seed
+        self.max_length = max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file
         self._kept: list[Sample | None] | None = None  # samples by row; None: rows are read when needed (streaming)
@@ -235,7 +238,8 @@ class Dataset:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
             return
         # All chunks are read now, and their reports are joined, so that every problem of the file is told at once.
-        reports, kept = [], []
+        reports = []
+        kept = []
         for chunk in range(-(-len(self._rows) // CHUNK)):
             samples, report = self._chunks[chunk]
             kept += samples
@@ -253,7 +257,8 @@ class Dataset:
         self.shuffle(None)
 
     def _check(self, keys: RowKeys, reports: list[Report]) -> None:
-        report, problems = Report(keys), Problems()
+        report = Report(keys)
+        problems = Problems()
         for part in reports:
             report.merge(part)
         report.tell(self.path, problems)

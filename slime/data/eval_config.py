@@ -125,7 +125,8 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
         pairs, problems = eval_pairs(args.eval_prompt_data or [])
         if problems:
             raise ValueError(problems[0])
-        defaults, entries = {}, [{"name": name, "path": path} for name, path in pairs]
+        defaults = {}
+        entries = [{"name": name, "path": path} for name, path in pairs]
     # Metrics and files of an evaluation are named after its data set.
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})

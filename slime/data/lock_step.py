@@ -106,7 +106,10 @@ class _Packing:
     """One attempt with ``rows`` micro-batches per rank."""
 
     def __init__(self, items: Items, ranks: int, rows: int, cap: int) -> None:
-        self.items, self.ranks, self.rows, self.cap = items, ranks, rows, cap
+        self.items = items
+        self.ranks = ranks
+        self.rows = rows
+        self.cap = cap
         self.tokens = np.asarray(items.tokens, np.int64)
         self.costs = np.asarray(items.costs, np.float64)
         self.members: list[list[int]] = [[] for _ in range(ranks * rows)]
@@ -182,7 +185,8 @@ class _Packing:
         if len(given) == 1:
             after[:, -1] = np.inf  # ``high`` must not become empty
         first, second = np.unravel_index(np.argmin(after), after.shape)
-        out, back = int(given[first]), int(taken[second])
+        out = int(given[first])
+        back = int(taken[second])
         # Now with the exact sizes. Improvements by rounding errors are not worth an exchange.
         members_high = [i for i in [*self.members[high], back] if i not in (out, -1)]
         members_low = [i for i in [*self.members[low], out] if i != back]

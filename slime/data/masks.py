@@ -77,7 +77,8 @@ class MultiTurnLossMaskGenerator:
             raise ValueError(f"loss masks need a fast tokenizer, which maps tokens to text; this is {type(tokenizer)}")
         if tokenizer_type == "qwen" and _R1_ASSISTANT in tokenizer.get_vocab():
             tokenizer_type = "distill_qwen"
-        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
         self.tokenizer_type = tokenizer_type
         added = tokenizer.added_tokens_decoder
         # The tokens whose place behind a turn ends it; and those with which a template ends a turn itself.
@@ -159,8 +160,10 @@ class MultiTurnLossMaskGenerator:
         # The offsets connect tokens with characters, in which the messages are found.
         text = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-        mask, ending = [0] * len(ids), list[int]()
+        ids = list(encoded["input_ids"])
+        offsets = list(encoded["offset_mapping"])
+        mask = [0] * len(ids)
+        ending = list[int]()
         for i, message in enumerate(messages):
             if not _is_trained(message):
                 continue
@@ -258,7 +261,8 @@ class MultiTurnLossMaskGenerator:
         empty ``<think>`` block) is trained as well.
         """
         try:
-            history, asked = self._render(before, tools), self._render(before, tools, ask=True)
+            history = self._render(before, tools)
+            asked = self._render(before, tools, ask=True)
         except TemplateRefusal:  # of a conversation that ends here, or that has no message yet
             return begin
         if text.startswith(asked) and len(asked) <= begin:
@@ -292,7 +296,8 @@ class MultiTurnLossMaskGenerator:
 
 def _common_prefix(a: str, b: str) -> int:
     """Length of the common prefix of two texts, by binary search."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

@@ -117,7 +117,8 @@ def parse_rows(
         as_messages: Convert a prompt that is a string to one user message (for the chat template, or for media).
         json_messages: Read a prompt that is the JSON text of messages as these messages.
     """
-    report, prompts = Report(keys), []
+    report = Report(keys)
+    prompts = []
     for raw in raws:
         report.rows += 1
         try:

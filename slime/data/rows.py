@@ -128,7 +128,8 @@ class RowFile:
             raise DataError([f"data file {path} {what} (looked for {path.absolute()}){hint}"])
         if path.suffix not in _READERS:
             raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
-        self.spec, self.path = spec, path
+        self.spec = spec
+        self.path = path
         self._stat = self._identity()
         self.reader = _READERS[path.suffix](path)
         self._numbers = range(len(self.reader))[selected]
@@ -230,7 +231,8 @@ class _JsonLines:
                     row = mark * STRIDE - 1
                     number = self.lines[mark] - 1
                 while row < wanted:
-                    line, number = file.readline(), number + 1
+                    line = file.readline()
+                    number = number + 1
                     if not line:
                         raise DataError([f"{self.path} ends at line {number}: it was changed while the run read it"])
                     row += not _blank(line, number)
@@ -249,7 +251,8 @@ class _Parquet:
             self.file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError([f"{path}: not a Parquet file: {error}"]) from error
-        self.path, meta = path, self.file.metadata
+        self.path = path
+        meta = self.file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
         self.starts = list(accumulate(sizes, initial=0))  # first row of each row group, and the total
         self.batches: Iterator[Any] = iter(())  # the remaining batches of the row group that ends before `stop`
@@ -287,8 +290,10 @@ class _Parquet:
         # Another row group: read it from its beginning, batch by batch.
         if not self.first <= row < self.stop:
             group = bisect_right(self.starts, row) - 1
-            self.first, self.stop = self.starts[group], self.starts[group + 1]
-            self.batches, self.batch = self.file.iter_batches(batch_size=1024, row_groups=[group]), ()
+            self.first = self.starts[group]
+            self.stop = self.starts[group + 1]
+            self.batches = self.file.iter_batches(batch_size=1024, row_groups=[group])
+            self.batch = ()
         while row >= self.first + len(self.batch):
             self.first += len(self.batch)
             self.batch = next(self.batches)
@@ -304,7 +309,8 @@ class _JsonList:
             raise DataError([f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]) from error
         if not isinstance(rows, list):
             raise DataError([f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"])
-        self.path, self.rows = path, rows
+        self.path = path
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)

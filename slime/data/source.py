@@ -138,7 +138,8 @@ class RolloutDataSource:
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = deep_copy(prompt)
-            sample.group_index, sample.index = number, self.sample_index
+            sample.group_index = number
+            sample.index = self.sample_index
             self.sample_index += 1
             group.append(sample)
         return group
@@ -228,7 +229,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def __new__(cls, *args: object, **options: object) -> Self:
         source = super().__new__(cls)
-        source.buffer, source.under_way, source.on_dropped = [], list, lambda groups: None
+        source.buffer = []
+        source.under_way = list
+        source.on_dropped = lambda groups: None
         return source
 
     def get_samples(self, num_samples: int) -> list[Group]:
@@ -296,7 +299,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
         self.buffer = groups_from_dicts(state.get("buffer") or [])
-        then, now = state.get("n_samples_per_prompt"), self.args.n_samples_per_prompt
+        then = state.get("n_samples_per_prompt")
+        now = self.args.n_samples_per_prompt
         if then is not None and then != now and self.buffer:
             what = "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from their prompts"
             logger.warning(what, then, now, len(self.buffer))

@@ -75,7 +75,8 @@ class Normalised:
     """Descriptor of a field whose values pass through ``function`` when they are assigned."""
 
     def __init__(self, name: str, function: Callable[[object], object]) -> None:
-        self.name, self.function = name, function
+        self.name = name
+        self.function = function
 
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
@@ -265,11 +266,13 @@ def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei |
     """
     # Offsets of the engine begin at 0 for each response; those of the sample go on from its end.
     given = meta_info.get("top_p_token_ids")
-    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    ids = sample.rollout_top_p_token_ids
+    offsets = sample.rollout_top_p_token_offsets
     if given is None and offsets is None:
         return None
     if offsets is None or ids is None:
-        ids, offsets = np.zeros(0, np.int32), np.zeros(sample.response_length + 1, np.int32)
+        ids = np.zeros(0, np.int32)
+        offsets = np.zeros(sample.response_length + 1, np.int32)
     end = offsets[-1]
     if given is None:
         added = np.full(count, end, np.int32)
@@ -296,7 +299,9 @@ def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int)
     first = sample.response_length - given[-1]["end"]
     spans = [span for span in sample.version_spans if span[1] < first]
     for part in given:
-        version, start, end = str(part["version"]), first + part["start"], first + part["end"]
+        version = str(part["version"])
+        start = first + part["start"]
+        end = first + part["end"]
         if spans and spans[-1][0] == version and spans[-1][2] == start:
             start = spans.pop()[1]
         if end > start:
@@ -327,7 +332,8 @@ def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: in
         )
     new = flat.reshape(-1, layers, topk)
     new = new.astype(np.uint8 if new.max(initial=0) < 256 else np.int16)
-    total, known = sample.num_tokens - 1, sample.rollout_routed_experts
+    total = sample.num_tokens - 1
+    known = sample.rollout_routed_experts
     start = max(total - len(new), 0)
     # The first part of a response must begin with the prompt; later parts must join what is known.
     if known is None or not len(known):
@@ -351,7 +357,8 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
     layers = topk = 0
     if args is not None:
         layers, topk = _shape_of_model(args.hf_checkpoint or "")
-        layers, topk = layers or args.num_layers or 0, topk or args.moe_router_topk or 0
+        layers = layers or args.num_layers or 0
+        topk = topk or args.moe_router_topk or 0
     if not layers or not topk:
         raise ValueError(
             "the shape of routed experts is not known: config.json of --hf-checkpoint has no num_hidden_layers and "

@@ -113,7 +113,8 @@ def check_shown(
     # Templates drop what they do not know without an error, so the rendered text is searched for each message.
     template = str(getattr(renderer, "chat_template", None))
     for i, message in enumerate(messages):
-        role, content = message["role"], joined_text(message.get("content"))
+        role = message["role"]
+        content = joined_text(message.get("content"))
         if role not in _ROLES and role not in template:
             raise TemplateRefusal(
                 f"message {i} has the role {role!r}, which the chat template does not know; roles are "

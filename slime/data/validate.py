@@ -56,8 +56,10 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     # First the prompts of the training, then each evaluation set with settings of its own.
     if _reads_prompts(args):
         if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
-            make, limit = prompt_maker(args), STREAMING_ROWS if args.streaming_data else None
-            rm_type, sft = _reward_type(run, args.loss_type, own_rollout), make.mask_type is not None
+            make = prompt_maker(args)
+            limit = STREAMING_ROWS if args.streaming_data else None
+            rm_type = _reward_type(run, args.loss_type, own_rollout)
+            sft = make.mask_type is not None
             found += _check_file(args.prompt_data, make, tokenizer, args.notices, rm_type, check_row, True, limit)
             if sft and args.apply_chat_template:
                 found.append(f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: leave it out")
@@ -70,7 +72,8 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     for config in datasets:
         found += _unusable(config, run, args.rm_url)
         rm_type = _reward_type(config, args.loss_type, own_rollout)
-        make, more = config.prompt_maker(), config.metadata_overrides
+        make = config.prompt_maker()
+        more = config.metadata_overrides
         make.load_processor = functools.partial(load_processor, args.hf_checkpoint, **trust)
         own_evaluation = args.eval_function_path not in OWN_FUNCTIONS
         make.rendered_later = not (own_evaluation or config.custom_generate_function_path)
@@ -93,7 +96,8 @@ def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer
 def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:
     """The problems of the reward type and the functions of an evaluation set, if they are not those of the run."""
     # What the set has in common with the run is checked with the run.
-    label, problems = f"evaluation set {config.name}:", []
+    label = f"evaluation set {config.name}:"
+    problems = []
     if config.rm_type and config.rm_type != run.rm_type and not config.custom_rm_path:
         problem = reward_type_problem(config.rm_type, rm_url)
         problems += [f"{label} rm_type {config.rm_type}: {problem}"] if problem else []
@@ -160,7 +164,8 @@ def _check_file(
                     problems.add(f"{row.where}: {wrong}")
             for row in prompts if rm_type is not None else ():
                 row.metadata.update(more or {})
-                first, labelled = first or row, labelled or row.label is not None
+                first = first or row
+                labelled = labelled or row.label is not None
                 problem = check_label(rm_type or "math", row.label, row.metadata)
                 # Without any label, the rows' problems are reported as one. But if the problem would be the same with a
                 # label, the cause is in the row's metadata, so it is reported for the row.

@@ -78,7 +78,8 @@ class EngineHandle:
     async def _server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = await self._get("/server_info")
         if self._api is None:
-            self._api, self._ranks = choose_api_version(info, self.url), int(info.get("tp_size", 1))
+            self._api = choose_api_version(info, self.url)
+            self._ranks = int(info.get("tp_size", 1))
         return info
 
     async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:

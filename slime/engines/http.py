@@ -57,7 +57,9 @@ class HttpError(RuntimeError):
         self, message: str, status: int | None = None, retry_after: float | None = None, disconnected: bool = False
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_after, self.disconnected = status, retry_after, disconnected
+        self.status = status
+        self.retry_after = retry_after
+        self.disconnected = disconnected
 
     @property
     def retryable(self) -> bool:
@@ -145,7 +147,8 @@ async def close_session() -> None:
 def take_retries() -> int:
     """Return the number of retries of this process since the last call."""
     global _retried
-    count, _retried = _retried, 0
+    count = _retried
+    _retried = 0
     return count
 
 
@@ -207,7 +210,8 @@ async def retrying(
         give_up: Called before each delay. If it returns True, the error propagates.
     """
     global _retried
-    limit, bad = _retries if max_retries is None else max_retries, 0
+    limit = _retries if max_retries is None else max_retries
+    bad = 0
     for attempt in range(limit + 1):
         try:
             return await call()
@@ -258,7 +262,8 @@ async def request(
     try:
         async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
             raw = await answer.read()
-            status, retry_after = answer.status, answer.headers.get("Retry-After")
+            status = answer.status
+            retry_after = answer.headers.get("Retry-After")
     # The message names the reason, since several of these errors have no text of their own.
     except (aiohttp.ClientError, OSError) as error:
         reason = str(error) or type(error).__name__

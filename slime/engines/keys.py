@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from slime.config.args import Args
 
-API_VARIABLE, ADMIN_VARIABLE = "SLIME_SERVER_API_KEY", "SLIME_SERVER_ADMIN_KEY"
+API_VARIABLE = "SLIME_SERVER_API_KEY"
+ADMIN_VARIABLE = "SLIME_SERVER_ADMIN_KEY"
 """The environment variables by which a server gets its keys. It removes them, so that its children do not get them."""
 
 CONTROL_VARIABLE = "SLIME_ROUTER_CONTROL_KEYS"
@@ -103,8 +104,10 @@ class RunKeys:
         A server that the run does not start gets only a key that the user has given. A router forwards the key of its
         client to a pair of prefill and decode servers, so routers and engines share a key unless there are two.
         """
-        engine, router = _text(args.sglang.get("api_key")), _text(args.router.get("api_key"))
-        admin, control = _text(args.sglang.get("admin_api_key")), control_key(args.router)
+        engine = _text(args.sglang.get("api_key"))
+        router = _text(args.router.get("api_key"))
+        admin = _text(args.sglang.get("admin_api_key"))
+        control = control_key(args.router)
         if args.rollout_external_engine_addrs:
             engines = ServerKeys(engine, admin)
         else:

@@ -184,7 +184,8 @@ def plan_engines(args: Args) -> list[EngineSpec]:
     specs: list[EngineSpec] = []
     slot = 0
     # Both ways to describe the servers give groups, so that one loop makes the specifications.
-    checkpoint, per_engine = str(args.hf_checkpoint), args.rollout_num_gpus_per_engine
+    checkpoint = str(args.hf_checkpoint)
+    per_engine = args.rollout_num_gpus_per_engine
     if args.sglang_config:
         models = read_server_groups(args.sglang_config, checkpoint, per_engine)
     else:

@@ -83,7 +83,8 @@ def layout(tensors: Sequence[NamedTensor], alignment: int = ALIGNMENT) -> tuple[
             The tensors must then be sorted by :func:`by_element_size`, because a view needs a start that is a multiple
             of its element size.
     """
-    entries, end = [], 0
+    entries = []
+    end = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))

@@ -28,7 +28,9 @@ def _without_keys(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     if record.exc_info and record.exc_info[0] is not None:
         text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
-    record.msg, record.args, record.exc_info = _SESSION.sub(HIDDEN, redacted_text(text)), (), None
+    record.msg = _SESSION.sub(HIDDEN, redacted_text(text))
+    record.args = ()
+    record.exc_info = None
     return True
 
 

@@ -189,7 +189,9 @@ class Routers:
     """
 
     def __init__(self, settings: RouterSettings, log_dir: Path, shares: int = 0) -> None:
-        self.settings, self.log_dir, self.shares = settings, log_dir, shares
+        self.settings = settings
+        self.log_dir = log_dir
+        self.shares = shares
         self.by_model: dict[str, Router] = {}
         self.by_share: dict[str, Router] = {}
         self._serving: dict[str, Worker] = {}  # by URL; only kept for shares
@@ -217,7 +219,8 @@ class Routers:
             self.by_share[name] = self._start(name, own, address_towards([worker.url for worker in own]))
 
     def _of_share(self, name: str) -> list[Worker]:
-        number, serving = _share_names(self.shares).index(name), list(self._serving.values())
+        number = _share_names(self.shares).index(name)
+        serving = list(self._serving.values())
         return [worker for worker in serving if worker.index % self.shares == number] or serving
 
     def _balance(self) -> None:

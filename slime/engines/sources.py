@@ -38,7 +38,8 @@ class SpreadConnector(aiohttp.TCPConnector):
         host = req.url.host or ""
         tries = source_addresses(host)
         while True:
-            source, tries = self._source.get(host, 0), tries - 1
+            source = self._source.get(host, 0)
+            tries = tries - 1
             try:
                 return await super().connect(req, traces, timeout)
             except aiohttp.ClientConnectorError as error:

@@ -147,7 +147,9 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pack: PackSegments, scale: float
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for block in pack.own:
@@ -174,9 +176,12 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         (pack, scale), grad = ctx.settings, grads[0].contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         for block in pack.own:
-            keys, values = _pick(k, block), _pick(v, block)
+            keys = _pick(k, block)
+            values = _pick(v, block)
             mine = [_pick(x, block).flatten(1, 2) for x in (grad, q, out, lse)]
             parts = _attend_backward(mine[0], mine[1], keys, values, mine[2], mine[3], scale, block.length)
             for whole, part in zip((dq, dk, dv), parts, strict=True):
@@ -214,7 +219,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int | None) -
     if step == 0:
         return _flash_attend(q, k, v, scale, length)
     mask = _causal_mask(length, q.shape[1] // length) if length is not None else None
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for i in range(0, q.shape[0], step):
         part = slice(i, i + step)
         scores = _scores(q[part], k[part], scale, mask)
@@ -234,13 +240,16 @@ def _attend_backward(
     if step == 0:
         return _flash_attend_backward(grad, q, k, v, out, lse, scale, length)
     mask = _causal_mask(length, q.shape[1] // length) if length is not None else None
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     for i in range(0, q.shape[0], step):
         part = slice(i, i + step)
         weights = _scores(q[part], k[part], scale, mask).sub_(lse[part].unsqueeze(-1)).exp_()
         delta = (grad[part].to(lse.dtype) * out[part]).sum(-1, keepdim=True)
         dscores = torch.bmm(grad[part], v[part].transpose(1, 2)).to(lse.dtype).sub_(delta).mul_(weights).mul_(scale)
-        dscores, weights = dscores.to(q.dtype), weights.to(q.dtype)
+        dscores = dscores.to(q.dtype)
+        weights = weights.to(q.dtype)
         dq[part] = torch.bmm(dscores, k[part])
         dk[part] = torch.bmm(dscores.transpose(1, 2), q[part])
         dv[part] = torch.bmm(weights.transpose(1, 2), grad[part])
@@ -326,8 +335,10 @@ def _rows(x: Tensor, prefix: PrefixBlock) -> Tensor:
 
 def _join(out: Tensor, lse: Tensor, prefix: PrefixBlock, other: Tensor, other_lse: Tensor) -> None:
     """Join the result of a prefix block with the result so far, in ``out`` and ``lse``."""
-    mine, mine_lse = _rows(out, prefix), _rows(lse, prefix)
-    other, other_lse = other.view_as(mine), other_lse.view_as(mine_lse)
+    mine = _rows(out, prefix)
+    mine_lse = _rows(lse, prefix)
+    other = other.view_as(mine)
+    other_lse = other_lse.view_as(mine_lse)
     joint = torch.logaddexp(mine_lse, other_lse)
     # The part of the joint softmax that is on the prompt. With logaddexp, this is exact even if one part is much larger
     # than the other.

@@ -35,7 +35,8 @@ def large_imports() -> Iterator[None]:
     torch and transformers create half a million objects, which live as long as the process. The collections that they
     cause take a sixth of the time of these imports, and every later full collection would visit them again.
     """
-    enabled, before = gc.isenabled(), len(sys.modules)
+    enabled = gc.isenabled()
+    before = len(sys.modules)
     gc.disable()
     try:
         yield

@@ -207,7 +207,8 @@ def require_fit(where: str, model: PreTrainedModel, differences: Differences) ->
     """
     if differences.fits:
         return
-    d, problems = differences, []
+    d = differences
+    problems = []
     if d.missing:
         renamed = difflib.get_close_matches(d.missing[0], d.unexpected, n=1)
         instead = f" (it has {renamed[0]}, which the model does not have)" if renamed else ""

@@ -140,12 +140,14 @@ def convolve(
 def _shifted_sum(
     rows: Tensor, positions: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    count, taps = len(rows), weight.shape[1]
+    count = len(rows)
+    taps = weight.shape[1]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     before = F.pad(rows, (0, 0, taps - 1, 0))
     total = torch.zeros_like(rows, dtype=dtype) if bias is None else bias.to(dtype).expand_as(rows)
     for tap in range(taps):
-        values, shift = before[tap : tap + count].to(dtype), taps - 1 - tap
+        values = before[tap : tap + count].to(dtype)
+        shift = taps - 1 - tap
         if shift:  # rows before the first of a sequence are those of another one
             values = torch.where((positions >= shift).unsqueeze(1), values, 0.0)
         total = total + values * weight[:, tap].to(dtype)

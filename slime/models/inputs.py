@@ -192,7 +192,8 @@ class InputBuilder:
             ),
         }
         index = [torch.from_numpy(x) for x in layout.response_index or []]
-        rows, targets = self._move(layout.logit_index), self._move(layout.targets)
+        rows = self._move(layout.logit_index)
+        targets = self._move(layout.targets)
         return ModelInputs(kwargs, rows, targets, layout.response_lengths, response_index=index)
 
     def _padded(
@@ -202,7 +203,8 @@ class InputBuilder:
         width = max(lengths)
         ids = torch.zeros(len(tokens), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        index, targets = [], []
+        index = []
+        targets = []
         # Samples are padded at the right, so positions need no shift, and the row before a token scores it.
         for row, (sample, response) in enumerate(zip(tokens, response_lengths, strict=True)):
             total = len(sample)

@@ -300,7 +300,8 @@ def layers_of(model: PreTrainedModel, instead: str) -> ModelLayers:
     Raises:
         ModelError: The config names a type of layer that no kind explains.
     """
-    config, family = model.config.get_text_config(), type(model).__name__
+    config = model.config.get_text_config()
+    family = type(model).__name__
     layers = decoder_layers(model)
     types = list(getattr(config, "layer_types", None) or [])[: len(layers)] or [""] * len(layers)
     found = []

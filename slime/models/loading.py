@@ -152,7 +152,8 @@ def _require_rotary(model: PreTrainedModel, config: PretrainedConfig) -> None:
     Releases of transformers before 5.13 build OLMo-3 so, with a warning about unknown keys or none. Its published
     config.json has one set of parameters, of which YaRN is only for the layers with full attention.
     """
-    asked, kinds = getattr(config, "rope_parameters", None) or {}, set(getattr(config, "layer_types", None) or ())
+    asked = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
     per_kind = any(isinstance(asked.get(kind), dict) for kind in kinds)
     scaled_in_part = config.model_type == "olmo3" and asked.get("rope_type", "default") != "default"
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
@@ -197,7 +198,8 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(headers):
         # Also without memory for their weights, billions of layers would be built until the machine has none left.
-        file, many = folder / "config.json", f"{len(headers)} tensors"
+        file = folder / "config.json"
+        many = f"{len(headers)} tensors"
         raise ModelError(f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}")
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)

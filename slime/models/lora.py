@@ -173,7 +173,8 @@ def initial_factor(settings: LoraSettings, inputs: int, seed: int, rows: int | N
     Args:
         rows: The number of rows, if it is not the rank.
     """
-    shape, generator = (rows or settings.rank, inputs), torch.Generator().manual_seed(seed)
+    shape = (rows or settings.rank, inputs)
+    generator = torch.Generator().manual_seed(seed)
     if settings.init == "gaussian":
         return torch.randn(shape, generator=generator) / settings.rank
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(inputs)
@@ -183,8 +184,11 @@ def attach(module: nn.Linear, a: Tensor, b: Tensor, settings: LoraSettings) -> N
     """Change a linear layer to a :class:`LoraLinear` with these factors."""
     module.__class__ = LoraLinear
     assert isinstance(module, LoraLinear)
-    module.lora_A, module.lora_B = nn.Parameter(a), nn.Parameter(b)
-    module.lora_scale, module.lora_dropout, module.lora_on = settings.scale, settings.dropout, True
+    module.lora_A = nn.Parameter(a)
+    module.lora_B = nn.Parameter(b)
+    module.lora_scale = settings.scale
+    module.lora_dropout = settings.dropout
+    module.lora_on = True
     module.lora_rows = None  # the layer may have had another adapter, of only some rows
 
 

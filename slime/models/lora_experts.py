@@ -36,8 +36,10 @@ class ExpertFactors(nn.Module):
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
-        self.lora_scale, self.lora_on = scale, True
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(b)
+        self.lora_scale = scale
+        self.lora_on = True
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Return ``W + s B A`` in the dtype of ``weight``."""

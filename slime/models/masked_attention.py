@@ -59,7 +59,8 @@ def masked_attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        k = k.repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if changes.softcap:
         scores = torch.tanh(scores / changes.softcap) * changes.softcap

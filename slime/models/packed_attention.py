@@ -89,7 +89,8 @@ def attend(
         return padded_attention(q, k, v, pack, scale, window, changes)
     if pack.group is not None:
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
-        k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
+        k = gather_rows(k, pack.group)
+        v = gather_rows(v, pack.group)
     size = v.shape[-1]
     if has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
         if size < k.shape[-1]:
@@ -134,7 +135,8 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
     if pack.kv_index is not None:
-        k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+        k = k.index_select(0, pack.kv_index)
+        v = v.index_select(0, pack.kv_index)
     if sinks is not None:
         return varlen_with_sinks(q, k, v, sinks, pack, scale, window)
     extra: dict[str, Any] = {"enable_gqa": True} if _NAMES_GQA and k.shape[1] != q.shape[1] else {}
@@ -170,10 +172,12 @@ def padded_attention(
         window: Maximum number of keys before a query that it attends to; -1: all.
         changes: Attention sinks and the soft cap of the scores.
     """
-    q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
+    q_starts = pack.cu_seqlens_q.tolist()
+    k_starts = pack.cu_seqlens_k.tolist()
     blocks = key_blocks = pack.image_blocks
     if pack.kv_index is not None:
-        k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+        k = k.index_select(0, pack.kv_index)
+        v = v.index_select(0, pack.kv_index)
         key_blocks = None if blocks is None else blocks.index_select(0, pack.kv_index)
     # Segments of equal sizes share one mask and one call, and need no padding.
     buckets: dict[tuple[int, int], list[int]] = {}

@@ -74,7 +74,8 @@ def run_attention(
             )
     rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
     rows = pack.rows_of_all(rows)
-    out, further = torch.zeros_like(rows), list[PerBlock]()
+    out = torch.zeros_like(rows)
+    further = list[PerBlock]()
     for i, block in enumerate(pack.sequences):
         result = plain(
             hidden_states=block.gather(rows),
@@ -119,7 +120,8 @@ def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
 def _mask(module: nn.Module, sees: Sequence[Sees], block: SequenceBlock, device: torch.device) -> Tensor:
     """Return a bool mask ``[n, 1, length, length]``, True where a query (third axis) attends to a key."""
     positions = torch.arange(block.length, device=device)
-    query, key = positions[:, None], positions[None, :]
+    query = positions[:, None]
+    key = positions[None, :]
     mask = key <= query
     for bound in sees:
         mask = mask & bound(module.config, query, key)  # type: ignore[arg-type]
@@ -140,7 +142,8 @@ def prepare_packing(model: PreTrainedModel) -> bool:
         ModelError: The model has layers that cannot be packed. The message names them and the flag to set.
     """
     layers = layers_of(model, PADDED)
-    mixers, whole = list(layers.mixers()), list(layers.whole_attentions())
+    mixers = list(layers.mixers())
+    whole = list(layers.whole_attentions())
     if not (model._supports_attention_backend or mixers):
         raise ModelError(
             f"{type(model).__name__} does not support the AttentionInterface of transformers: "

@@ -20,7 +20,8 @@ from torch import Tensor
 from slime.models.lora import LoraSettings
 from slime.models.shards import ModelError, shorten
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MOST_ALPHA = 1e9  # far above any of a run; with 1e308, merged weights would be infinite
 _MOST_RANK = 2**16

@@ -171,7 +171,8 @@ def _store_scaled(
 def _compressed(
     quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read
 ) -> dict[str, Weight]:
-    named, default = quantization.get("config_groups"), quantization.get("format")
+    named = quantization.get("config_groups")
+    default = quantization.get("format")
     configured = list(named.values()) if isinstance(named, dict) else []
     # Groups of one checkpoint may have different formats and numbers of bits; a tensor does not say to which group it
     # belongs, so what fits its shape decides.
@@ -195,7 +196,8 @@ def _compressed(
 def _packed_weight(
     name: str, packed: TensorHeader, headers: Mapping[str, TensorHeader], bits: set[int], read: Read
 ) -> Weight:
-    scale, shape = f"{name}_scale", f"{name}_shape"
+    scale = f"{name}_scale"
+    shape = f"{name}_shape"
     lost = [part for part in (scale, shape) if part not in headers]
     if lost:
         raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
@@ -210,7 +212,8 @@ def _packed_weight(
             f"{name} of shape {[rows, columns]} does not fit its packed values {list(packed.shape)} of {sorted(bits)} "
             f"bits and scales {list(headers[scale].shape)}"
         )
-    sizes, width = (1, columns // groups), fitting[0]
+    sizes = (1, columns // groups)
+    width = fitting[0]
 
     def compute(read: Read) -> Tensor:
         return scaled(unpacked(read(f"{name}_packed"), width, columns), read(scale), sizes)

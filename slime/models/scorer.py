@@ -122,7 +122,8 @@ class PolicyScorer(nn.Module):
         assert self.logit_cap is not None
         if inputs.nuclei is not None:
             raise ModelError(f"{type(self.hf).__name__} soft-caps its logits: use --rollout-top-p 1")
-        head, cap = self.hf.get_output_embeddings(), self.logit_cap
+        head = self.hf.get_output_embeddings()
+        cap = self.logit_cap
         scores = capped_log_probs(
             hidden,
             head.weight,

@@ -150,7 +150,8 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
     try:
         if not isinstance(entry, dict):
             raise TypeError("not a JSON object")
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        dtype = str(entry["dtype"])
+        shape = tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error

@@ -222,7 +222,9 @@ class StoredTensor:
     """A weight in a folder. Indexing reads it, or a part of it, as :meth:`NamedWeights.get` does."""
 
     def __init__(self, stored: NamedWeights, name: str, shape: tuple[int, ...]) -> None:
-        self.stored, self.name, self.shape = stored, name, shape
+        self.stored = stored
+        self.name = name
+        self.shape = shape
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
         return self.stored.get(self.name, index)

@@ -103,7 +103,8 @@ def token_log_probs(
         fused: Compile the operations on a chunk of logits; for accelerators.
         nuclei: Restrict the softmax of the log-probs, but not that of the entropy, to these tokens.
     """
-    scale, vocab = 1.0 / temperature, weight.shape[0]
+    scale = 1.0 / temperature
+    vocab = weight.shape[0]
     compiles = fused and nuclei is None
     kept = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     default = fused_chunk_size(vocab, weight.element_size(), kept) if compiles else default_chunk_size(vocab)
@@ -133,7 +134,8 @@ class _TokenScores(torch.autograd.Function):
         rows = hidden.shape[0]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(rows, dtype=dtype, device=hidden.device)
-        log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        log_sums = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs)
         keep = any(ctx.needs_input_grad[:3])
         kept: Tensor | None = None
         for start in range(0, rows, chunk_size):
@@ -192,7 +194,8 @@ class _FusedTokenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature, chunk_size, with_entropy = options[:3]
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        log_sums = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs)
         kept: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
@@ -337,7 +340,8 @@ def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float, dtype: torch.dtype
 ) -> Tensor:
     if inverse_temperature != 1.0 and hidden.dtype == dtype:
-        hidden, bias = hidden * inverse_temperature, None if bias is None else bias * inverse_temperature
+        hidden = hidden * inverse_temperature
+        bias = None if bias is None else bias * inverse_temperature
         inverse_temperature = 1.0  # scaling hidden instead of logits is V/H times less work
     logits = matmul_nt(hidden, weight)
     if bias is not None:

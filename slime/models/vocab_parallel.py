@@ -73,7 +73,8 @@ class _VocabParallelScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
-        log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        log_sums = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs)
         for start in range(0, hidden.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
             z = _scaled(hidden[part], weight, inverse_temperature, dtype)

@@ -27,7 +27,8 @@ class Debugger:
 
     def clock(self) -> float:
         """``time.monotonic()`` without the seconds at breakpoints, for deadlines."""
-        began, now = self._began, time.monotonic()
+        began = self._began
+        now = time.monotonic()
         return (now if began is None else began) - self._seconds
 
     @contextlib.contextmanager

@@ -82,7 +82,8 @@ class Phase:
         return " · ".join(parts + ([f"{speed:.0f} tokens/s"] if speed else []))
 
     def counts(self) -> str:
-        done, total = self._progress.get("done"), self._progress.get("total")
+        done = self._progress.get("done")
+        total = self._progress.get("total")
         if self.seconds is not None and total and done != total:
             return ""  # the phase is over, but its last report has not arrived
         return f"{done}/{total}" if total else (str(done) if done else "")
@@ -136,7 +137,8 @@ class Display:
         self.console = console or _stdout()
         self.timers = Timers()
         self.rewards: list[float] = []
-        self._started, self._since = time.time(), since
+        self._started = time.time()
+        self._since = since
         self._open: list[tuple[Phase, Live | None]] = []
         DEBUGGER.before[:] = [self.close]  # the terminal has one display
 
@@ -262,7 +264,8 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     recent = [value for value in values if math.isfinite(value)][-width:]
     if not recent:
         return ""
-    low, high = min(0.0, *recent), max(1.0, *recent)
+    low = min(0.0, *recent)
+    high = max(1.0, *recent)
     return "".join(_BLOCKS[round((value - low) / (high - low) * 7)] for value in recent)
 
 
@@ -297,7 +300,8 @@ class _LastingOutput:
         except OSError as error:
             # What is still buffered would be written again at the exit of this process, and change its exit code.
             with suppress(OSError, ValueError):
-                number, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+                number = self._stream.fileno()
+                nowhere = os.open(os.devnull, os.O_WRONLY)
                 before = os.dup(number)
                 os.dup2(nowhere, number)
                 self._stream.flush()

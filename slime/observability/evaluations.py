@@ -76,7 +76,8 @@ def write_evaluation(
 def _rewards(part: Mapping[str, object]) -> list[list[float | None]]:
     """Return the rewards of each prompt."""
     # The dict may come from an evaluation function of the user's.
-    rewards, n = part["rewards"], part.get("n_samples_per_prompt") or 1
+    rewards = part["rewards"]
+    n = part.get("n_samples_per_prompt") or 1
     if not isinstance(rewards, Iterable) or not isinstance(n, int):
         raise TypeError(f"invalid evaluation: rewards {rewards!r:.80}, n_samples_per_prompt {n!r:.80}")
     values = [_finite(reward) for reward in rewards]

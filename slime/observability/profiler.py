@@ -33,8 +33,12 @@ class Profiler:
     def __init__(
         self, name: str, folder: Path, profiled: range, targets: Sequence[str], memory_until: int, memory_folder: Path
     ) -> None:
-        self.name, self.folder, self.profiled, self.targets = name, folder, profiled, targets
-        self.memory_until, self.memory_folder = memory_until, memory_folder
+        self.name = name
+        self.folder = folder
+        self.profiled = profiled
+        self.targets = targets
+        self.memory_until = memory_until
+        self.memory_folder = memory_folder
         self.rollout_id = -1
         self.rollouts = 0
         self.profiling = False

@@ -74,7 +74,8 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the time of the block, also if it raises."""
-        wall, start = time.time(), time.perf_counter()
+        wall = time.time()
+        start = time.perf_counter()
         try:
             yield
         finally:
@@ -94,11 +95,13 @@ class Timers:
     def pop(self) -> dict[str, float]:
         """Return ``{"perf/<name>_time": seconds}`` since the last call."""
         with self._lock:
-            times, self._since_pop = self._since_pop, {}
+            times = self._since_pop
+            self._since_pop = {}
         return {f"perf/{name}_time": seconds for name, seconds in times.items()}
 
     def pop_spans(self) -> list[Span]:
         """Return the phases since the last call, for the trace file."""
         with self._lock:
-            spans, self._spans = self._spans, []
+            spans = self._spans
+            self._spans = []
         return spans

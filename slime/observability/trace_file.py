@@ -57,7 +57,9 @@ class TraceFiles:
     """
 
     def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
-        self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
+        self.run_dir = Path(run_dir)
+        self.last = last
+        self.most_events = most_events
         # Rollouts whose phases the driver has not reported yet: wall time of the first event, and the events as JSON.
         self.unfinished: dict[int, tuple[float, str]] = {}
 
@@ -161,7 +163,8 @@ def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
     """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
     requests."""
     # Each engine keeps the same share of its loads, so that none looks idle.
-    every, seen = max(-(-len(loads) // MOST_LOADS), 1), Counter[int]()
+    every = max(-(-len(loads) // MOST_LOADS), 1)
+    seen = Counter[int]()
     for load in loads:
         seen[load["engine"]] += 1
         if (seen[load["engine"]] - 1) % every:
@@ -173,7 +176,8 @@ def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
 
 def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
     # Samples that a hook made may have no numbers; then their position keeps them apart.
-    group, sample = trace.get("group_id"), trace.get("sample_id")
+    group = trace.get("group_id")
+    sample = trace.get("sample_id")
     pid = 1 + (group if group is not None else position)
     tid = sample if sample is not None else position
     yield _named("process_name", pid, 0, f"group {group}")

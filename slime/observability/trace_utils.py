@@ -78,9 +78,11 @@ class Span:
     __slots__ = ("_given", "_parent_id", "_target", "_targets", "_tokens", "attrs", "name", "span_id")
 
     def __init__(self, target: object, name: str, attrs: Attrs | None = None) -> None:
-        self.name, self.span_id = name, _span_id()
+        self.name = name
+        self.span_id = _span_id()
         self.attrs: Attrs = {}
-        self._target, self._given = target, attrs
+        self._target = target
+        self._given = attrs
 
     def set(self, **attrs: object) -> None:
         self.attrs.update(attrs)
@@ -90,7 +92,8 @@ class Span:
         self.attrs.update(attrs or {}, **more)
 
     def __enter__(self) -> Span:
-        self._targets, self._parent_id = _targets(self._target), _parent.get()
+        self._targets = _targets(self._target)
+        self._parent_id = _parent.get()
         _record(self._targets, "span_start", self.name, self.span_id, self._parent_id, self._given)
         self._tokens = (_bound.set(self._targets), _parent.set(self.span_id))
         return self
@@ -165,7 +168,8 @@ def trace_function(
         signature = inspect.signature(function)
 
         def opened(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
-            found, attrs = None, None
+            found = None
+            attrs = None
             try:
                 if target_getter is not None:
                     found = target_getter(*args, **kwargs)

@@ -63,7 +63,8 @@ class Admission:
             wrong.append(f"max_staleness is {max_staleness}, but weights get up to {update_interval - 1} steps old")
         if wrong:
             raise ValueError("; ".join(wrong))
-        self.batch, self.first_step = batch, first_step
+        self.batch = batch
+        self.first_step = first_step
         self.capacity = batch * (1 + buffer_size)
         self.max_staleness = max_staleness
         self.bound = staleness_bound(buffer_size, update_interval, max_staleness)

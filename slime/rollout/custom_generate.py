@@ -59,7 +59,8 @@ async def call_single(
     """
     if fn is generate:  # the default appends tokens itself and needs neither a copy of the prompt nor checks
         return await generate(args, sample, params)
-    prompt, media = _prepare(sample), sample.multimodal_inputs
+    prompt = _prepare(sample)
+    media = sample.multimodal_inputs
     state = GenerateState(args)
     try:
         result = await call(
@@ -77,7 +78,8 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
         TypeError: The function returned something else than one Sample, or list of them, for each sample.
         ValueError: The fields of a returned sample do not fit together.
     """
-    prompts, media = [_prepare(sample) for sample in samples], [sample.multimodal_inputs for sample in samples]
+    prompts = [_prepare(sample) for sample in samples]
+    media = [sample.multimodal_inputs for sample in samples]
     state = GenerateState(args)
     keywords = supported_kwargs(fn, evaluation=evaluation)
     try:
@@ -105,7 +107,8 @@ def _refused(
     """
     if error.status != 400 or not says_too_long(error):
         raise error
-    sample.prompt, sample.multimodal_inputs = prompt, media
+    sample.prompt = prompt
+    sample.multimodal_inputs = media
     sample.reset_response()
     sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]  # the function may make the prompt
     mark_too_long(sample, state.context)
@@ -179,7 +182,8 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
 
 def _misaligned(sample: Sample) -> str | None:
     """Describe what is wrong with the lengths of the per-token fields; None if they are consistent."""
-    length, held = sample.response_length, vars(sample)
+    length = sample.response_length
+    held = vars(sample)
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         values = held[name]
         if values is None or len(values) == length or (name == "loss_mask" and is_unset(values)):
@@ -212,7 +216,8 @@ def _from_text(
             _name(fn),
         )
     prompt, response, mask = split_conversation_ids(state.tokenizer, sample, conversation)
-    sample.tokens, sample.response_length = prompt + response, len(response)
+    sample.tokens = prompt + response
+    sample.response_length = len(response)
     sample.loss_mask = None if all(mask) else mask
     sample.rollout_log_probs = None
 
@@ -260,7 +265,8 @@ def split_conversation_ids(
         parts = _parts(tokenizer, sample, turns, first)
         if parts is None:
             return encode(tokenizer, render(tokenizer, sample, [*sample.prompt, *turns])), *_trained(tokenizer, sample)
-        ids, mask = [], []
+        ids = []
+        mask = []
         for text, trained in [*parts, (sample.response, 1)]:
             tokens = encode(tokenizer, text)
             ids += tokens

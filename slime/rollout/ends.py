@@ -51,7 +51,9 @@ def text_of(tokenizer: Tokenizer, ends: Set[int], ids: Sequence[int], skip: bool
 
 def spoken(sample: Sample, checkpoint: str | None, trust: bool) -> Sample:
     """Return a copy of a sample for a verifier, without end tokens that a user's function left in the response."""
-    heard, text, ends = copy.copy(sample), sample.response or "", _end_texts(checkpoint, trust)
+    heard = copy.copy(sample)
+    text = sample.response or ""
+    ends = _end_texts(checkpoint, trust)
     while (whole := text.rstrip()).endswith(ends):
         text = next(whole.removesuffix(end) for end in ends if whole.endswith(end))
     heard.response = text
@@ -89,7 +91,8 @@ def cut_at_stop(
         params: The parameters of the request.
     """
     # Nothing can be divided if nothing came before, nothing came now, or there is nothing to stop at.
-    given, skip = params.get("stop") or [], bool(params.get("skip_special_tokens"))
+    given = params.get("stop") or []
+    skip = bool(params.get("skip_special_tokens"))
     stops = [stop for stop in ([given] if isinstance(given, str) else given) if stop]
     meta = output["meta_info"]
     new = [int(item[1]) for item in meta.get("output_token_logprobs") or ()]
@@ -142,7 +145,8 @@ def _first_tokens(meta: MetaInfo, count: int, stop: str) -> MetaInfo:
     scored = (meta.get("output_token_logprobs") or [])[:count]
     cut: MetaInfo = {**meta, "output_token_logprobs": scored, "finish_reason": {"type": "stop", "matched": stop}}
     if "top_p_token_ids" in meta:
-        ids, offsets = decode_int32(meta["top_p_token_ids"]), decode_int32(meta["top_p_token_offsets"])[: count + 1]
+        ids = decode_int32(meta["top_p_token_ids"])
+        offsets = decode_int32(meta["top_p_token_offsets"])[: count + 1]
         cut["top_p_token_ids"] = ids[: offsets[-1] - offsets[0]].tolist()
         cut["top_p_token_offsets"] = offsets.tolist()
     if meta.get("weight_versions"):

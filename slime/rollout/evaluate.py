@@ -90,7 +90,8 @@ def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
             sample = deep_copy(prompt)
-            sample.group_index, sample.index = i, i * (config.n_samples_per_eval_prompt or 1) + k
+            sample.group_index = i
+            sample.index = i * (config.n_samples_per_eval_prompt or 1) + k
             _override(state.args, config, sample)
             group.append(sample)
         groups.append(group)

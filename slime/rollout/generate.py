@@ -156,7 +156,8 @@ def append_output(args: Args, sample: Sample, output: GenerateOutput, params: Sa
         output = cut_at_stop(GenerateState(args).tokenizer, response, output, params)
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
-    tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
+    tokens = np.array([item[1] for item in scored], np.int32)
+    text = output["text"]
     if sample.response_length and (text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)):
         text = _finish_character(GenerateState(args), sample, tokens, text)
     # The token that ended the response is trained, but its text is not part of what the model said.
@@ -213,7 +214,8 @@ def get_model_url(
             raise ValueError(f"model {model_name!r} is not served; the served models are {', '.join(sorted(routers))}")
         host, port = routers[model_name]
     else:
-        host, port = args.sglang_router_ip, args.sglang_router_port
+        host = args.sglang_router_ip
+        port = args.sglang_router_port
     if not host or not port:
         raise ValueError("args.sglang_router_ip and args.sglang_router_port are not set: no engine has been started")
     return f"http://{host}:{port}/{(path if endpoint is None else endpoint).lstrip('/')}"
@@ -255,7 +257,8 @@ async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -
     """
     from slime.engines import http
 
-    limit, headers = state.requests.timeout, routing_headers(state, sample)
+    limit = state.requests.timeout
+    headers = routing_headers(state, sample)
 
     async def call() -> GenerateOutput:
         url = get_model_url(state.args)  # read from args in each attempt: a restarted router may have another address
@@ -288,7 +291,8 @@ def answer_problem(answer: object, vocabulary: int | None, part: bool = False) -
         return f"it has no output_token_logprobs; its meta_info has {', '.join(sorted(meta))}"
     scored = scored or []
     try:
-        ids, log_probs = [item[1] for item in scored], np.array([item[0] for item in scored], np.float64)
+        ids = [item[1] for item in scored]
+        log_probs = np.array([item[0] for item in scored], np.float64)
         wrong = [token for token in ids if type(token) is not int or not 0 <= token < (vocabulary or 2**31)]
     except (TypeError, ValueError, LookupError):
         return f"its output_token_logprobs are no pairs of a log-prob and an id: {str(scored)[:200]}"

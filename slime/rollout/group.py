@@ -257,7 +257,8 @@ def snapshot(group: Group) -> Group:
 
 def _copied(sample: Sample) -> Sample:
     kept = copy.copy(sample)
-    kept.prompt, kept.metadata = copy.deepcopy(sample.prompt), copy.deepcopy(sample.metadata)
+    kept.prompt = copy.deepcopy(sample.prompt)
+    kept.metadata = copy.deepcopy(sample.metadata)
     return kept
 
 

@@ -341,7 +341,8 @@ class RolloutLoop:
             self._notify("given_back", group)
         if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # it has no buffer
             self.counts.lost = len(groups)
-            name, other = type(self.source).__name__, "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            name = type(self.source).__name__
+            other = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
             logger.warning("%d groups are lost: %s has no buffer. Set --data-source-path %s", len(groups), name, other)
 
     async def cancel_all(self) -> None:

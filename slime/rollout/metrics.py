@@ -151,7 +151,8 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
 
 def _prompts(part: EvalResults) -> list[Hashable]:
     """Return the prompt to which each reward of a data set belongs."""
-    samples, rewards = flatten(part.get("samples") or []), part["rewards"]
+    samples = flatten(part.get("samples") or [])
+    rewards = part["rewards"]
     if len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples):
         return [sample.group_index for sample in samples]
     n = int(part.get("n_samples_per_prompt") or 1)

@@ -86,7 +86,9 @@ class Conversation:
         evaluation: bool = False,
         max_turns: int | None = None,
     ) -> None:
-        self.args, self.sample, self.evaluation = args, sample, evaluation
+        self.args = args
+        self.sample = sample
+        self.evaluation = evaluation
         self.params: SamplingParams = {**sampling_params}
         self.max_turns = max_turns or args.max_turns
         self.state = GenerateState(args)
@@ -126,7 +128,8 @@ class Conversation:
             no further turn: The sample is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample
             whose prompt alone leaves no room is TRUNCATED and excluded from training.
         """
-        sample, turns = self.sample, self.turns
+        sample = self.sample
+        turns = self.turns
         last = turns[-1] if turns else None
         if last and last["end"] is not None and not last["answered"]:
             # The turn was never answered, for example because of an abort: return it again instead of a new one.
@@ -188,7 +191,8 @@ class Conversation:
 
     def was_reply(self, turn: ModelTurn, messages: Sequence[Mapping[str, object]]) -> bool:
         """Return whether :meth:`reply` with these messages would append what the sample has after an answered turn."""
-        tokens, following = self.sample.tokens, self.turns[self.turns.index(turn) + 1 :]
+        tokens = self.sample.tokens
+        following = self.turns[self.turns.index(turn) + 1 :]
         begin = len(tokens) - self.sample.response_length
         end = begin + following[0]["start"] if following else len(tokens)
         assert turn["end"] is not None, "an answered turn has ended"
@@ -265,7 +269,8 @@ class Conversation:
 
     async def _generate_turn(self, turn: ModelTurn, params: SamplingParams) -> str | None:
         """Generate ``turn``, or the rest of a turn that an abort interrupted."""
-        sample, before = self.sample, self.sample.response_length
+        sample = self.sample
+        before = self.sample.response_length
         written = len(sample.response)
         begin = written - len(turn["text"])  # in the text of the response
         # generate() cuts the rest of an interrupted turn, which is ABORTED, at a stop string that began before.
@@ -312,7 +317,8 @@ class Conversation:
     def _unsaid(self) -> str:
         """Return the text of the end token of a turn that nothing follows yet. The turn's text is without it, but the
         conversation, whose next turn may be asked for as text, is not."""
-        turn, sample = self.turns[-1], self.sample
+        turn = self.turns[-1]
+        sample = self.sample
         if turn["end"] != sample.response_length or self.params.get("skip_special_tokens"):
             return ""
         return end_text(self.state, sample.tokens[-1], turn["finish"] == Sample.Status.COMPLETED.value)
@@ -325,7 +331,8 @@ def _join_media(sample: Sample, new: Sample) -> None:
     """
     import torch
 
-    raw, tensors = sample.multimodal_inputs or {}, sample.multimodal_train_inputs or {}
+    raw = sample.multimodal_inputs or {}
+    tensors = sample.multimodal_train_inputs or {}
     added = {k: v for k, v in (new.multimodal_train_inputs or {}).items() if not k.endswith("token_type_ids")}
     sample.multimodal_inputs = raw | {k: [*raw.get(k, []), *v] for k, v in (new.multimodal_inputs or {}).items()}
     sample.multimodal_train_inputs = tensors | {

@@ -83,7 +83,8 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
         if state.encoded[0] != text:  # the samples of a group share a prompt: tokenize it once
             state.encoded = text, encode(state.tokenizer, text)
         return list(state.encoded[1])
-    processor, media = _processor(state, sample), processor_inputs(sample.multimodal_inputs)
+    processor = _processor(state, sample)
+    media = processor_inputs(sample.multimodal_inputs)
     made = dict(processor(text=[text], return_tensors="pt", **media))
     ids = made.pop("input_ids")[0].tolist()
     made.pop("attention_mask", None)
@@ -113,8 +114,10 @@ def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
         placeholders (Gemma 3's); or two images have no token between them.
     """
     # Only images have this form, and only with a processor that names its placeholder.
-    media, processor = sample.multimodal_inputs or {}, state.processor
-    ids, images = sample.array("tokens"), media.get("images") or []
+    media = sample.multimodal_inputs or {}
+    processor = state.processor
+    ids = sample.array("tokens")
+    images = media.get("images") or []
     if ids is None or processor is None or any(media.get(kind) for kind in media if kind != "images"):
         return None
     word, token = (getattr(processor, name, None) for name in ("image_token", "image_token_id"))
@@ -146,7 +149,8 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
     """
     if not state.media_token_ids or not sample.response_length:
         return
-    tokens, mask = sample.array("tokens"), sample.array("loss_mask")
+    tokens = sample.array("tokens")
+    mask = sample.array("loss_mask")
     assert tokens is not None
     response = tokens[len(tokens) - sample.response_length :]
     found = np.isin(response, list(state.media_token_ids))

@@ -63,7 +63,9 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
     length = masks.get_response_lengths([mask])[0]
     if not length:
         raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
-    sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
+    sample.tokens = list(tokens)
+    sample.response_length = length
+    sample.loss_mask = list(mask[-length:])
     sample.response = text_of(state.tokenizer, state.end_token_ids, sample.tokens[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED

@@ -73,7 +73,8 @@ class StreamedAnswer:
 
     def add(self, chunk: GenerateOutput) -> None:
         # Cumulative chunks replace what is there, others are appended.
-        meta, text = chunk["meta_info"], chunk["text"]
+        meta = chunk["meta_info"]
+        text = chunk["text"]
         scored = meta.get("output_token_logprobs") or []
         nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
         # A chunk with as many log-probs as tokens so far is cumulative. The first chunk always is, but there both forms
@@ -81,13 +82,16 @@ class StreamedAnswer:
         cumulative = len(scored) == meta.get("completion_tokens", len(scored))
         if cumulative:
             new = text[self._length :]
-            self._parts, self.scored, self._nuclei = [text], scored, nuclei
+            self._parts = [text]
+            self.scored = scored
+            self._nuclei = nuclei
         else:
             new = text
             self._parts.append(text)
             self.scored += scored
             self._nuclei += nuclei
-        self.meta, self._length = meta, len(text) if cumulative else self._length + len(text)
+        self.meta = meta
+        self._length = len(text) if cumulative else self._length + len(text)
         if self.on_text is not None and new:
             self.on_text(new)
 
@@ -179,7 +183,8 @@ def status_of(error: object) -> int:
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[Any]:
     """Yield the objects of the ``data:`` lines until ``[DONE]``, the end of the stream, or an abort."""
-    lines, part = Lines(), None
+    lines = Lines()
+    part = None
     try:
         while not state.aborted:
             part = part or asyncio.ensure_future(response.content.readany())
@@ -187,7 +192,8 @@ async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> Asy
             done, _ = await asyncio.wait([part], timeout=_POLL_SECONDS)
             if not done:
                 continue
-            data, part = part.result(), None
+            data = part.result()
+            part = None
             if not data:
                 return
             for line in lines.add(data):

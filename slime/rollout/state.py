@@ -215,7 +215,8 @@ class GenerateState:
             True: context_limit(args, args.eval_max_context_len),
         }
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
-        self.seed, self.requests = args.rollout_seed, RequestSettings.from_args(args)
+        self.seed = args.rollout_seed
+        self.requests = RequestSettings.from_args(args)
         self.sampling_params = self.stopping_at_media(request_params(args))
         self.eval_datasets: dict[bytes, Any] = {}
         self.encoded: tuple[str, list[int]] = "", []

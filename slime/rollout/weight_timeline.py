@@ -111,7 +111,8 @@ class Recording:
             elif "started" in line:
                 started[line["started"]] = line["step"]
             elif line.get("judged") == "accepted":
-                group, rollout = line["group"], line["rollout"]
+                group = line["group"]
+                rollout = line["rollout"]
                 steps = [self.requests[key].first for key in group_of.get(group, []) if key in self.requests]
                 # A generate function that calls the engines itself records no requests.
                 steps = steps or [started.get(group, -1)]
@@ -145,7 +146,8 @@ class Recording:
         )
 
     def _add(self, line: ScheduleLine) -> None:
-        index, turn = line["request"], line["turn"]
+        index = line["request"]
+        turn = line["turn"]
         # A repeated line means that a resumed run generated the sample again from this turn on, so the later turns that
         # were recorded before belong to a response that no longer exists.
         later = turn + 1
@@ -180,7 +182,8 @@ class WeightTimeline:
     def __init__(
         self, path: Path, settings: dict[str, Any], recording: Recording | None, attempt: int, position: int | None
     ) -> None:
-        self.recording, self.attempt = recording, attempt
+        self.recording = recording
+        self.attempt = attempt
         self.keeps_kv = settings["update_weight_pause_mode"] == "in_place"
         self.step = -1  # the number of steps that have trained the engines' weights; -1 before the first sync
         self.over: Counter[int] = Counter()  # by the step of their last weights: recorded requests that have a reply
@@ -257,7 +260,8 @@ class WeightTimeline:
         """
         if self.recording is None:
             return None
-        over, due = sum(n for last, n in self.over.items() if last <= self.step), self.recording.due(self.step)
+        over = sum(n for last, n in self.over.items() if last <= self.step)
+        due = self.recording.due(self.step)
         divided = self.recording.divided(self.step)
         if over == due and held == divided:
             return None

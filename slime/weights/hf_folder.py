@@ -53,7 +53,9 @@ class MtpLayers:
         Args:
             source: The folder of the checkpoint from which a model was made; None if it is not on this machine.
         """
-        self.source, self.count, self.names = source, 0, list[str]()
+        self.source = source
+        self.count = 0
+        self.names = list[str]()
         if source is None:
             return
         config = json.loads((Path(source) / "config.json").read_text())

@@ -130,7 +130,8 @@ class WeightSyncSettings:
         if sent is None:
             return self
         changing = f"^(?:{'|'.join(map(re.escape, sorted(sent.changing)))})$"
-        config, mode = sent.config, self.pause_mode
+        config = sent.config
+        mode = self.pause_mode
         if self.adapter_name is not None and config is not None:
             config = sglang_adapter(config)
             mode = "abort"  # SGLang replaces an adapter only when no request has it any more

@@ -110,7 +110,10 @@ class WeightSyncError(RuntimeError):
     def __init__(
         self, version: str, failed: Mapping[str, Exception], torn: Sequence[str], synced: Sequence[str]
     ) -> None:
-        self.version, self.failed, self.torn, self.synced = version, dict(failed), list(torn), list(synced)
+        self.version = version
+        self.failed = dict(failed)
+        self.torn = list(torn)
+        self.synced = list(synced)
         reasons = "; ".join(f"engine {url}: {type(error).__name__}: {error}" for url, error in failed.items())
         rest = [
             f"{', '.join(urls)} {what}" for urls, what in ((torn, "must be synced again"), (synced, "updated")) if urls
@@ -136,7 +139,9 @@ def iter_buckets(
         nbytes = tensor.numel() * tensor.element_size()
         if pending and size + nbytes > max_bytes:
             yield Bucket(index, pending)
-            index, pending, size = index + 1, [], 0
+            index = index + 1
+            pending = []
+            size = 0
         pending.append((name, tensor))
         size += nbytes
     if pending:

@@ -97,7 +97,8 @@ class UpdateWindow:
     async def open(self, engines: Sequence[EngineHandle], adapter_only: bool = False) -> list[EngineHandle]:
         """Pause, flush and begin the update on all engines, and return those that are ready."""
         # The flush must come after the pause; otherwise requests could compute KV of the old weights after the flush.
-        self.opened, self.adapter_only = time.perf_counter(), adapter_only
+        self.opened = time.perf_counter()
+        self.adapter_only = adapter_only
         ready = await self._each(engines, self.pause_and_flush, "pause and flush")
         if self.check_equal:
             ready = await self._each(ready, self._overwrite, "overwrite its weights")

@@ -66,7 +66,8 @@ class FsdpBackend(SharedBackend):
         super().__init__(args, role, rank, world_size, device)
         # Groups of ranks: those with other samples, and with context parallelism those with other tokens of them.
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
-        self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
+        self.data_parallel_rank = layout.data_rank(rank)
+        self.data_parallel_size = layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
         self.shard_size = args.fsdp_shard_size or world_size
         """The number of ranks that share one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
@@ -75,7 +76,8 @@ class FsdpBackend(SharedBackend):
         data = None
         if layout.cp > 1:
             mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
-            data, self.context_group = mesh.get_group("data"), mesh.get_group("context")
+            data = mesh.get_group("data")
+            self.context_group = mesh.get_group("context")
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
         # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of passes replace its mixed
         # precision.
@@ -176,7 +178,8 @@ class FsdpBackend(SharedBackend):
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
-        parts, micro_batches = [], self.aligned(trained)
+        parts = []
+        micro_batches = self.aligned(trained)
         with self._in_pass_dtype():
             for number, indices in enumerate(micro_batches, start=1):
                 self.communicate_for(last=number == len(micro_batches))

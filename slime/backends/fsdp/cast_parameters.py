@@ -176,7 +176,8 @@ class CastParameters:
                 and the backward of their layer.
             device: The device of the passes if all parameters are in CPU memory; None if they are on that device.
         """
-        self._keep, self._active = keep, False
+        self._keep = keep
+        self._active = False
         self._offloaded_on_cuda = device is not None and device.type == "cuda"
         self.layers = [_Group(device) for _ in layers]
         self.rest = _Group(device)

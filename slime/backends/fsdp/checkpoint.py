@@ -53,7 +53,8 @@ class FsdpState:
     """With an adapter (LoRA), only it is saved, with the identity of its base."""
 
     def __post_init__(self) -> None:
-        self.group, self.memory = new_save_group(self.args.async_save), ShardMemory()
+        self.group = new_save_group(self.args.async_save)
+        self.memory = ShardMemory()
 
     def take_memory(self) -> None:
         if not self.memory.is_taken:
@@ -64,11 +65,13 @@ class FsdpState:
             path.mkdir(parents=True, exist_ok=True)
         if self.world_size > 1:
             dist.barrier()
-        shards, group = self._written_shards(), None
+        shards = self._written_shards()
+        group = None
         if self.args.async_save:
             # Training continues while these are written, so they are copies, and the collectives of the writer use a
             # separate group. In the default group they would be mixed with those of the next step.
-            shards, group = self.memory.copied(shards), self.group
+            shards = self.memory.copied(shards)
+            group = self.group
         description = self._describe()
         small = small_files_writer(path, self.rank, rng_state(), description if self.rank == 0 else None)
         # The collective operation comes first: a rank that fails before it would leave the others waiting.

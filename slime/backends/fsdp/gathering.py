@@ -39,9 +39,11 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if batch and (this != kind or size + nbytes > BATCH_BYTES):
             yield from _gathered(batch)
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append((name, tensor))
-        kind, size = this, size + nbytes
+        kind = this
+        size = size + nbytes
     yield from _gathered(batch)
 
 

@@ -41,7 +41,8 @@ def read_checkpoint(args: Args, empty: bool = False) -> PreTrainedModel:
     Raises:
         ModelError: The checkpoint does not exist, is damaged, or does not fit the model.
     """
-    path, how = InitialWeights.from_args(args).path(megatron=False), ModelFormat.from_args(args)
+    path = InitialWeights.from_args(args).path(megatron=False)
+    how = ModelFormat.from_args(args)
     narrow = (args.bf16_master_weights or args.lora_rank) and not args.lora_base_quantization
     dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
     return load_full_model(path, how, empty, dtype)
@@ -149,7 +150,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     part = tensor.to_local()
     if part.device.type == device.type:
         return tensor
-    mesh, places, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    mesh = tensor.device_mesh
+    places = tensor.placements
+    shape = tensor.shape
+    stride = tensor.stride()
     return DTensor.from_local(part.to(device), mesh, places, run_check=False, shape=shape, stride=stride)
 
 
@@ -259,7 +263,8 @@ def save_hf_checkpoint(
     """
     # For a hub id these are the downloaded files, so that a save does not need the network.
     folder = cached_folder(source) if writer else None
-    mtp, form = MtpLayers(folder), ExportForm(choice, folder, writer)
+    mtp = MtpLayers(folder)
+    form = ExportForm(choice, folder, writer)
     write_tensors(form.tensors(chain(iter_hf_weights(model, form.dtype or dtype), mtp.tensors())), path, writer)
     if writer:
         if folder is None:

@@ -97,7 +97,9 @@ class FsdpAdapter(TrainedAdapter):
 
     def __init__(self, args: Args, settings: LoraSettings, model: nn.Module, named: Named, shard_size: int) -> None:
         super().__init__(args, settings, named)
-        self.model, self.layers, self._shard_size = model, lora_layers(model), shard_size
+        self.model = model
+        self.layers = lora_layers(model)
+        self._shard_size = shard_size
         self.experts = expert_factors(model)
         layers = quantized_layers(model)
         self.codes = [(f"{name}.{key}", x) for name, layer in layers.items() for key, x in layer.named_buffers()]

@@ -70,7 +70,8 @@ StateDict = Iterator[tuple[str, Tensor, bool]]
 """The names and values of tensors, and whether each is a parameter."""
 PREFIX = "weight_"
 """The beginning of the names of the buffers that are one weight."""
-_BLOCK, _MOST_SCALES = 64, 256
+_BLOCK = 64
+_MOST_SCALES = 256
 """Weights that share a scale in 4 bits, and the largest number of scales that share a scale of their own."""
 
 
@@ -175,7 +176,8 @@ def rounded_weights(tensors: StateDict, model: nn.Module) -> StateDict:
 
 def _attach(module: nn.Linear, packed: _Packed, form: str) -> None:
     names, context = packed.__tensor_flatten__()
-    kind, shape = type(packed), module.weight.shape
+    kind = type(packed)
+    shape = module.weight.shape
     stride = module.weight.stride()
 
     def weight_of(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -188,7 +190,8 @@ def _attach(module: nn.Linear, packed: _Packed, form: str) -> None:
         module.register_buffer(PREFIX + name, getattr(packed, name).clone(memory_format=torch.contiguous_format))
     module.__class__ = QuantizedLoraLinear if isinstance(module, LoraLinear) else QuantizedLinear
     assert isinstance(module, QuantizedWeight)
-    module.weight_parts, module.weight_of = tuple(names), weight_of
+    module.weight_parts = tuple(names)
+    module.weight_of = weight_of
 
 
 def _int8(weight: Tensor) -> _Packed:

@@ -322,7 +322,8 @@ def checkpoint_offloaded(function: Callable[..., Any], hidden: Tensor, *rest: An
     """
     if not torch.is_grad_enabled():
         return function(hidden, *rest)
-    stash, first = _Stash(hidden), [hidden]
+    stash = _Stash(hidden)
+    first = [hidden]
 
     def run(*others: Any) -> Any:
         # The closure must not hold the input after the first run. Gradients reach it through the graph of that run; the
@@ -337,7 +338,8 @@ class _Stash:
 
     def __init__(self, tensor: Tensor) -> None:
         source = tensor.detach()
-        self._device, self._needs_grad = tensor.device, tensor.requires_grad
+        self._device = tensor.device
+        self._needs_grad = tensor.requires_grad
         if not source.is_cuda:
             self._host = source.clone()
             return

@@ -58,12 +58,14 @@ class LossScale:
         return self.window is not None and self.value > self.smallest
 
     def note_overflow(self) -> None:
-        self.value, self.passed = max(self.value / 2, self.smallest), 0
+        self.value = max(self.value / 2, self.smallest)
+        self.passed = 0
 
     def note_step(self) -> None:
         self.passed += 1
         if self.window is not None and self.passed >= self.window:
-            self.value, self.passed = self.value * 2, 0
+            self.value = self.value * 2
+            self.passed = 0
 
     def state(self) -> dict[str, float]:
         """Return what a snapshot must contain."""
@@ -72,7 +74,8 @@ class LossScale:
     def load(self, state: dict[str, float]) -> None:
         """Go on from the state of a snapshot. A constant scale (``--loss-scale``) stays as the flag gives it."""
         if self.window is not None:
-            self.value, self.passed = max(float(state["value"]), self.smallest), int(state["passed"])
+            self.value = max(float(state["value"]), self.smallest)
+            self.passed = int(state["passed"])
 
 
 BLOCKS = (256, 128, 64)
@@ -189,7 +192,8 @@ class ScheduledAdamW:
                 operation.
         """
         self.named = [(name, p) for name, p in named if p.requires_grad]
-        self.schedule, self.clip_grad = schedule, args.clip_grad
+        self.schedule = schedule
+        self.clip_grad = args.clip_grad
         self.over_ranks = over_ranks
         self.loss_scale = LossScale.from_args(args)
         """The scale of the gradients until :meth:`unscale`; None for 1."""
@@ -208,7 +212,8 @@ class ScheduledAdamW:
         groups = [group for group in groups if group["params"]]
         # torchao's AdamW has states of its own; they are created here, so that a snapshot can be read before the first
         # step.
-        betas, eps = (args.adam_beta1, args.adam_beta2), args.adam_eps
+        betas = (args.adam_beta1, args.adam_beta2)
+        eps = args.adam_eps
         self.small = args.optimizer_8bit or args.bf16_master_weights
         self.adam: torch.optim.Optimizer
         if self.small:

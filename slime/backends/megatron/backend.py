@@ -66,8 +66,10 @@ class MegatronBackend(SharedBackend):
         if problems := self.layout.problems():
             raise MegatronError("; ".join(problems))
         groups.initialize(self.layout, args.seed, args.distributed_timeout_minutes)
-        self.data_parallel_rank, self.data_parallel_size = self.layout.data_rank(rank), self.layout.dp
-        data, context = mpu.get_data_parallel_group(), groups.context_group()
+        self.data_parallel_rank = self.layout.data_rank(rank)
+        self.data_parallel_size = self.layout.dp
+        data = mpu.get_data_parallel_group()
+        context = groups.context_group()
         with_context = mpu.get_data_parallel_group(with_context_parallel=True)
         self.reduce = DataParallelReduce(data.size(), device, data, context)
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
@@ -76,7 +78,8 @@ class MegatronBackend(SharedBackend):
             load_function(args.custom_megatron_init_path)(args)
         fuse(bool(args.compile_layers))
         self.model = TrainedModel(args, role, self.layout, rank, device)
-        self.chunks, self.weights = self.model.chunks, self.model.weights
+        self.chunks = self.model.chunks
+        self.weights = self.model.weights
         self._around: Around | None = None
         """The context of each forward; None without routing replay."""
         self.builder = PackBuilder(

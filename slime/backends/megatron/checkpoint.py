@@ -59,7 +59,8 @@ class MegatronState:
     adapter: TrainedAdapter | None = None
 
     def __post_init__(self) -> None:
-        self.group, self.memory = new_save_group(self.args.async_save), ShardMemory()
+        self.group = new_save_group(self.args.async_save)
+        self.memory = ShardMemory()
 
     def take_memory(self) -> None:
         if not self.memory.is_taken and self.args.ckpt_format != "torch":  # whose files are whole storages
@@ -96,7 +97,8 @@ class MegatronState:
             raise MegatronError(f"{path} contains the state of the {meta['role']}, not of the {self.model.role}")
         require_fit(self.adapter, path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
-        args, adapter = self.args, self.adapter is not None
+        args = self.args
+        adapter = self.adapter is not None
         for tag in [] if args.finetune else meta["copies"]:
             self.bank.moving.add(tag)
             # A copy has no modules. It is loaded into the parameters of the model, which get the actor's weights back
@@ -127,8 +129,10 @@ class MegatronState:
 
     def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
         """Return the shards that this rank writes, by folder."""
-        chunks, chained = self.model.chunks, self.optimizer.chained
-        adapter, with_optimizer = self.adapter is not None, not self.args.no_save_optim
+        chunks = self.model.chunks
+        chained = self.optimizer.chained
+        adapter = self.adapter is not None
+        with_optimizer = not self.args.no_save_optim
         written = written_shards(chunks, chained, with_optimizer=with_optimizer, adapter=adapter)
         folders = {path / TENSORS: written}
         live = [tensor for _, tensor in self.bank.named]
@@ -138,7 +142,8 @@ class MegatronState:
         return folders
 
     def _shards_writer(self, path: Path) -> Write:
-        folders, group = self._by_folder(path), None
+        folders = self._by_folder(path)
+        group = None
         if self.args.async_save:
             # Training continues while these are written, so they are copies, and the collectives of the writer use a
             # separate group. In the default group they would be mixed with those of the next step.
@@ -175,7 +180,8 @@ class MegatronState:
                 "--no-load-optim to continue with the weights only"
             )
         try:
-            chunks, adapter = self.model.chunks, self.adapter is not None
+            chunks = self.model.chunks
+            adapter = self.adapter is not None
             of_optimizer = state_shards(chunks, self.optimizer.chained, stored, adapter)
             stored.read([*weight_shards(chunks, adapter), *of_optimizer])
         except ValueError as error:

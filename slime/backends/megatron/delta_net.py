@@ -87,7 +87,8 @@ class PackedDeltaNet(MegatronModule):
         super().__init__(config=config)
         self.layouts = {name: entry.layout for name, entry in nets.parameters.items()}
         self.keys = {name: entry.megatron.rpartition(".")[2] for name, entry in nets.parameters.items()}
-        self.tp_group, self.cp_group = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+        self.tp_group = mpu.get_tensor_model_parallel_group()
+        self.cp_group = mpu.get_context_parallel_group()
         make: dict[str, Any] = {"dtype": config.params_dtype, "device": device_of(config)}
         shapes = nets.make(layer_number - 1, self.tp_group.size()).named_parameters()
         self.weights = NamedWeights({self.keys[name]: torch.empty(x.shape, **make) for name, x in shapes})
@@ -117,7 +118,8 @@ class PackedDeltaNet(MegatronModule):
     def part_of_rank(self, weight: Tensor, layout: Layout) -> Tensor:
         """Return the part of a weight with the heads that this rank computes, in the order of transformers, given the
         part of this tensor-parallel rank."""
-        size, rank = self.cp_group.size(), self.cp_group.rank()
+        size = self.cp_group.size()
+        rank = self.cp_group.rank()
         if layout.axis is None:  # each rank has the gradient of its heads
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         elif size > 1:

@@ -37,7 +37,8 @@ def weighted_clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, offs
     """Return ``gate · sigmoid(1.702 gate) · (up + offset)`` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by
     its weight. ``gate`` is at most ``limit``, and ``up`` is between ``-limit`` and ``limit`` (gpt-oss)."""
     gate, up = gate_up.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (gate * torch.sigmoid(1.702 * gate) * (up + offset) * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
@@ -55,9 +56,11 @@ class GroupedExperts(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
-        self.tp_group, self.ep_group = pg_collection.expt_tp, pg_collection.ep
+        self.tp_group = pg_collection.expt_tp
+        self.ep_group = pg_collection.ep
         self.dp_group = pg_collection.expt_dp
-        width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
+        width = config.moe_ffn_hidden_size // self.tp_group.size()
+        hidden = config.hidden_size
         make = {"dtype": config.params_dtype, "device": device_of(config)}
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2, width, hidden, **make))
         self.down = nn.Parameter(torch.empty(num_local_experts, hidden, width, **make))
@@ -182,7 +185,9 @@ class ExchangeDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens, ``[N, H]``, and their weights ``[N]``, sorted by the experts of all ranks."""
-        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        self.hidden_shape = hidden_states.shape
+        self.probs = probs
+        self.routing_map = routing_map
         self.tokens_per_expert = self.preprocess(routing_map)
         if self._sorts_chunks:  # Megatron moves these sizes to the host, but the rows are sorted on the device
             self.chunk_sizes = self.num_global_tokens_per_local_expert.flatten()

@@ -54,7 +54,8 @@ def _connected_at_first_use() -> Iterator[None]:
     """
     world = torch.distributed.group.WORLD
     assert world is not None
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         yield
     finally:
@@ -130,14 +131,17 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The result is the same
     on all ranks."""
     batch: list[Piece] = []
-    size, kind = 0, None
+    size = 0
+    kind = None
     for piece in pieces:
         this = (piece.stage, piece.dtype, piece.expert is None)
         if batch and (this != kind or size + piece.nbytes > BATCH_BYTES):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(piece)
-        size, kind = size + piece.nbytes, this
+        size = size + piece.nbytes
+        kind = this
     if batch:
         yield batch
 
@@ -167,7 +171,8 @@ def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
 
 def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
     """Return each piece as a whole tensor over tensor-parallel ranks, for this rank's experts."""
-    group, tensors = tensor_group(batch[0].entry), []
+    group = tensor_group(batch[0].entry)
+    tensors = []
     parts = []
     for piece in batch:
         assert piece.mine is not None

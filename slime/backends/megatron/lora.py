@@ -59,7 +59,8 @@ class ModelAdapters:
             ModelError: The flags select no layer, or the adapter in ``load`` has other layers or shapes.
             MegatronError: The layout cannot divide the adapter.
         """
-        self.settings, self._seed = settings, seed
+        self.settings = settings
+        self._seed = seed
         # Which layers get adapters: the linear layers that the flags select, and the routed experts if they are named.
         entries = [e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts]
         self.linears = [name for entry in entries for name in _modules(entry)]
@@ -99,7 +100,8 @@ class ModelAdapters:
         self, entry: Entry, held: dict[str, Held]
     ) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
         """Yield the names of the projections in a weight, and the shapes of the whole factors."""
-        tp, rank = mpu.get_tensor_model_parallel_world_size(), self.settings.rank
+        tp = mpu.get_tensor_model_parallel_world_size()
+        rank = self.settings.rank
         rows, columns = held[entry.megatron].shape
         is_row = entry.layout == COLUMNS
         for name, count in zip(_modules(entry), _rows(entry, rows), strict=True):
@@ -190,7 +192,8 @@ class MegatronAdapter(TrainedAdapter):
 
     def __init__(self, args: Args, adapters: ModelAdapters, weights: ModelWeights) -> None:
         super().__init__(args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())])
-        self.adapters, self._weights = adapters, weights
+        self.adapters = adapters
+        self._weights = weights
 
     def switches(self) -> list[LoraLayer | LoraExperts]:
         """See :meth:`TrainedAdapter.switches`."""

@@ -192,7 +192,9 @@ def attach_experts(module: GroupedExperts, pairs: Mapping[str, ExpertPair], scal
     """Change the experts of a rank to ones with adapters. ``pairs`` are the factors of ``gate_up`` and ``down``."""
     module.__class__ = LoraExperts
     assert isinstance(module, LoraExperts)
-    module.lora, module.lora_scale, module.lora_on = nn.ModuleDict(pairs), scale, True
+    module.lora = nn.ModuleDict(pairs)
+    module.lora_scale = scale
+    module.lora_on = True
     return module
 
 
@@ -202,5 +204,6 @@ def _part(entry: Entry, whole: Tensor) -> Tensor:
     mine = whole.narrow(0, count * mpu.get_expert_model_parallel_rank(), count)
     if entry.layout.axis is None:
         return mine
-    size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    size = mpu.get_expert_tensor_parallel_world_size()
+    rank = mpu.get_expert_tensor_parallel_rank()
     return mine.chunk(size, 1 + entry.layout.axis)[rank]

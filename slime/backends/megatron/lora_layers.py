@@ -25,7 +25,9 @@ from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_
 from slime.models.cpu_kernels import linear
 from slime.weights.maps.family import Entry
 
-WEIGHT, FACTOR_A, FACTOR_B = ".weight", ".lora_A", ".lora_B"
+WEIGHT = ".weight"
+FACTOR_A = ".lora_A"
+FACTOR_B = ".lora_B"
 """Ends of the names of a layer's weight and of the factors of its adapter."""
 _OWN = "lora."  # the attribute of a layer that holds its factors
 
@@ -47,7 +49,8 @@ class FactorPair(nn.Module):
 
     def __init__(self, a: Tensor, b: Tensor, entries: tuple[Entry, Entry]) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        self.lora_A = nn.Parameter(a)
+        self.lora_B = nn.Parameter(b)
         self.entries = entries
         for factor, entry in self.by_entry():
             self.mark(factor, entry)
@@ -176,7 +179,8 @@ def attach_delta_net(module: PackedDeltaNet, pairs: dict[str, FactorPair], scale
     """Change a gated delta net to one with adapters. ``pairs`` are the factors by the name of their linear layer."""
     module.__class__ = LoraDeltaNet
     assert isinstance(module, LoraDeltaNet)
-    module.lora, module.lora_on = nn.ModuleDict(pairs), True
+    module.lora = nn.ModuleDict(pairs)
+    module.lora_on = True
     for name in pairs:
         layer = module.net.get_submodule(name)
         layer.__class__ = _LinearOfNet
@@ -197,9 +201,12 @@ def attach(
     column = isinstance(module, ColumnParallelLinear)
     module.__class__ = LoraColumn if column else LoraRow
     assert isinstance(module, LoraColumn | LoraRow)
-    module.lora, module.lora_scale, module.lora_on = nn.ModuleDict(pairs), scale, True
+    module.lora = nn.ModuleDict(pairs)
+    module.lora_scale = scale
+    module.lora_on = True
     if isinstance(module, LoraColumn):
-        module.lora_projections, module.lora_groups = projections, groups
+        module.lora_projections = projections
+        module.lora_groups = groups
     for pair in pairs.values():
         # With sequence parallelism, the whole factor sees this rank's part of the tokens, so its gradients are summed.
         whole = pair.lora_A if column else pair.lora_B

@@ -109,7 +109,8 @@ class PolicyHead(DividedRows):
         """Create the head. ``scale`` is a factor on the logits."""
         super().__init__()
         self.scale = scale
-        self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        self.tp_group = layer.tp_group
+        self.sequence_parallel = layer.sequence_parallel
         self.vocab_size = vocab_size
         # Megatron pads the vocabulary to a multiple of the number of ranks. The padding is on the last ranks and must
         # not enter the softmax.
@@ -163,7 +164,8 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: TransformerConfig, seed: int, layer: ColumnParallelLinear) -> None:
         super().__init__()
-        self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        self.tp_group = layer.tp_group
+        self.sequence_parallel = layer.sequence_parallel
         make = {"dtype": config.params_dtype, "device": device_of(config)}
         self.weight = nn.Parameter(value_head_weight(config.hidden_size, seed).to(**make))
         self.bias = nn.Parameter(torch.zeros(1, **make))

@@ -106,7 +106,8 @@ class HeadsRMSNorm(DividedRows):
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **_: object) -> None:
         """Create the norm of ``heads`` heads of ``hidden_size`` features."""
         super().__init__()
-        self.eps, self.features = eps, heads * hidden_size
+        self.eps = eps
+        self.features = heads * hidden_size
         self.tp_group = get_tensor_model_parallel_group()
         make = {"dtype": config.params_dtype, "device": device_of(config)}
         self.weight = nn.Parameter(torch.ones(self.features // self.tp_group.size(), **make))
@@ -272,7 +273,8 @@ def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    whole, x = x, x[..., : cos.shape[-1]]
+    whole = x
+    x = x[..., : cos.shape[-1]]
     if interleaved:
         other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
@@ -303,7 +305,8 @@ class ReplicatedLinear(nn.Module):
 def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor], Tensor], source: Tensor) -> _Result:
     """Compute ``linear(make(source))``. The backward pass computes ``make(source)`` again instead of saving it."""
     inner = make(source)
-    place, size = inner.data_ptr(), inner.numel()
+    place = inner.data_ptr()
+    size = inner.numel()
 
     # autograd calls `pack` with every tensor that the product saves, including its weight. The result of `make` is
     # recognized by its address, and only this tensor is replaced by its shape, so that backward computes it again.

@@ -43,7 +43,8 @@ class PackedRotary(nn.Module):
             frequencies, self.scale = scaled
         elif hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
             angles, scale = source.get_emb(2)
-            frequencies, self.scale = angles[1].flatten()[: angles.shape[-1] // 2], float(scale)
+            frequencies = angles[1].flatten()[: angles.shape[-1] // 2]
+            self.scale = float(scale)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
     def get_rotary_seq_len(
@@ -57,7 +58,8 @@ class PackedRotary(nn.Module):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of tokens, each ``[T, 1, rotary dims]``."""
-        angles, scale = self.angles(positions), 1.0 if self.scale is None else self.scale
+        angles = self.angles(positions)
+        scale = 1.0 if self.scale is None else self.scale
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def forward(self, length: Tensor | None, **_: object) -> Any:

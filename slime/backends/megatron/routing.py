@@ -68,7 +68,8 @@ class RoutingReplay:
         self, chunks: list[PolicyModel], with_experts: list[bool], sequence_parallel: bool, from_engine: bool
     ) -> None:
         self.from_engine = from_engine
-        self.num_layers, self.expert_layers = len(with_experts), [i for i, moe in enumerate(with_experts) if moe]
+        self.num_layers = len(with_experts)
+        self.expert_layers = [i for i, moe in enumerate(with_experts) if moe]
         self.sequence_parallel = sequence_parallel
         self.layers: list[int] = []
         self.of_chunk: dict[int, list[tuple[int, LayerReplay]]] = {}

@@ -123,11 +123,13 @@ def parameters(chunks: Sequence[Chunk], adapter: bool = False) -> list[Parameter
 def _factor(tensor: Tensor, entry: Entry) -> Parameter:
     """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along one axis. Those of
     experts have all experts of the model, which are divided along the first axis, before those of the layout."""
-    group, axis = tensor_group(entry), entry.layout.axis
+    group = tensor_group(entry)
+    axis = entry.layout.axis
     first = 1 if entry.experts else 0
     full = [entry.experts, *tensor.shape[1:]] if entry.experts else list(tensor.shape)
     full[first:] = entry.layout.full_shape(full[first:], group.size())
-    shape, offsets = list(full), [0] * len(full)
+    shape = list(full)
+    offsets = [0] * len(full)
     if axis is not None:
         shape[first + axis] //= group.size()
         offsets[first + axis] = shape[first + axis] * group.rank()
@@ -159,10 +161,12 @@ def kept_state(chained: ChainedOptimizer) -> dict[int, Kept]:
             continue
         inner = optimizer.optimizer
         for model, main, is_separate in _pairs(optimizer):
-            start, end = 0, model.numel()
+            start = 0
+            end = model.numel()
             if isinstance(optimizer, DistributedOptimizer):
                 own = optimizer._get_model_param_range_map(model)["param"]
-                start, end = own.start, own.end
+                start = own.start
+                end = own.end
             found[id(model)] = Kept(start, end, main, inner, is_separate)
     return found
 
@@ -199,7 +203,8 @@ def written_shards(
         with_optimizer: Whether to return the optimizer's state, too.
         adapter: See :func:`parameters`.
     """
-    kept, sharded = kept_state(chained), is_sharded(chained)
+    kept = kept_state(chained)
+    sharded = is_sharded(chained)
     shards: list[TensorShard] = []
     for parameter in parameters(chunks, adapter):
         if not parameter.is_written:

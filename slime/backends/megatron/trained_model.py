@@ -41,7 +41,11 @@ class TrainedModel:
     """
 
     def __init__(self, args: Args, role: str, layout: ParallelLayout, rank: int, device: torch.device) -> None:
-        self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
+        self.args = args
+        self.role = role
+        self.layout = layout
+        self.rank = rank
+        self.device = device
         # The shape: config.json decides, and the user's flags may add what it does not say.
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)

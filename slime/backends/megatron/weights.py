@@ -22,7 +22,8 @@ from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import Source
 
 T = TypeVar("T")
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 VALUE_HEAD = (OUTPUT, "output_layer.bias")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -140,7 +141,8 @@ class ModelWeights:
 
     def _read(self, folder: NamedWeights, name: str, tensor: Tensor) -> None:
         """Load this rank's part of the checkpoint's tensors into one parameter."""
-        entry, group = self.entries[name], tensor_group(self.entries[name])
+        entry = self.entries[name]
+        group = tensor_group(self.entries[name])
         for hf in self.hf_names(name):
             if hf in folder and not folder.is_float(hf):
                 raise ModelError(f"{hf!r} in {folder.folder} is {folder.dtype_of(hf)}, which is not a float type")
@@ -201,7 +203,8 @@ def gather(
                 continue
             count = held[entry.megatron].shape[0]
             for rank, full in enumerate(tensors):
-                number, parts = rank * count + piece.expert, entry.layout.split(full)
+                number = rank * count + piece.expert
+                parts = entry.layout.split(full)
                 if not entry.is_stacked:
                     yield from zip((hf.format(expert=number) for hf in entry.hf), parts, strict=True)
                     continue

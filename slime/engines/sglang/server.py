@@ -43,7 +43,8 @@ def hide_in_logs(secrets: Sequence[str]) -> None:
         except (TypeError, ValueError, KeyError):  # arguments that do not fit the message; logging reports them
             return record
         if any(secret in message for secret in secrets):
-            record.msg, record.args = functools.reduce(lambda text, key: text.replace(key, "***"), secrets, message), ()
+            record.msg = functools.reduce(lambda text, key: text.replace(key, "***"), secrets, message)
+            record.args = ()
         return record
 
     if secrets:

@@ -105,7 +105,8 @@ class BaseAdapter:
                 note(f"{name} of an adapter", "has no effect")
         parsers = {"agent_tool_parser": tool_parser or "auto", "agent_reasoning_parser": reasoning_parser or "none"}
         self.args = _args(args, str(getattr(tokenizer, "name_or_path", "")), sglang_url).with_values(**parsers)
-        self.max_turns, self.tokenizer = max_turns_per_sid, tokenizer
+        self.max_turns = max_turns_per_sid
+        self.tokenizer = tokenizer
         self._server = _Server(host, self.dialects)
 
     @property

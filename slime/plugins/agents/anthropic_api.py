@@ -78,7 +78,8 @@ class Messages:
         }
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
-        self.ask, self.prompt_tokens = ask, prompt_tokens
+        self.ask = ask
+        self.prompt_tokens = prompt_tokens
         self.open: str | None = None  # type of the open content block
         self.index = -1  # index of the open content block
 
@@ -119,7 +120,8 @@ class Messages:
         if self.open == block["type"]:
             return b""
         closed = self._close()
-        self.open, self.index = str(block["type"]), self.index + 1
+        self.open = str(block["type"])
+        self.index = self.index + 1
         return closed + _event("content_block_start", index=self.index, content_block=block)
 
     def _delta(self, delta: Reply) -> bytes:
@@ -165,7 +167,8 @@ def _usage(turn: Turn) -> Reply:
 
 def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:
     calls = turn.answer.get("tool_calls", [])
-    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    text = turn.answer["content"]
+    thought = turn.answer.get("reasoning_content")
     blocks: list[Reply] = []
     if thought and reasoning:
         blocks.append({"type": "thinking", "thinking": thought, "signature": turn.id})
@@ -193,7 +196,8 @@ def _tools(body: JsonObject) -> list[Tool]:
 def _messages(raw: JsonObject) -> list[Message]:
     """Convert a message with content blocks to common messages. Each tool result becomes a separate message before the
     others."""
-    role, content = raw.get("role"), raw.get("content")
+    role = raw.get("role")
+    content = raw.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"unknown role {role!r}")
     # A text is the short form of one text block.

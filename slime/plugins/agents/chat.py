@@ -31,7 +31,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         if not tokenizer.chat_template:
             raise ValueError("agents need a chat template, but the tokenizer of --hf-checkpoint has none")
-        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.tokenizer = tokenizer
+        self.kwargs = kwargs
         self.knows_tools = "tools" in str(tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:

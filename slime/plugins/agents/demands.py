@@ -258,7 +258,8 @@ def _calls(form: _Form, tools: Sequence[Tool]) -> Reply:
     """Describe one or more calls and nothing else."""
     calls: list[Reply] = []
     for tool in tools:
-        name, parameters = tool["function"]["name"], _json(tool["function"]["parameters"], form.style)
+        name = tool["function"]["name"]
+        parameters = _json(tool["function"]["parameters"], form.style)
         begin = form.begin.replace("%s", json.dumps(name) if form.quoted else name)
         content = parameters if form.middle is None else _sequence([form.middle, parameters])
         calls.append({"type": "tag", "begin": begin, "content": content, "end": form.end})

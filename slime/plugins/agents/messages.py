@@ -38,7 +38,9 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status = status
+        self.message = message
+        self.code = code
 
 
 class Kind(NamedTuple):
@@ -287,7 +289,8 @@ def _part_text(part: JsonValue) -> str:
         return part
     if not isinstance(part, dict):
         raise ApiError(400, f"content parts must be objects, got {part!r}"[:200])
-    kind, source = part.get("type"), part.get("source")
+    kind = part.get("type")
+    source = part.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         part = {"text": source.get("data")}
     text = part.get("text", part.get("refusal"))
@@ -314,7 +317,8 @@ def fold_system(messages: list[Message]) -> list[Message]:
             note.clear()
 
     for message in messages:
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         before = folded[-1]["role"] if folded and not note else None
         if role == "system" and (before in ("system", "user")):
             folded[-1] = {**folded[-1], "content": f"{folded[-1]['content']}\n\n{content}"}

@@ -95,7 +95,8 @@ class Chat(_OpenAi):
         return {**_head(ask, turns[0].created, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
-        self.ask, self.head = ask, _head(ask, int(time.time()), "chat.completion.chunk")
+        self.ask = ask
+        self.head = _head(ask, int(time.time()), "chat.completion.chunk")
 
     def begin(self) -> bytes:
         """The first event of a stream."""
@@ -173,7 +174,8 @@ def _chat_call(entry: JsonObject) -> ToolCall:
 
 
 def _chat_answer(turn: Turn) -> Reply:
-    calls, content = _chat_calls(turn), turn.answer["content"]
+    calls = _chat_calls(turn)
+    content = turn.answer["content"]
     message: Reply = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
     if turn.answer.get("reasoning_content"):
         message["reasoning_content"] = turn.answer["reasoning_content"]
@@ -193,7 +195,8 @@ def _finish(turn: Turn) -> str:
 
 
 def _usage(turns: list[Turn]) -> Reply:
-    prompt, output = turns[0].prompt_tokens, sum(len(turn.output_ids) for turn in turns)
+    prompt = turns[0].prompt_tokens
+    output = sum(len(turn.output_ids) for turn in turns)
     details = {"prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens}}
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
 
@@ -231,7 +234,8 @@ class Responses(_OpenAi):
     def whole(ask: Ask, turns: list[Turn]) -> Reply:
         """The complete answer as one JSON object."""
         turn = turns[0]
-        prompt, output = turn.prompt_tokens, len(turn.output_ids)
+        prompt = turn.prompt_tokens
+        output = len(turn.output_ids)
         cached = {"cached_tokens": turn.cached_tokens}
         details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
@@ -242,7 +246,8 @@ class Responses(_OpenAi):
         }
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
-        self.ask, self.number = ask, 0
+        self.ask = ask
+        self.number = 0
         self.thought: list[str] = []
         self.said: list[str] = []
         self.item = f"msg_{ask.id}"
@@ -351,7 +356,8 @@ def _reasoning_item(turn_id: str, text: str) -> Reply:
 
 def _items(turn: Turn, reasoning: bool) -> list[Reply]:
     calls = turn.answer.get("tool_calls", [])
-    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    text = turn.answer["content"]
+    thought = turn.answer.get("reasoning_content")
     items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
     if text.strip() or not calls:
         items.append(_message_item(turn, text))

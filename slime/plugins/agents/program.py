@@ -195,7 +195,8 @@ async def in_thread(
             threading.Thread(target=abandon, args=(result,), name=name, daemon=True).start()
 
     def work() -> None:
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = call()
         except BaseException as raised:  # any error is raised in the caller
@@ -223,7 +224,8 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
         start_new_session=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    output, errors = _Tail(process.stdout), _Tail(process.stderr)
+    output = _Tail(process.stdout)
+    errors = _Tail(process.stderr)
     try:
         ended = asyncio.ensure_future(process.wait())
         # Do not wait for the end of the pipes: a process that the command left behind may keep them open.

@@ -128,7 +128,8 @@ class Sandbox:
         readable: Sequence[str | Path] = (),
         python: str = sys.executable,
     ) -> None:
-        self.limits, self.isolation = limits or Limits(), isolation
+        self.limits = limits or Limits()
+        self.isolation = isolation
         self.python = python
         self.readable = tuple(str(Path(path).resolve()) for path in readable)
         if self.limits.children and isolation != "full":

@@ -46,7 +46,8 @@ class AgentServer:
     """
 
     def __init__(self, host: str, dialects: Mapping[str, Dialect] = DIALECTS) -> None:
-        self.host, self.port = host, 0
+        self.host = host
+        self.port = 0
         self.sessions: dict[str, Session] = {}
         self.app = app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
         routes: list[web.RouteDef] = []
@@ -233,7 +234,8 @@ class _Sent:
     answer streams, so a rest can remain at the end."""
 
     def __init__(self, encoder: Chat | Responses | Messages, ask: Ask) -> None:
-        self.encoder, self.ask = encoder, ask
+        self.encoder = encoder
+        self.ask = ask
         self.reasoning: list[str] = []
         self.text: list[str] = []
 

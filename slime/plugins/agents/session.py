@@ -311,7 +311,8 @@ class Session:
         """Return the engine's outputs for one answer. A weight update or the loss of an engine can interrupt an answer;
         then the request is sent again with the tokens so far, until the answer is complete."""
         outputs: list[GenerateOutput] = []
-        begin, tries = len(probe.tokens), 0
+        begin = len(probe.tokens)
+        tries = 0
         while True:
             body = build_generate_body(self.state, probe, {**_part(params, len(outputs)), "max_new_tokens": most})
             output = await self.generate(probe, body, on_text)
@@ -327,7 +328,9 @@ class Session:
                 outputs.append(output)
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":
                 return outputs
-            probe.tokens, most, tries = probe.tokens + new, most - len(new), 0 if new else tries + 1
+            probe.tokens = probe.tokens + new
+            most = most - len(new)
+            tries = 0 if new else tries + 1
             if str(self.state.tokenizer.decode(probe.tokens[-CHARACTER_TOKENS:])).endswith(UNFINISHED):
                 on_text = None  # the next part begins within a character, so the client gets the rest at the end
             if most < 1:

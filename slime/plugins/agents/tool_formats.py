@@ -39,7 +39,9 @@ class Format:
         """Return the text without its calls, and the calls as entries of ``tool_calls``."""
         kept: list[str] = []
         calls: list[ToolCall] = []
-        done, unreadable, start = 0, 0, self._find(text, 0)
+        done = 0
+        unreadable = 0
+        start = self._find(text, 0)
         while start >= 0 and unreadable < _MOST_UNREADABLE:
             block = self.read(text, start)
             unreadable += block is None
@@ -73,7 +75,8 @@ class Hermes(Format):
         if decoded is None:
             return None
         value, end = decoded
-        end, calls = _after_space(text, end), read_calls(value)
+        end = _after_space(text, end)
+        calls = read_calls(value)
         return (end + len("</tool_call>"), calls) if calls and text.startswith("</tool_call>", end) else None
 
 
@@ -83,7 +86,8 @@ class Glm(Format):
     marks = ("<tool_call>",)
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
+        begin = start + len("<tool_call>")
+        end = text.find("</tool_call>", start)
         body = text[begin:end]
         if end < 0 or "<tool_call>" in body:
             return None
@@ -108,7 +112,8 @@ class Qwen3Coder(Format):
     marks = ("<tool_call>",)
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
+        begin = start + len("<tool_call>")
+        end = text.find("</tool_call>", start)
         body = text[begin:end]
         if end < 0 or "<tool_call>" in body or "<function=" not in body:
             return None
@@ -121,7 +126,8 @@ class Qwen3Coder(Format):
         return end + len("</tool_call>"), calls
 
     def _arguments(self, name: str, text: str) -> JsonObject:
-        schema, arguments = self.tools.get(name, {}), JsonObject()
+        schema = self.tools.get(name, {})
+        arguments = JsonObject()
         for part in text.split("<parameter=")[1:]:
             key, _, value = part.partition("</parameter>")[0].partition(">")
             arguments[key.strip()] = _by_schema(schema, key.strip(), value.removeprefix("\n").removesuffix("\n"))
@@ -135,7 +141,8 @@ class _Sections(Format):
     one: ClassVar[tuple[str, str]]
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        position, calls = start, []
+        position = start
+        calls = []
         if text.startswith(self.section[0], start):
             position = _after_space(text, start + len(self.section[0]))
         while text.startswith(self.one[0], position):
@@ -202,7 +209,8 @@ class Llama3(Format):
             read = read_calls(value) if isinstance(value, dict) and {"parameters", "arguments"} & value.keys() else None
             if read is None:
                 break
-            calls, end = calls + read, end_of_value
+            calls = calls + read
+            end = end_of_value
             position = _after_space(text, end_of_value)
             position += text.startswith(";", position)
         return (text[:start] + text[end:].lstrip("; \n"), calls) if calls else (text, [])

@@ -117,7 +117,8 @@ class Shown:
         text = self._held + text
         if self._opening:
             if not text.strip() or text.lstrip().startswith(self._opening):
-                self._held, self._ended = text, bool(text.strip())
+                self._held = text
+                self._ended = bool(text.strip())
                 return ""
             self._opening = ()
         marks_at = [at for mark in self._marks if (at := text.find(mark)) >= 0]
@@ -191,7 +192,8 @@ class StreamSplit:
     """
 
     def __init__(self, tags: Tags | None, opened: bool, shown: Shown) -> None:
-        self._tags, self._shown = tags, shown
+        self._tags = tags
+        self._shown = shown
         self._opened = opened
         # "begin": until it is known whether the text starts with reasoning. "reasoning": up to the end tag. "after":
         # whitespace after the end tag, which is dropped. "plain": the answer.
@@ -203,7 +205,8 @@ class StreamSplit:
         """Add new text; return the reasoning and the answer text that can be passed on now."""
         if self._tags is None:
             return "", self._shown.add(text)
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         if self._state == "begin":
             start = text.lstrip()
             if len(start) < len(self._tags.start) and self._tags.start.startswith(start):
@@ -217,7 +220,8 @@ class StreamSplit:
             reasoning, end_tag, text = text.partition(self._tags.end)
             if not end_tag:
                 return self._think(reasoning), ""
-            reasoning, self._state = self._trimmed(reasoning).rstrip(), "after"
+            reasoning = self._trimmed(reasoning).rstrip()
+            self._state = "after"
         if self._state == "after":
             text = text.lstrip()
             self._state = "plain" if text else "after"

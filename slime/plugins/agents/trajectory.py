@@ -159,7 +159,8 @@ def without_response(state: GenerateState, sample: Sample) -> None:
 
 def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
     sample = copy.copy(base)
-    sample.spec_info, sample.prefix_cache_info = copy.copy(base.spec_info), copy.copy(base.prefix_cache_info)
+    sample.spec_info = copy.copy(base.spec_info)
+    sample.prefix_cache_info = copy.copy(base.prefix_cache_info)
     sample.metadata = {**base.metadata, "messages": leaf.conversation(), "round_number": leaf.depth}
     for turn in leaf.path():
         if turn.parent is None:

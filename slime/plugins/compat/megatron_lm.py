@@ -93,7 +93,8 @@ class MegatronLmWeights(NamedWeights):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._split_shapes: dict[tuple[Layout, tuple[int, ...]], list[tuple[int, ...]]] = {}
         self._add(family, settings)
-        self._lock, self._last = threading.Lock(), (-1, [torch.empty(0)])
+        self._lock = threading.Lock()
+        self._last = (-1, [torch.empty(0)])
 
     def _check_layers(self, layers: int) -> None:
         indexed = {int(found[1]) for name in self.stored if (found := _LAYER.fullmatch(name))}
@@ -245,7 +246,8 @@ def _spellings(entry: Entry, expert: int | None) -> Iterator[tuple[Place, ...]]:
     if found is None:
         yield (Place(entry.megatron),)
         return
-    layer, rest = int(found[1]), found[2]
+    layer = int(found[1])
+    rest = found[2]
     if expert is not None:
         in_layer = list(_spellings_of_expert(rest, expert))
     else:

@@ -60,7 +60,8 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: str) -> bool:
 
     A symbolic comparison that takes more than 10 s counts as unequal.
     """
-    gold, answer = as_latex(ground_truth).strip(), as_latex(given_answer or "").strip()
+    gold = as_latex(ground_truth).strip()
+    answer = as_latex(given_answer or "").strip()
     decided = decide(gold, answer)
     if decided is not None:
         return decided
@@ -83,7 +84,8 @@ def grade_answer_verl(solution_str: str | None, ground_truth: str) -> bool:
     """Whether the last box of a response equals the label, whose own box is removed if it has one."""
     if not ground_truth:
         return False
-    answer, gold = extract_boxed_answer(solution_str), last_boxed(str(ground_truth))
+    answer = extract_boxed_answer(solution_str)
+    gold = last_boxed(str(ground_truth))
     return answer is not None and grade_answer_sympy(answer, str(ground_truth) if gold is None else gold)
 
 

@@ -110,7 +110,8 @@ def _of_slime(command: Sequence[str]) -> Translation:
     # A flag that is not given has another default here.
     for name, value in ORIGINAL_DEFAULTS.items():
         if name not in given:
-            shown, before = FLAGS[name].default, "not limited" if value is None else value
+            shown = FLAGS[name].default
+            before = "not limited" if value is None else value
             if shown is not None and shown != value:
                 made.changes.append(f"{FLAGS[name].option} is not given: its default is {shown}, and was {before}")
     return made
@@ -149,7 +150,8 @@ def _add(
     in_loss: bool,
 ) -> None:
     """Add a flag of slime to the translation, with the value that it has there."""
-    flag, form = target[1], target[3]
+    flag = target[1]
+    form = target[3]
     fixed = [target[2]] if target[2] else []
     value = values[0] if values else "true"
     true = value.lower() not in ("false", "0", "none", "null", "no")
@@ -195,7 +197,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for written in words:
         if ends or _END.match(written):
             break
-        word, ends = written.removesuffix(";"), written.endswith(";")
+        word = written.removesuffix(";")
+        ends = written.endswith(";")
         key, equals, value = word.partition("=")
         starts = word.startswith("--") or bool(equals and "." in key and not key.startswith(("/", "{")))
         if not starts:

@@ -63,7 +63,8 @@ def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
     import zstandard
 
     # zstandard allocates the size that the frame states; ``max_output_size`` only applies to frames without a size.
-    stated, limit = zstandard.frame_content_size(packed), size if dense else 2 * changed + size // _SKIP + 1
+    stated = zstandard.frame_content_size(packed)
+    limit = size if dense else 2 * changed + size // _SKIP + 1
     if not 0 <= stated <= limit:
         raise ValueError(f"the packed changes have {stated} bytes, but a bucket of {size} bytes has at most {limit}")
     raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8)

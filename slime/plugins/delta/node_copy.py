@@ -60,7 +60,8 @@ class Node:
 
     def __init__(self, prefix: str, seconds: float) -> None:
         place = f"{prefix}.{socket.gethostname()}-{_boot()}"
-        self.file, self.seconds = Path(f"{place}.node"), seconds
+        self.file = Path(f"{place}.node")
+        self.seconds = seconds
         self.turn = Path(f"{place}.first")
 
     def is_first(self) -> bool:
@@ -117,7 +118,8 @@ def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket]
     """
     if not _files:
         _files.append(FileList())
-    made, handles = [], []
+    made = []
+    handles = []
     for bucket in buckets:
         flat = allocate(max(bucket.size, 1), _files[0]).flat
         manager, name, size = flat.untyped_storage()._share_filename_cpu_()

@@ -145,7 +145,8 @@ def read_request(text: str) -> Request:
         ValueError: The report would not be written to a folder of reports next to the published version.
     """
     said = json.loads(text)
-    folder, status = Path(said["folder"]), said["status"]
+    folder = Path(said["folder"])
+    status = said["status"]
     if not isinstance(status, str) or not _STATUS.fullmatch(status):
         raise ValueError(f"status {status!r} does not have the form .reports-xxxxxxxx/n")
     reports = folder.parent / status.partition("/")[0]

@@ -51,8 +51,13 @@ class DeltaTransport:
         keep_files: bool = False,
         written: Written | None = None,
     ) -> None:
-        self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
-        self.encoding, self.checksum, self.written = encoding, checksum, written
+        self.folder = folder
+        self.model = model
+        self.deadline = deadline
+        self.keep_files = keep_files
+        self.encoding = encoding
+        self.checksum = checksum
+        self.written = written
         self.copy = HostCopy()
         self._infos: dict[str, EngineInfo] = {}
         self._published: list[Path] = []
@@ -75,7 +80,8 @@ class DeltaTransport:
         # copy has another version, or files are damaged) gets the full version within the same window.
         base = self.copy.version if update.allow_delta else None
         current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
-        old, self._published = self._published, []
+        old = self._published
+        self._published = []
         delta = await self._take_in(update, base if current else None, result)
         if delta is None:
             current = set()
@@ -105,7 +111,8 @@ class DeltaTransport:
 
     async def close(self) -> None:
         """Remove the published files, unless files are kept. The copy in memory is not removed."""
-        published, self._published = self._published, []
+        published = self._published
+        self._published = []
         if not self.keep_files:
             await asyncio.to_thread(_remove, published)
 
@@ -152,7 +159,8 @@ class DeltaTransport:
         described = PublishedBucket(None, ours.flat.numel(), ours.entries, digests(ours, self.checksum))
         if changes is None or not changes.changed:
             return described, 0
-        described.changed, described.dense = changes.changed, changes.gaps is None
+        described.changed = changes.changed
+        described.dense = changes.gaps is None
         described.file = f"bucket-{index:05d}.zst"
         data = changes.pack()
         (aside / described.file).write_bytes(data)
@@ -185,7 +193,8 @@ class DeltaTransport:
         numbers = {engine.url: i for i, engine in enumerate(engines)}
 
         async def load(engine: EngineHandle) -> None:
-            number, refusal = numbers[engine.url], None
+            number = numbers[engine.url]
+            refusal = None
             ranks = self._infos[engine.url].tensor_parallel_size
             try:
                 await engine.call_loader(DELTA_LOADER, request(folder, name, number, ranks, self.deadline))

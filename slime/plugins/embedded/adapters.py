@@ -61,7 +61,8 @@ def set_layers(loaded: Loaded, settings: LoraSettings, names: Sequence[str]) -> 
     Raises:
         WeightError: The model has no linear layer of a name.
     """
-    engine, runner = loaded.engine, loaded.engine.runner
+    engine = loaded.engine
+    runner = loaded.engine.runner
     present = lora_layers(runner.model)
     if list(present) == list(names) and all(_same(layer, settings) for layer in present.values()):
         return
@@ -94,7 +95,8 @@ def load_named(loaded: Loaded, name: str, settings: LoraSettings, factors: Mappi
     Raises:
         WeightError: The name is taken, there are too many adapters, or the factors do not fit the model.
     """
-    engine, runner = loaded.engine, loaded.engine.runner
+    engine = loaded.engine
+    runner = loaded.engine.runner
     runner.adapters.load(name, settings, factors)
     if runner.deterministic:
         engine.forget_computed()
@@ -124,7 +126,8 @@ _NAME = text(4096)
 async def load_lora_adapter(request: web.Request) -> web.Response:
     """Load PEFT's files from the folder ``lora_path`` under the name ``lora_name``."""
     body = await body_of(request)
-    name, folder = need(body, "lora_name", _NAME), Path(need(body, "lora_path", _NAME)).expanduser()
+    name = need(body, "lora_name", _NAME)
+    folder = Path(need(body, "lora_path", _NAME)).expanduser()
 
     def read() -> tuple[LoraSettings, dict[str, Factors]]:
         settings, _ = read_config(folder)

@@ -96,7 +96,8 @@ async def server_info(request: web.Request) -> web.Response:
     ``engine`` distinguishes this engine from SGLang, and ``version`` is the SGLang release whose interface it serves.
     """
     loaded = request.app[LOADED]
-    engine, options = loaded.engine, loaded.options
+    engine = loaded.engine
+    options = loaded.options
     state = {
         "weight_version": engine.scheduler.weight_version,
         "paused": engine.scheduler.paused,
@@ -131,7 +132,8 @@ async def server_info(request: web.Request) -> web.Response:
 async def loads(request: web.Request) -> web.Response:
     """Answer with the core section of SGLang's ``/v1/loads``."""
     scheduler = request.app[LOADED].engine.scheduler
-    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    running = len(scheduler.running)
+    waiting = len(scheduler.waiting)
     used = sum(sequence.computed for sequence in list(scheduler.running))  # a copy: the model thread changes the list
     core = {
         "dp_rank": 0,

@@ -239,9 +239,11 @@ def slots_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     # Keys and values are written first: each row also attends to itself and to the other new rows of its slot.
     step.cache.write(layer, step.write_index, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    keys = step.cache.keys[layer]
+    values = step.cache.values[layer]
     # Rows of all groups and segments write into one output.
-    heads, rows = query.shape[1], query.shape[2]
+    heads = query.shape[1]
+    rows = query.shape[2]
     out = query.new_empty(rows, heads, values.shape[3])
     changes = ScoreChanges(s_aux, softcap)
     bounds = Bounds(window_of(module, sliding_window), bounds.sees)
@@ -272,7 +274,8 @@ def _attend_rows(
     Args:
         chosen: The positions of the keys of each row, ``[rows, k]``; None for all.
     """
-    count, kv_heads = group.end - group.start, keys.shape[2]
+    count = group.end - group.start
+    kv_heads = keys.shape[2]
     q = query[0, :, group.start : group.end].transpose(0, 1)  # [rows, heads, dim]
     q = q.reshape(count, kv_heads, -1, q.shape[-1])
     if chosen is None:
@@ -311,7 +314,8 @@ def _attend_segment(
     repeat = query.shape[1] // keys.shape[2]
     k = keys[segment.slot, : segment.length].transpose(0, 1)[None]
     v = values[segment.slot, : segment.length].transpose(0, 1)[None]
-    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    k = k.repeat_interleave(repeat, dim=1)
+    v = v.repeat_interleave(repeat, dim=1)
     # is_causal aligns to the top left, which is right only if the queries start at position 0. It needs no mask tensor.
     whole = segment.end - segment.start == segment.length and step.image_blocks is None
     bounded = bool(bounds.sees) or (bounds.window is not None and segment.length > bounds.window)

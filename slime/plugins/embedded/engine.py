@@ -278,7 +278,8 @@ class Engine:
             raise error
         logger.exception("a step with %d sequences failed", len(involved))
         if alone is None:
-            self._blamed, self._suspects = False, involved
+            self._blamed = False
+            self._suspects = involved
         elif alone.finish_reason is None:
             self._blamed = True
             alone.finish_reason = aborted(f"computing this request failed: {type(error).__name__}: {error}", 500)

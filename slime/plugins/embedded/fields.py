@@ -211,5 +211,6 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        status, message = 500, f"{type(error).__name__}: {error}"
+        status = 500
+        message = f"{type(error).__name__}: {error}"
     return json_answer({"error": {"message": message}, "success": False, "message": message}, status)

@@ -97,7 +97,8 @@ class SlotTable:
 
     def best_prefix(self, tokens: np.ndarray, limit: int) -> tuple[int, int]:
         """Return slot and length of the longest prefix of ``tokens[:limit]`` with KV in a slot, or (-1, 0)."""
-        best, best_length = -1, 0
+        best = -1
+        best_length = 0
         for index, slot in enumerate(self.slots):
             # A longer match must include the token at the best length so far. Comparing this token first skips most
             # slots without comparing whole arrays.
@@ -109,7 +110,8 @@ class SlotTable:
             if self.whole_prefixes and (index < self.active or length < slot.valid):
                 continue
             if length > best_length:
-                best, best_length = index, length
+                best = index
+                best_length = length
         return best, best_length
 
     def allocate(self, tokens: np.ndarray, share_limit: int) -> tuple[int, int, list[Move]]:
@@ -157,7 +159,8 @@ class SlotTable:
         self.clock += 1
         kept = self.slots[slot]
         computed = 0 if kept.stale else computed  # a new sequence must not use KV of old weights
-        kept.tokens, kept.valid = tokens[:computed], computed
+        kept.tokens = tokens[:computed]
+        kept.valid = computed
         kept.stale = False
         kept.used = self.clock
         self.active -= 1
@@ -240,8 +243,10 @@ class KVCache:
         """Change the number of slots and their capacity, and keep the contents that fit into the new shape."""
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
-        slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
-        self.num_slots, self.capacity = num_slots, capacity
+        slots = min(num_slots, self.num_slots)
+        length = min(capacity, self.capacity)
+        self.num_slots = num_slots
+        self.capacity = capacity
         for store in self.stores:
             for layer, old in store.items():
                 store[layer] = self._zeros(old.shape[2], old.shape[3])

@@ -97,7 +97,9 @@ class EngineThread:
     fate = ""
 
     def __init__(self, settings: EngineSettings, index: int, log_path: str | Path | None, listens: bool) -> None:
-        self.what, self.settings, self.listens = f"embedded engine {index}", settings, listens
+        self.what = f"embedded engine {index}"
+        self.settings = settings
+        self.listens = listens
         self.log_path = Path(log_path) if log_path else None
         self.pid = os.getpid()
         self.port = free_port(HOST) if listens else 1 + index

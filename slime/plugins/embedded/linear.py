@@ -128,7 +128,8 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
         return forward
 
     # Each layer gets its columns of the result.
-    forwards, start = [], 0
+    forwards = []
+    start = 0
     for module in group:
         end = start + module.out_features
         forwards.append(part(start, end, module is group[-1]))

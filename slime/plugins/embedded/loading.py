@@ -98,7 +98,8 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
     finally:
         runner.cache.clear()
     logger.warning("no row count above 1 is bitwise reproducible here, so deterministic mode computes row by row")
-    runner.row_counts, runner.attend_alone = (1,), False
+    runner.row_counts = (1,)
+    runner.attend_alone = False
 
 
 def _no_tails(runner: Runner, count: int) -> bool:
@@ -233,7 +234,8 @@ def load_engine(options: EngineOptions) -> Loaded:
     from transformers import AutoTokenizer
 
     # Load the model with the attention of transformers, and what it says of itself.
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
     attention.register()
     plain = plain_attention(load_hf_config(options.model_path, options.trust_remote_code))
     model = load_hf_model(options.model_path, dtype, device, plain, options.trust_remote_code)
@@ -313,7 +315,8 @@ def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) 
         UnsupportedModel: The logits differ, so the architecture needs something that the engine does not implement.
     """
     request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
-    request.return_logprob, request.logprob_start_len = True, 0
+    request.return_logprob = True
+    request.logprob_start_len = 0
     got = [_probe_step(runner, request, 0, _PROBE_LENGTH - 2)]
     got += [_probe_step(runner, request, start, start + 1) for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)]
     runner.cache.clear()

@@ -170,7 +170,8 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     """
     body = fields.json_object(body, "the body")
     # One prompt or several, as text or as token ids.
-    text, input_ids = body.get("text"), body.get("input_ids")
+    text = body.get("text")
+    input_ids = body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise BadRequest("pass either text or input_ids")
     for name in _NOT_READ:

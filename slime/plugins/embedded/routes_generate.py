@@ -124,14 +124,16 @@ class _Pieces:
     """Converts the events of one request to partial responses, each with only the new tokens."""
 
     def __init__(self, loaded: Loaded) -> None:
-        self.detokenizer, self.told = loaded.detokenizer, 0
+        self.detokenizer = loaded.detokenizer
+        self.told = 0
         self.text: StreamedText | None = None
 
     def next(self, event: Event) -> Answer:
         sequence, count, finish, version = event
         _check_step(finish)
         self.text = self.text or StreamedText(self.detokenizer, sequence)
-        start, self.told = self.told, count
+        start = self.told
+        self.told = count
         text = self.text.piece(count, finish)
         return build_answer(sequence, self.detokenizer, version, count, finish, start, text)
 
@@ -161,7 +163,8 @@ async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) 
     def listener(index: int) -> Listener:
         return lambda *event: merged.put_nowait((index, event))
 
-    done, pieces = False, [_Pieces(loaded) for _ in requests]
+    done = False
+    pieces = [_Pieces(loaded) for _ in requests]
     try:
         for index, single in enumerate(requests):
             single.stream = True
@@ -230,7 +233,8 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
     memory is released, it is enough that the model thread answers.
     """
     loaded = request.app[LOADED]
-    engine, since = loaded.engine, time.monotonic()
+    engine = loaded.engine
+    since = time.monotonic()
     if engine.failure is not None:
         return await health(request)
     probe = GenerateRequest(f"HEALTH_CHECK_{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))

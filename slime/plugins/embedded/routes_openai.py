@@ -43,7 +43,8 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    loaded, body = request.app[LOADED], await body_of(request)
+    loaded = request.app[LOADED]
+    body = await body_of(request)
     messages = fields.need(body, "messages", _messages)
     tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096), None)
     variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
@@ -110,7 +111,8 @@ def _render(
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several, each given as text or token ids."""
-    loaded, body = request.app[LOADED], await body_of(request)
+    loaded = request.app[LOADED]
+    body = await body_of(request)
     prompt = body.get("prompt")
     if not prompt or not isinstance(prompt, str | list):
         raise BadRequest("prompt must be a text or a list of token ids")
@@ -147,7 +149,8 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
     sampling["min_new_tokens"] = fields.take(body, "min_tokens", _COUNT, 0)
     sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
     # logprobs is a switch in chats and a number of alternatives in completions.
-    wanted, most = body.get("logprobs"), fields.whole(0, vocab_size)
+    wanted = body.get("logprobs")
+    most = fields.whole(0, vocab_size)
     if wanted is not None and type(wanted) is not bool:
         most(wanted, "logprobs")
     count = wanted if type(wanted) is int else 0
@@ -227,7 +230,8 @@ async def _deltas(
     head = {**head, "object": f"{kind}.chunk" if chat else kind}
     ends: dict[int, Answer] = {}
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
-        new, finish = answer["text"], answer["meta_info"]["finish_reason"]
+        new = answer["text"]
+        finish = answer["meta_info"]["finish_reason"]
         piece: dict[str, object] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
         reason = None if finish is None else _REASONS[finish["type"]]
         if finish is not None:

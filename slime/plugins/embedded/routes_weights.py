@@ -85,7 +85,8 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     version = take(body, "weight_version", _NAME, None)
     _require_open(request)
     await _abort_if_asked(request, body)
-    engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
+    engine = request.app[LOADED].engine
+    weights = request.app[LOADED].engine.weights
 
     def write() -> None:
         if delta is not None:
@@ -312,7 +313,8 @@ async def get_weight_version(request: web.Request) -> web.Response:
 async def get_weights_by_name(request: web.Request) -> web.Response:
     body = await body_of(request)
     engine = request.app[LOADED].engine
-    name, most = need(body, "name", _NAME), take(body, "truncate_size", whole(0, 2**20), 100)
+    name = need(body, "name", _NAME)
+    most = take(body, "truncate_size", whole(0, 2**20), 100)
     return json_answer(await engine.call(engine.weights.get, name, most))
 
 

@@ -107,7 +107,8 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
         fixed: Whether the attention length of a row must depend on its own position only.
         alone: Whether each row is computed in its own call.
     """
-    slots, positions = torch.tensor(rows.slots), torch.tensor(rows.positions)
+    slots = torch.tensor(rows.slots)
+    positions = torch.tensor(rows.positions)
     step = FIXED_LENGTH_STEP if fixed else LENGTH_STEP
     groups = []
     start = 0
@@ -132,9 +133,11 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
 
 def _state_runs(rows: Rows, alone: bool) -> list[StateRun]:
     """Return the runs of rows that are one token of a slot each. With ``alone``, each row is a run."""
-    runs, start = [], 0
+    runs = []
+    start = 0
     while start < len(rows):
-        end, first = start + 1, rows.positions[start] == 0
+        end = start + 1
+        first = rows.positions[start] == 0
         while (
             not (alone or first)
             and end < len(rows)
@@ -162,7 +165,8 @@ def _neighbours(rows: Rows, start: int) -> int:
 
 def _fixed_group_end(rows: Rows, start: int) -> int:
     """Return the end of the neighbors from ``start`` that attend to the same rounded length."""
-    end, last = start + 1, _neighbours(rows, start)
+    end = start + 1
+    last = _neighbours(rows, start)
     block = rows.positions[start] // FIXED_LENGTH_STEP
     while end < last and rows.positions[end] // FIXED_LENGTH_STEP == block:
         end += 1
@@ -171,12 +175,14 @@ def _fixed_group_end(rows: Rows, start: int) -> int:
 
 def _near_group_end(rows: Rows, start: int, device: str) -> int:
     """Return the end of the neighbors from ``start`` for which padding to the longest costs less than another call."""
-    end, last = start + 1, _neighbours(rows, start)
+    end = start + 1
+    last = _neighbours(rows, start)
     longest = rows.positions[start] + 1
     # One call for n rows reads n times the longest length. A separate call for the next row adds CALL_COST.
     while end < last:
         length = rows.positions[end] + 1
-        count, together = end - start, (end - start + 1) * max(longest, length)
+        count = end - start
+        together = (end - start + 1) * max(longest, length)
         if together > GROUP_AREA[device] or together > count * longest + length + CALL_COST[device]:
             break
         longest = max(longest, length)
@@ -187,7 +193,8 @@ def _near_group_end(rows: Rows, start: int, device: str) -> int:
 def segment_context(cache: KVCache, works: Sequence[Work], rows: Rows) -> StepContext:
     """Return a context in which the tokens of each work attend together with a causal mask."""
     index = torch.tensor(rows.slots) * cache.capacity + torch.tensor(rows.positions)
-    segments, runs = [], []
+    segments = []
+    runs = []
     start = 0
     for work in works:
         end = start + work.end - work.start

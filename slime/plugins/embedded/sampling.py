@@ -209,7 +209,8 @@ def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> N
     Args:
         logits: ``[≥ len(positions), vocab]``, the logits at ``positions``.
     """
-    scores, request = logits.float(), seq.request
+    scores = logits.float()
+    request = seq.request
     tokens = torch.tensor([request.input_ids[position + 1] for position in positions], device=scores.device)
     probs = torch.softmax(scores, dim=-1)
     seq.input_logprobs += token_logprobs(scores, probs, scores.argmax(dim=-1), tokens).tolist()

@@ -165,7 +165,8 @@ class Scheduler:
         # As in the table, the last running sequence moves to the slot that becomes free.
         self.running[sequence.slot] = last
         self.running.pop()
-        last.slot, sequence.slot = sequence.slot, -1
+        last.slot = sequence.slot
+        sequence.slot = -1
 
     def pause(self, mode: str) -> list[Sequence]:
         """Pause generation, and return the sequences that this ends.
@@ -241,7 +242,8 @@ class Scheduler:
         else:
             works = self._extend(extending)
         # Moves are collected between steps. The runner executes them before the forward, and nothing else does.
-        moves, self.moves = self.moves, []
+        moves = self.moves
+        self.moves = []
         return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
 
     def _long(self, extending: list[Sequence]) -> bool:
@@ -262,7 +264,8 @@ class Scheduler:
             # cached. These are the logits of the last token and those for prompt log-probs.
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
             if sequence.has_images:
-                tokens, limit = tokens[:0], 0
+                tokens = tokens[:0]
+                limit = 0
             sequence.slot, sequence.computed, moves = self.table.allocate(tokens, limit)
             self.moves += moves
             sequence.cached_tokens = max(sequence.cached_tokens, min(sequence.computed, sequence.prompt_len))
@@ -331,7 +334,8 @@ class Scheduler:
     def _check_finish(self, sequence: Sequence) -> None:
         """Set the finish reason, if any. In SGLang's order: stop string, stop token, length."""
         params = sequence.request.params
-        token, count = sequence.tokens[-1], sequence.num_output
+        token = sequence.tokens[-1]
+        count = sequence.num_output
         stops: FinishReason | None = None
         if count and params.stop and (matched := self.match_stop(sequence)) is not None:
             stops = {"type": "stop", "matched": matched}

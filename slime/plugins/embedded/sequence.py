@@ -222,13 +222,15 @@ class StreamedText:
     """
 
     def __init__(self, detokenizer: Detokenizer, sequence: Sequence) -> None:
-        self.detokenizer, self.sequence = detokenizer, sequence
+        self.detokenizer = detokenizer
+        self.sequence = sequence
         params = sequence.request.params
         self._stops = () if params.no_stop_trim else tuple(params.stop)
         # Output tokens: the window that is decoded starts at _start, and its tokens before _read are returned already.
         # Negative numbers are the last tokens of the prompt.
         before, known = detokenizer.before(sequence)
-        self._start, self._read = -len(before), 0
+        self._start = -len(before)
+        self._read = 0
         self._done = len(known)  # the number of characters of the window that are returned already
         self._held = ""
         self._parts: list[str] = []
@@ -236,11 +238,13 @@ class StreamedText:
     def piece(self, count: int, finish: FinishReason | None) -> str:
         """Return the new text of the tokens up to ``count``; with ``finish``, all text that is left."""
         if finish is not None:
-            whole, sent = self.detokenizer.output_text(self.sequence, count, finish), "".join(self._parts)
+            whole = self.detokenizer.output_text(self.sequence, count, finish)
+            sent = "".join(self._parts)
             return whole[len(sent) :]
         text = self._held + self._new_text(count)
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        piece, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        piece = text[: len(text) - keep]
+        self._held = text[len(text) - keep :]
         self._parts.append(piece)
         return piece
 
@@ -249,10 +253,12 @@ class StreamedText:
         half = min(len(window) - len(window.rstrip(_REPLACEMENT)), _MOST_BYTES)
         if half and count - self._read <= _MOST_UNREAD:
             end = max(len(window) - half, self._done)
-            new, self._done = window[self._done : end], end
+            new = window[self._done : end]
+            self._done = end
             return new
         new = window[self._done :]
-        self._start, self._read = self._read, count
+        self._start = self._read
+        self._read = count
         self._done = len(self._decode(self._start, count))
         return new
 

@@ -83,7 +83,9 @@ class RunStates:
     """
 
     def __init__(self, step: StepContext, index: int, layer: int, run: StateRun) -> None:
-        self.step, self.index, self.run = step, index, run
+        self.step = step
+        self.index = index
+        self.run = run
         self.own = LinearAttentionLayer()
         self.layers = {layer: self.own}
         stored = None if run.first else step.cache.states.get(index)
@@ -227,7 +229,8 @@ def _select_of_segment(
 
     The segment is divided, so that no more than :data:`SCORES_AT_ONCE` scores are held.
     """
-    rows, at_once = segment.end - segment.start, max(1, SCORES_AT_ONCE // (heads * segment.length))
+    rows = segment.end - segment.start
+    at_once = max(1, SCORES_AT_ONCE // (heads * segment.length))
     device = step.write_index.device
     selected = torch.zeros(rows, segment.length, dtype=torch.bool, device=device)
     most = 0
@@ -245,11 +248,13 @@ class _IndexKeys:
     """What an indexer uses of transformers' ``Cache``, for one group or segment of a step."""
 
     def __init__(self, step: StepContext, part: RowGroup | Segment) -> None:
-        self.step, self.part = step, part
+        self.step = step
+        self.part = part
 
     def update_indexer(self, key: Tensor, layer_idx: int) -> Tensor:
         """Store the new keys, ``[n, rows, d]``, and return those of all positions, ``[n, length, d]``."""
-        step, part = self.step, self.part
+        step = self.step
+        part = self.part
         step.cache.write_index_keys(layer_idx, step.write_index[part.start : part.end], key.flatten(0, 1)[:, None])
         store = step.cache.index_keys[layer_idx]
         if isinstance(part, RowGroup):

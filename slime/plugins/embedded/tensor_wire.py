@@ -76,9 +76,11 @@ def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
 
 def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
     """Return the place of one tensor after checking that it lies in a buffer of ``nbytes`` bytes."""
-    name, dtype = need(described, "name", _NAME, f"{where}."), need(described, "dtype", _DTYPE, f"{where}.")
+    name = need(described, "name", _NAME, f"{where}.")
+    dtype = need(described, "dtype", _DTYPE, f"{where}.")
     shape = need(described, "shape", _SHAPE, f"{where}.")
-    offset, size = need(described, "offset", _SIZE, f"{where}."), need(described, "nbytes", _SIZE, f"{where}.")
+    offset = need(described, "offset", _SIZE, f"{where}.")
+    size = need(described, "nbytes", _SIZE, f"{where}.")
     entry = Entry(name, dtype, tuple(shape), offset, size)
     if size != entry.size_of_values():
         raise BadRequest(f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, but nbytes is {size}")
@@ -100,15 +102,18 @@ def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tens
 
     Its reference count is decreased when the tensor is freed.
     """
-    manager, name = need(buffer, "manager", _ascii, "buffer."), need(buffer, "name", _ascii, "buffer.")
-    size, offset = need(buffer, "storage_nbytes", _SIZE, "buffer."), need(buffer, "offset", _SIZE, "buffer.")
+    manager = need(buffer, "manager", _ascii, "buffer.")
+    name = need(buffer, "name", _ascii, "buffer.")
+    size = need(buffer, "storage_nbytes", _SIZE, "buffer.")
+    offset = need(buffer, "offset", _SIZE, "buffer.")
     if not _FILE_NAME.match(name):
         raise BadRequest(f"buffer.name {name!r} is not the name of a shared memory file of torch")
     if offset + nbytes > size:
         raise BadRequest(f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}")
     # Only a regular file and a socket of this user are opened. With lstat(), a link is not a regular file.
     try:
-        file, service = os.lstat(_SHARED_MEMORY / name[1:]), os.stat(manager)
+        file = os.lstat(_SHARED_MEMORY / name[1:])
+        service = os.stat(manager)
     except (OSError, ValueError) as error:
         raise BadRequest(f"buffer {name!r} cannot be opened: {error}") from error
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_size < size + _HEADER_BYTES:

@@ -163,7 +163,8 @@ class Weights:
 
     def _require_all(self, stored: StoredWeights) -> dict[str, str]:
         """Check that a folder has all weights of the model, and return the name of the view for each stored tensor."""
-        shapes, where = stored.shapes(), str(stored.folder)
+        shapes = stored.shapes()
+        where = str(stored.folder)
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}
         stored_views = set(names.values())
@@ -206,7 +207,8 @@ class Weights:
         """
         if self.snapshot is None:
             raise WeightError("there is no snapshot to compare with; use the action 'snapshot' first")
-        snapshot, self.snapshot = self.snapshot, None
+        snapshot = self.snapshot
+        self.snapshot = None
         return [
             name
             for name, view in self.views.items()

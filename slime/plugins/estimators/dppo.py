@@ -69,7 +69,8 @@ def dppo_keep(ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, delta: floa
 
     Source: arXiv 2602.04879, the mask of the objective.
     """
-    difference, new = ppo_kl.detach(), log_probs.detach()
+    difference = ppo_kl.detach()
+    new = log_probs.detach()
     away = -difference * advantages > 0  # the ratio is above 1 and A > 0, or below 1 and A < 0
     far = binary_divergence(new, new + difference, kind) > delta
     return 1 - (away & far).to(log_probs.dtype)

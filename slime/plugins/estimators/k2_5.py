@@ -71,5 +71,6 @@ class K25(Grpo):
         return centred(rewards)
 
     def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        clip, own = self.settings, flags_or_defaults(self.settings, K25Flags)
+        clip = self.settings
+        own = flags_or_defaults(self.settings, K25Flags)
         return compute_k2_5_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, own.k2_5_tau)

@@ -264,7 +264,8 @@ def _human_eval(label: Mapping[str, Any]) -> CodeTests:
 
 
 def _in_and_out(label: Mapping[str, Any]) -> CodeTests:
-    inputs, outputs = label["inputs"], label["outputs"]
+    inputs = label["inputs"]
+    outputs = label["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise BadTests("inputs and outputs must be lists of the same length with at least one entry")
     name = str(label.get("fn_name") or "")

@@ -57,7 +57,8 @@ def compute_gpqa_reward(
     if correct is None and text is None:
         return None
     response = after_thinking(response or "")
-    boxed, last_line = last_boxed(response), response.strip()[-_TAIL:].split("\n")[-1]
+    boxed = last_boxed(response)
+    last_line = response.strip()[-_TAIL:].split("\n")[-1]
     if boxed == "":
         return 0.0
     said = _normal(boxed or last_line)
@@ -164,7 +165,8 @@ def _choice_at_start(text: str, one: str, whole: bool = False) -> str | None:
 
 def valid_letters(metadata: Mapping[str, object]) -> str:
     """Return the letters that may be chosen: those of the metadata, else one per choice, else A to J."""
-    given, choices = metadata.get("valid_letters"), metadata.get("choices")
+    given = metadata.get("valid_letters")
+    choices = metadata.get("choices")
     if isinstance(given, str | Sequence) and given:
         return "".join(str(letter).upper() for letter in given)
     if isinstance(choices, Mapping):

@@ -54,7 +54,10 @@ async def ask(sample: Sample, url: str, payload: dict[str, object], limit: float
     from slime.engines.http import HttpError, request
 
     server = _servers.setdefault(url, _Server(url))
-    begun, pause, timeouts, faults = time.monotonic(), FIRST_PAUSE, 0, 0
+    begun = time.monotonic()
+    pause = FIRST_PAUSE
+    timeouts = 0
+    faults = 0
     while True:
         retry_after = 0.0
         try:
@@ -98,7 +101,8 @@ class _Server:
         self.last_answer = time.monotonic()
         if self._next_report > FIRST_REPORT and self._away_since is not None:
             logger.warning("reward server %s replies again after %.0f s", self.url, self.last_answer - self._away_since)
-        self._away_since, self._next_report = None, FIRST_REPORT
+        self._away_since = None
+        self._next_report = FIRST_REPORT
 
     def failed(self, error: Exception, waited: float, patience: float) -> None:
         """Log an outage from time to time. Raises ``RuntimeError`` if a request has waited longer than ``patience``."""

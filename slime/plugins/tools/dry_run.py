@@ -63,7 +63,8 @@ def _settings(args: Args) -> Iterator[str]:
     from slime.config.args import FLAGS
     from slime.config.settings import redacted
 
-    given, follow = list[str](), list[str]()
+    given = list[str]()
+    follow = list[str]()
     for name, flag in FLAGS.items():
         value = getattr(args, name)
         if name == "dry_run" or (value == flag.default and name not in args.explicit):
@@ -114,7 +115,8 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
         yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
     if asynchronous:
         yield f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains"
-    count, origin = args.num_rollout, "--num-rollout"
+    count = args.num_rollout
+    origin = "--num-rollout"
     if count is None and prompts:
         from slime.data.source import rollouts_of_epochs
 

@@ -231,18 +231,21 @@ def same_answer(gold: str, answer: str) -> bool | None:
     """
     gold, answer = (_BASE_TEN.sub("", _LAST_MARK.sub("", text.strip("` "))) for text in (gold, answer))
     # Units decide first: no value is equal in two different units.
-    wanted, found = _quantity(gold), _quantity(answer)
+    wanted = _quantity(gold)
+    found = _quantity(answer)
     if _units_differ(wanted, found):
         return False
     # Equal normal forms are equal answers, unless they say so of two different variables.
-    normal, other = normalize_math(gold), normalize_math(answer)
+    normal = normalize_math(gold)
+    other = normalize_math(answer)
     if normal and normal == other:
         variables = {match[1] for match in map(_VARIABLE.match, (gold, answer)) if match}
         return len(variables) < 2
     if _BASE.search(gold.strip("$ ")) or _BASE.search(answer.strip("$ ")):
         return _braced(gold) == _braced(answer)  # math-verify would ignore the base
     # Numbers are compared by value, and names such as dates and ranges by their text.
-    gold_value, value = _number(wanted.value), _number(found.value)
+    gold_value = _number(wanted.value)
+    value = _number(found.value)
     if gold_value is not None and value is not None:
         return gold_value == value
     gold_name = _name(wanted.value)
@@ -274,7 +277,9 @@ def _quantity(answer: str) -> _Quantity:
     styled = _STYLED.fullmatch(text)
     text = styled[1].strip() if styled else text
     text = _TEXT_BY_TEXT.sub(r"\1\2", _TEXT_OVER_TEXT.sub(r"\\text{\1/\2}", text))
-    currency, marked, bare = _CURRENCY.fullmatch(text), _UNIT.fullmatch(text), _BARE_UNIT.fullmatch(text)
+    currency = _CURRENCY.fullmatch(text)
+    marked = _UNIT.fullmatch(text)
+    bare = _BARE_UNIT.fullmatch(text)
     if currency:
         return _Quantity(currency[1] + currency[3].strip(), _unit(currency[2]))
     if marked:

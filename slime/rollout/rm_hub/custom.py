@@ -146,7 +146,8 @@ class _Host:
         That the loop is late is not enough: if many short calls are ready at once, one iteration of the loop runs all
         of them, and none of them blocks it.
         """
-        task, now = asyncio.current_task(self.loop), DEBUGGER.clock()
+        task = asyncio.current_task(self.loop)
+        now = DEBUGGER.clock()
         if task is not self._found[0]:
             self._found = (task, now)
         return self.open.get(task) if task is not None and now - self._found[1] > limit else None

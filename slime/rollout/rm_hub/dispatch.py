@@ -147,7 +147,9 @@ async def by_type(args: Args, sample: Sample) -> Any:
     result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
     reward = await result if inspect.isawaitable(result) else result
     if scored.reward_timed_out:
-        sample.reward, sample.reward_timed_out, sample.remove_sample = None, True, True
+        sample.reward = None
+        sample.reward_timed_out = True
+        sample.remove_sample = True
     return reward
 
 

@@ -38,15 +38,18 @@ def f1_reward(sample: Sample) -> float:
 
 def f1_score(prediction: str | None, ground_truth: str | None) -> F1Score:
     """Compare the tokens of two texts after normalization (case, punctuation, articles, white space)."""
-    left, right = normalize_answer(prediction or ""), normalize_answer(ground_truth or "")
+    left = normalize_answer(prediction or "")
+    right = normalize_answer(ground_truth or "")
     if left != right and (left in _CLOSED or right in _CLOSED):
         return F1Score(0.0, 0.0, 0.0)
-    prediction_tokens, gold_tokens = left.split(), right.split()
+    prediction_tokens = left.split()
+    gold_tokens = right.split()
     common = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
     if common == 0:
         equal = float(left == right and left != "")
         return F1Score(equal, equal, equal)
-    precision, recall = common / len(prediction_tokens), common / len(gold_tokens)
+    precision = common / len(prediction_tokens)
+    recall = common / len(gold_tokens)
     return F1Score(2 * precision * recall / (precision + recall), precision, recall)
 
 

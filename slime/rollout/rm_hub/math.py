@@ -61,14 +61,16 @@ def _marked_answer(text: str) -> str | None:
 async def math_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``math``. None if the verifier gave no result."""
     response = after_thinking(sample.response)
-    gold, marked = gold_answer(sample.label), last_boxed(response)
+    gold = gold_answer(sample.label)
+    marked = last_boxed(response)
     if marked is None and args.math_answer == "boxed":
         return 0.0
     marked = _marked_answer(response) if marked is None else marked
     if marked is not None:
         return await _compare(args, sample, gold, as_latex(marked))
     tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut before the conversion, because this runs on the event loop
-    gold_value, value = as_number(gold), last_number(tail)
+    gold_value = as_number(gold)
+    value = last_number(tail)
     # Text without a number or a mathematical character can only equal the label literally.
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
         return float(normalize_math(gold) == normalize_math(tail))

@@ -186,7 +186,8 @@ class VerifierPool:
         if workers < 1:
             raise ValueError(f"a verifier pool needs at least one worker, not {workers}")
         self.workers = workers
-        self.memory_bytes, self.variables = memory_bytes, tuple(variables)
+        self.memory_bytes = memory_bytes
+        self.variables = tuple(variables)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -239,7 +240,8 @@ class VerifierPool:
         """Kill all workers. Running calls end with the status ``crashed``; queued calls are cancelled."""
         with self._lock:
             self._closed = True
-            live, threads = list(self._live), list(self._threads)
+            live = list(self._live)
+            threads = list(self._threads)
         # Only the signal is sent here. The threads that own the workers close their sockets and reap the processes.
         for worker in live:
             if worker.alive:

@@ -70,7 +70,8 @@ def qwen3_next_layer(
     settings: Settings, index: int, layouts: Callable[[Settings], dict[str, Layout]] = qwen3_next_layouts
 ) -> list[Entry]:
     """Return the entries of a layer. ``layouts`` returns those of the parameters of its gated delta net."""
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     mixer = (
         [
             Entry(
@@ -86,7 +87,8 @@ def qwen3_next_layer(
 
 
 def _experts(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
+    hf = f"model.layers.{index}.mlp."
+    megatron = f"decoder.layers.{index}.mlp."
     return [
         *expert_entries({**settings, "moe_shared_expert_intermediate_size": None}, hf, megatron),
         *mlp_entries(f"{hf}shared_expert.", f"{megatron}shared_experts."),

@@ -58,7 +58,8 @@ QWEN3 = Family("qwen3", ("qwen3",), qwen3_settings, decoder_layer)
 
 
 def phi3_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     qkv = query_key_value(settings, fused=True)
     return [
         *norm_entries(index),
@@ -86,7 +87,8 @@ def olmo3_settings(config: HfConfig) -> Settings:
 
 
 def olmo3_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     return [
         Entry(f"{megatron}self_attn_bda.norm.weight", (f"{hf}post_attention_layernorm.weight",)),
         Entry(f"{megatron}mlp_bda.norm.weight", (f"{hf}post_feedforward_layernorm.weight",)),
@@ -149,7 +151,8 @@ def glm4_settings(config: HfConfig) -> Settings:
 
 
 def glm4_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     return [
         *norm_entries(index),
         Entry(f"{megatron}self_attn_bda.norm.weight", (f"{hf}post_self_attn_layernorm.weight",)),
@@ -190,7 +193,8 @@ def gemma3_text_settings(config: HfConfig) -> Settings:
 
 
 def gemma3_text_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     norms = {
         "input_layernorm": "input_layernorm",
         "self_attn_bda.norm": "post_attention_layernorm",

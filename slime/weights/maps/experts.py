@@ -43,7 +43,8 @@ def sigmoid_router(config: HfConfig) -> Settings:
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
     }
     if (config.get("n_group") or 1) > 1:
-        chosen, topk = config["topk_group"], config["num_experts_per_tok"]
+        chosen = config["topk_group"]
+        topk = config["num_experts_per_tok"]
         if topk // chosen != 2:  # transformers scores a group by its best two experts, megatron-core by so many
             raise ValueError(
                 f"{config['model_type']} with n_group {config['n_group']}, topk_group {chosen} and num_experts_per_tok "
@@ -55,7 +56,8 @@ def sigmoid_router(config: HfConfig) -> Settings:
 
 def expert_settings(config: HfConfig) -> Settings:
     """Return the settings of experts with a sigmoid router and shared experts. Some layers may be dense."""
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    layers = config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace") or 0
     types = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
     return (
         moe_settings(config)
@@ -166,7 +168,8 @@ def _rotary(config: HfConfig) -> Settings:
 
 
 def deepseek_v3_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
     experts = moe_layers(settings)[index]
     return [
         *norm_entries(index),
@@ -221,8 +224,10 @@ def minimax_m2_settings(config: HfConfig) -> Settings:
 
 
 def minimax_m2_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron = f"model.layers.{index}.block_sparse_moe.", f"decoder.layers.{index}.mlp."
-    expert, count = f"{hf}experts.{{expert}}.", settings["num_experts"]
+    hf = f"model.layers.{index}.block_sparse_moe."
+    megatron = f"decoder.layers.{index}.mlp."
+    expert = f"{hf}experts.{{expert}}."
+    count = settings["num_experts"]
     return [
         *norm_entries(index),
         *attention_entries(settings, index),
@@ -270,7 +275,9 @@ def gpt_oss_settings(config: HfConfig) -> Settings:
 
 
 def gpt_oss_layer(settings: Settings, index: int) -> list[Entry]:
-    hf, megatron, count = f"model.layers.{index}.", f"decoder.layers.{index}.", settings["num_experts"]
+    hf = f"model.layers.{index}."
+    megatron = f"decoder.layers.{index}."
+    count = settings["num_experts"]
     experts = {
         "gate_up": ("gate_up_proj", Interleaved()),
         "gate_up_bias": ("gate_up_proj_bias", Interleaved()),

@@ -133,7 +133,8 @@ def dense_settings(config: HfConfig) -> Settings:
 
 def _windows(config: HfConfig) -> Settings:
     """Return the sliding window, as the keys before and after a query, and which layers have it."""
-    window, types = config.get("sliding_window"), config.get("layer_types")
+    window = config.get("sliding_window")
+    types = config.get("layer_types")
     slides = [int(kind == "sliding_attention") for kind in types] if types else [1]
     if other := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
         raise ValueError(f"layers of the types {', '.join(other)} have no Megatron map: use --train-backend fsdp")
@@ -254,7 +255,8 @@ def query_key_value(settings: Settings, fused: bool = False) -> QueryKeyValue:
 
 def attention_entries(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
     """Return the entries of attention: fused query, key and value with biases and norms if any, and the output."""
-    hf, megatron = f"{prefix}layers.{index}.self_attn.", f"decoder.layers.{index}.self_attention."
+    hf = f"{prefix}layers.{index}.self_attn."
+    megatron = f"decoder.layers.{index}.self_attention."
     qkv = query_key_value(settings)
     names = [f"{hf}{x}_proj" for x in "qkv"]
     entries = [Entry(f"{megatron}linear_qkv.weight", tuple(f"{name}.weight" for name in names), qkv)]
@@ -269,7 +271,8 @@ def attention_entries(settings: Settings, index: int, prefix: str = "model.") ->
 
 def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
     """Return the entries of the norms before attention and before the MLP."""
-    hf, megatron = f"{prefix}layers.{index}.", f"decoder.layers.{index}."
+    hf = f"{prefix}layers.{index}."
+    megatron = f"decoder.layers.{index}."
     return [
         Entry(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
         Entry(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",)),
@@ -302,7 +305,8 @@ def expert_entries(settings: Settings, hf: str, megatron: str) -> list[Entry]:
 
 def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
     """Return the entries of a common layer: norms, grouped-query attention, and an MLP or experts."""
-    hf, megatron = f"{prefix}layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
+    hf = f"{prefix}layers.{index}.mlp."
+    megatron = f"decoder.layers.{index}.mlp."
     here = expert_entries(settings, hf, megatron) if moe_layers(settings)[index] else mlp_entries(hf, megatron)
     return [*norm_entries(index, prefix), *attention_entries(settings, index, prefix), *here]
 

@@ -100,10 +100,18 @@ class AdapterTransport:
         keep_files: bool = False,
         written: Written | None = None,
     ) -> None:
-        self.keep_files, self.written = keep_files, written
-        self.base, self.adapter, self.config = base, name, config
-        self.folder, self.shared, self.digests, self.deadline = folder, shared, digests, deadline
-        self.name, self.bracketed, self.bucket_bytes = base.name, base.bracketed, base.bucket_bytes
+        self.keep_files = keep_files
+        self.written = written
+        self.base = base
+        self.adapter = name
+        self.config = config
+        self.folder = folder
+        self.shared = shared
+        self.digests = digests
+        self.deadline = deadline
+        self.name = base.name
+        self.bracketed = base.bracketed
+        self.bucket_bytes = base.bucket_bytes
         self._memory = AdapterMemory()
         self._published: Path | None = None
 
@@ -176,7 +184,8 @@ class AdapterTransport:
 
         async with publishing(folder, f"adapter_v{version}") as aside:
             await asyncio.to_thread(write_factors, aside, dict(self.config), dict(bucket.tensors))
-        path, before = folder / f"adapter_v{version}", self._published
+        path = folder / f"adapter_v{version}"
+        before = self._published
         if before not in (None, path) and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, before, True)
         self._published = path
@@ -207,7 +216,8 @@ class _Split(Iterator[Bucket]):
 
     def __next__(self) -> Bucket:
         if self._first is not None:
-            bucket, self._first = self._first, None
+            bucket = self._first
+            self._first = None
             return bucket
         bucket = next(self.buckets)
         if bucket.adapter:

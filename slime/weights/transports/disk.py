@@ -59,8 +59,13 @@ class DiskTransport:
         layout: Fp8Layout | None = None,
         dtype: str | None = None,
     ) -> None:
-        self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
-        self.written, self.layout, self.dtype = written, layout, dtype
+        self.folder = folder
+        self.model = model
+        self.deadline = deadline
+        self.keep_files = keep_files
+        self.written = written
+        self.layout = layout
+        self.dtype = dtype
         self._published: Path | None = None
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -239,7 +244,8 @@ def _fsync(path: Path) -> None:
 def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:
     folder, model = claimed_folder(settings)
     layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
-    keep, written = settings.keep_files, settings.on_written
+    keep = settings.keep_files
+    written = settings.on_written
     return DiskTransport(folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype)
 
 

@@ -48,7 +48,8 @@ class Rendezvous:
         from torch.distributed import TCPStore
 
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.address, self.port = address, listener.getsockname()[1]
+        self.address = address
+        self.port = listener.getsockname()[1]
         self.world_size = world_size
         self.store: Store | None = TCPStore(
             address, self.port, world_size, True, timedelta(seconds=deadline),
@@ -70,7 +71,8 @@ class BroadcastGroup:
     def __init__(self, rendezvous: Rendezvous, name: str, backend: str, stall: float) -> None:
         from torch.distributed import PrefixStore
 
-        self.name, self.backend = name, backend
+        self.name = name
+        self.backend = backend
         device = "cuda" if backend == "nccl" else "cpu"
         store = rendezvous.store
         assert store is not None, "the rendezvous was released"
@@ -109,7 +111,8 @@ class BroadcastGroup:
         else:
             parts = [tensor.detach().contiguous() for _, tensor in tensors]
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank = 0
+        options.rootTensor = 0
         works = [self._group.broadcast([part], options) for part in parts]
         for work in works:
             work.wait()
@@ -188,7 +191,9 @@ class DistributedTransport:
     bracketed = True
 
     def __init__(self, backend: str, deadline: float, grace: float = GRACE_SECONDS) -> None:
-        self.backend, self.deadline, self.grace = backend, deadline, grace
+        self.backend = backend
+        self.deadline = deadline
+        self.grace = grace
         self.bucket_bytes = NCCL_BUCKET_BYTES if backend == "nccl" else DEFAULT_BUCKET_BYTES
         self.stall = min(GLOO_STALL_SECONDS, deadline)
         self.probe = min(PROBE_SECONDS, grace)
@@ -242,8 +247,10 @@ class DistributedTransport:
         return [engine for engine in ready if engine.url not in failed]
 
     async def close(self) -> None:
-        group, members = self._group, list(self._members.values())
-        self._group, self._members = None, {}
+        group = self._group
+        members = list(self._members.values())
+        self._group = None
+        self._members = {}
         if group is not None:
             await self._leave(members, group.name)
             group.release()
@@ -298,7 +305,8 @@ class DistributedTransport:
         sending = in_thread("weights-broadcast", lambda: group.broadcast(tensors, flat))
 
         async def give_up() -> None:
-            self._group, self._members = None, {}
+            self._group = None
+            self._members = {}
             if self.backend == "nccl":
                 await asyncio.wait([in_thread("weights-abort", group.abort)], timeout=self.grace)
             await asyncio.wait([sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0)
@@ -358,7 +366,8 @@ class DistributedTransport:
 
 def _describe(tensors: Sequence[NamedTensor], group: str, version: str, flat: bool) -> Broadcast:
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
-    names, shapes = [name for name, _ in tensors], [list(tensor.shape) for _, tensor in tensors]
+    names = [name for name, _ in tensors]
+    shapes = [list(tensor.shape) for _, tensor in tensors]
     return Broadcast(names, dtypes, shapes, group, version, flat)
 
 

@@ -36,7 +36,8 @@ class Staged:
         """Release the buffer, even if something still references the bucket (for example a traceback)."""
         self.bucket.tensors.clear()
         self.bucket.flat = None
-        buffer, self.buffer = self.buffer, None
+        buffer = self.buffer
+        self.buffer = None
         assert buffer is not None
         return buffer
 
@@ -54,7 +55,8 @@ class IpcTransport:
     bucket_bytes = DEFAULT_BUCKET_BYTES
 
     def __init__(self, deadline: float, same_process: bool = False) -> None:
-        self.deadline, self.same_process = deadline, same_process
+        self.deadline = deadline
+        self.same_process = same_process
         self.files: FileList | None = None
         self.spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
         self.leftovers: list[Leftover] = []
@@ -118,7 +120,9 @@ class IpcTransport:
 
     async def push_staged(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
         loaded_by_all = False
-        peers, bucket, others = update.peers, staged.bucket, dict[str, list[str]]()
+        peers = update.peers
+        bucket = staged.bucket
+        others = dict[str, list[str]]()
         try:
             if peers is not None:
                 others = await asyncio.to_thread(peers.collect, [engine.url for engine in engines], bucket)

@@ -168,7 +168,8 @@ def contribute(
         take_back: Called with each staged bucket after its engines have answered, and with whether one of them may
             still have it open.
     """
-    engines, index = link.engines(), 0
+    engines = link.engines()
+    index = 0
     staged: list[Staged] = []
     try:
         for bucket in buckets:

@@ -231,7 +231,8 @@ def pin(owner: HostMemory, device: torch.device) -> bool:
     """
     if device.type != "cuda" or not owner.flat.numel():
         return False
-    runtime, storage = cuda_runtime(), owner.flat.untyped_storage()
+    runtime = cuda_runtime()
+    storage = owner.flat.untyped_storage()
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
     if code:
         logger.warning(

@@ -141,7 +141,10 @@ class SeededTasks(Environment):
     def __init__(self, name: str, tasks: int, seed: int, system: str, tag: str) -> None:
         if tasks < 1:
             raise EnvironmentProblem(f"tasks={tasks}: must be at least 1")
-        self._name, self._count, self._seed, self._system = name, tasks, seed, system
+        self._name = name
+        self._count = tasks
+        self._seed = seed
+        self._system = system
         self._inside = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL) if tag else None
 
     def __len__(self) -> int:
@@ -203,7 +206,8 @@ class Spec:
         head, _, query = text.partition("?")
         name, _, what = head.partition(":")
         if name not in parts("environment") and "." in head:
-            name, what = head, ""
+            name = head
+            what = ""
         options: dict[str, JsonValue] = {}
         # Each option once, as key=value.
         for part in filter(None, query.split("&")):
@@ -300,7 +304,8 @@ def missing_package(package: str, error: ImportError) -> EnvironmentProblem:
     )
 
 
-SPEC, NUMBER = "environment", "environment_task"
+SPEC = "environment"
+NUMBER = "environment_task"
 """Keys of ``Sample.metadata``: the environment in its full form, and the number of the task."""
 
 

@@ -91,7 +91,9 @@ class Gymnasium(SeededTasks):
 
 class _Episode(Episode):
     def __init__(self, tasks: Gymnasium, made: Any, limits: StepLimits) -> None:
-        self.tasks, self.made, self.limits = tasks, made, limits
+        self.tasks = tasks
+        self.made = made
+        self.limits = limits
 
     async def step(self, text: str) -> Step:
         action = self.tasks.action(text)

@@ -160,7 +160,8 @@ class Servers:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        name, arguments = function["name"], function["arguments"]
+        name = function["name"]
+        arguments = function["arguments"]
         if name not in self._clients:
             return f"error: there is no tool {name!r}; there are {', '.join(self._clients)}"
         if RAW_ARGUMENTS in arguments:
@@ -246,7 +247,8 @@ def _show_tools(template: str, sample: Sample, schemas: list[Tool]) -> None:
     else:
         description = tools_in_words(schemas)
         if prompt[0].get("role") == "system":
-            known, prompt = str(prompt[0]["content"]), prompt[1:]
+            known = str(prompt[0]["content"])
+            prompt = prompt[1:]
             # A discarded response leaves the prompt as it is: it has the words already.
             description = known if known.endswith(description) else f"{known}\n\n{description}"
         prompt = [{"role": "system", "content": description}, *prompt]

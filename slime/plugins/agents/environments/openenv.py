@@ -71,7 +71,9 @@ class OpenEnv(SeededTasks):
 
     def __init__(self, url: str, action: str, show: str, tasks: int, seed: int, system: str, tag: str) -> None:
         super().__init__("openenv", tasks, seed, system, tag)
-        self.url, self.field, self.show = url, action, show
+        self.url = url
+        self.field = action
+        self.show = show
         self._first: dict[int, str] = {}  # the first observation of each task, as far as it was shown
 
     def first(self, number: int) -> str:
@@ -124,7 +126,8 @@ class OpenEnvEpisode(Episode):
     """One WebSocket."""
 
     def __init__(self, made: OpenEnv, limits: StepLimits) -> None:
-        self.made, self.limits = made, limits
+        self.made = made
+        self.limits = limits
         self._session = aiohttp.ClientSession()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 

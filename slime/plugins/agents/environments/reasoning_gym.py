@@ -70,7 +70,9 @@ class _Question(Episode):
     """A task of one turn: the first text of the model is scored."""
 
     def __init__(self, key: str, number: int, limits: StepLimits) -> None:
-        self.key, self.number, self.limits = key, number, limits
+        self.key = key
+        self.number = number
+        self.limits = limits
 
     async def step(self, text: str) -> Step:
         pool = shared_pool(self.limits.workers)

@@ -86,9 +86,11 @@ async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) ->
 
 def said(talk: Conversation, turn: ModelTurn) -> str:
     """Return what the model said in a turn, without its reasoning and the token that ended it."""
-    tokens, state = talk.sample.tokens, talk.state
+    tokens = talk.sample.tokens
+    state = talk.state
     first = len(tokens) - talk.sample.response_length
-    begin, end = first + turn["start"], None if turn["end"] is None else first + turn["end"]
+    begin = first + turn["start"]
+    end = None if turn["end"] is None else first + turn["end"]
     opened = opened_by_ids(state.tokenizer, tokens[:begin])
     return after_thinking(text_of(state.tokenizer, state.end_token_ids, tokens[begin:end]), opened)
 

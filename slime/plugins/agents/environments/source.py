@@ -44,8 +44,11 @@ class EnvironmentTasks:
         tokenizer: Tokenizer | None = None,
         longest: int | None = None,
     ) -> None:
-        self.spec, self.seed, self.template_kwargs = spec, seed, template_kwargs
-        self.tokenizer, self.longest = tokenizer, longest
+        self.spec = spec
+        self.seed = seed
+        self.template_kwargs = template_kwargs
+        self.tokenizer = tokenizer
+        self.longest = longest
         self._count = len(environment(spec))
         self._epoch: int | None = None
 

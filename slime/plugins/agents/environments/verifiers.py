@@ -83,7 +83,8 @@ class Verifiers(Environment):
     """The tasks of one taskset."""
 
     def __init__(self, taskset: Any, what: str) -> None:
-        self._tasks, self._what = list(taskset), what
+        self._tasks = list(taskset)
+        self._what = what
 
     def __len__(self) -> int:
         return len(self._tasks)

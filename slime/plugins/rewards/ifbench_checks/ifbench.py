@@ -91,7 +91,8 @@ def keywords_multiple(
     response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
     """Include {keyword1} once, {keyword2} twice, {keyword3} three, {keyword4} five and {keyword5} seven times."""
-    text, keywords = response.lower(), (keyword1, keyword2, keyword3, keyword4, keyword5)
+    text = response.lower()
+    keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
     return all(text.count(word.lower()) == times for word, times in zip(keywords, (1, 2, 3, 5, 7), strict=True))
 
 
@@ -215,14 +216,17 @@ def options(response: str, *, options: str) -> bool:
 def parentheses(response: str) -> bool:
     """Nest parentheses (and [brackets {and braces}]) at least 5 levels deep: pairs that match and are closed."""
     # One pass with the depth inside of each open mark.
-    pairs, open_marks, heights = {")": "(", "]": "[", "}": "{"}, list[str](), list[int]()
+    pairs = {")": "(", "]": "[", "}": "{"}
+    open_marks = list[str]()
+    heights = list[int]()
     for mark in response:
         if mark in "([{":
             open_marks.append(mark)
             heights.append(0)
         elif mark in pairs and open_marks:
             if open_marks.pop() != pairs[mark]:
-                open_marks, heights = [], []
+                open_marks = []
+                heights = []
                 continue
             height = heights.pop() + 1  # pairs inside of this one on its deepest path, and itself
             if height >= 5:
@@ -281,7 +285,8 @@ def no_whitespace(response: str) -> bool:
 @checker("repeat:repeat_change")
 def repeat_change(response: str, *, prompt_to_repeat: str) -> bool:
     """Repeat the request {prompt_to_repeat}, but change its first word, and do not answer it."""
-    given, wanted = response.split(), prompt_to_repeat.split()
+    given = response.split()
+    wanted = prompt_to_repeat.split()
     return bool(given) and given[0] != wanted[0] and given[1:] == wanted[1:]
 
 

@@ -92,7 +92,8 @@ def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[
     # The signature of a checker says which arguments it takes.
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     hints = _keyword_types(instruction_id)
-    missing, unknown = [name for name in hints if name not in given], [name for name in given if name not in hints]
+    missing = [name for name in hints if name not in given]
+    unknown = [name for name in given if name not in hints]
     if missing or unknown:
         takes = ", ".join(hints) or "none"
         what = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
@@ -181,7 +182,8 @@ def sentences(text: str) -> list[str]:
     ``etc.``, ``a.m.`` and the like, it ends one unless a lower-case letter follows. The rest of the text after the last
     such end is a sentence, too.
     """
-    found, begin = [], 0
+    found = []
+    begin = 0
     # Each possible end, unless the sentence goes on after it.
     for end in _END.finditer(text):
         if end[0] == "." and _goes_on(text, end.start()):

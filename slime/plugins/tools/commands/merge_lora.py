@@ -159,7 +159,9 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layout
     tensors.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
     factors: dict[str, Factors] = {}
     for module in modules:
-        name, a, b = module.removeprefix(prefix), values[f"{module}.lora_A"], values[f"{module}.lora_B"]
+        name = module.removeprefix(prefix)
+        a = values[f"{module}.lora_A"]
+        b = values[f"{module}.lora_B"]
         if is_expert_module(name):
             factors |= per_expert(name, a, b.flatten(1, -2))
         else:

@@ -290,7 +290,8 @@ def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
     refresher.start()
 
     async def until_stopped() -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):
                 loop.add_signal_handler(number, stop.set)

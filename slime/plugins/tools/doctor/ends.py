@@ -219,7 +219,9 @@ def _starved(error: str) -> Finding | None:
     told = _DROPPED.search(error)
     if told is None:
         return None
-    accepted, wanted, dropped = int(told[1]), int(told[2]), sum(map(int, _BY_FILTER.findall(told[3])))
+    accepted = int(told[1])
+    wanted = int(told[2])
+    dropped = sum(map(int, _BY_FILTER.findall(told[3])))
     if dropped < 2 * max(wanted, accepted):
         return None
     return Finding(
@@ -343,5 +345,6 @@ def _root_of_slime(file: str) -> str | None:
 
 
 def _line_at(text: str, position: int) -> str:
-    start, end = text.rfind("\n", 0, position) + 1, text.find("\n", position)
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
     return text[start : end if end >= 0 else len(text)].strip()[:300]

@@ -189,7 +189,8 @@ def _read_samples(path: Any) -> list[Mapping[str, Any]]:
 
 
 def _described(samples: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]:
-    found, trained = [], 0
+    found = []
+    trained = 0
     for sample in samples:
         outliers, tokens = _outliers(sample)
         found += outliers
@@ -211,10 +212,12 @@ def _described(samples: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]
 
 
 def _outliers(sample: Mapping[str, Any]) -> tuple[list[Outlier], int]:
-    ids, mask = sample["tokens"].tolist(), sample["loss_masks"].tolist()
+    ids = sample["tokens"].tolist()
+    mask = sample["loss_masks"].tolist()
     # A NaN is an outlier, too.
     both = zip(sample["rollout_log_probs"].tolist(), sample["log_probs"].tolist(), mask, strict=True)
-    first, end = len(ids) - len(mask), len(mask) - 1
+    first = len(ids) - len(mask)
+    end = len(mask) - 1
     found = [
         Outlier(int(sample["sample_indices"]), at, ids[first + at], engine, trainer, at == end)
         for at, (engine, trainer, trains) in enumerate(both)

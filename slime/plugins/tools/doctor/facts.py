@@ -138,7 +138,8 @@ class Facts:
     @property
     def samples(self) -> float:
         """The number of samples of a rollout; 0 if the settings do not say."""
-        prompts, each = self.settings.get("rollout_batch_size"), self.settings.get("n_samples_per_prompt")
+        prompts = self.settings.get("rollout_batch_size")
+        each = self.settings.get("n_samples_per_prompt")
         return float(prompts * each) if isinstance(prompts, int) and isinstance(each, int) else 0.0
 
     @property
@@ -193,7 +194,8 @@ def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False
         raise NoRun(str(error)) from error
     state = read_state(folder)
     # Logs outside of the folder are counted, and read only if the caller wants it.
-    logs, left = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)], 0
+    logs = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)]
+    left = 0
     if not outside:
         inside = [path for path in logs if is_inside(path, folder)]
         dumps = [path for path in run.logs.glob(f"{DUMPS}*") if not is_inside(path, folder)]

@@ -60,7 +60,8 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
 def nothing_trained(facts: Facts) -> Iterator[Finding]:
     """A learning rate or gradient of 0 in all steps."""
     # A rate of 0 explains a gradient that changes nothing, so it comes first.
-    rates, norms = facts.series("train/lr-pg_0"), facts.series("train/grad_norm")
+    rates = facts.series("train/lr-pg_0")
+    norms = facts.series("train/grad_norm")
     if len(rates) >= 3 and max(rates) == 0.0:
         yield Finding(
             "no_learning_rate",
@@ -80,7 +81,8 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
 
 def large_learning_rate(facts: Facts) -> Iterator[Finding]:
     """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
-    rates, rewards = facts.series("train/lr-pg_0"), facts.series(REWARD)
+    rates = facts.series("train/lr-pg_0")
+    rewards = facts.series(REWARD)
     # A high rate alone is no fault, if the reward rises with it.
     large = LARGE_RATE * (10 if facts.settings.get("lora_rank") else 1)
     if len(rewards) < 3 or max(rates, default=0.0) <= large or not facts.learns_from_rewards:
@@ -97,7 +99,8 @@ def large_learning_rate(facts: Facts) -> Iterator[Finding]:
 
 def no_spread(facts: Facts) -> Iterator[Finding]:
     """Groups whose samples all have the same reward."""
-    share, reward = _share_without_spread(facts), facts.lately(REWARD)
+    share = _share_without_spread(facts)
+    reward = facts.lately(REWARD)
     if share is None or share < ALL_EQUAL or reward is None:
         return
     solved = reward > 0.95
@@ -117,7 +120,8 @@ def no_spread(facts: Facts) -> Iterator[Finding]:
 
 def _share_without_spread(facts: Facts) -> float | None:
     """The share of the groups of the latest steps whose samples have the same reward; None if it is not known."""
-    prompts, latest = facts.settings.get("rollout_batch_size"), facts.steps[-LATEST:]
+    prompts = facts.settings.get("rollout_batch_size")
+    latest = facts.steps[-LATEST:]
     if not isinstance(prompts, int) or len(latest) < 3 or not facts.learns_from_rewards:
         return None
     counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
@@ -139,7 +143,8 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
         return
     # Tokens of older weights differ because the policy has changed since: see gap_by_age.
     fresh = replace(facts, steps=[{GAP: _gap_of_fresh_tokens(row)} for row in facts.steps])
-    change, latest = fresh.change(GAP, least=6), fresh.lately(GAP)
+    change = fresh.change(GAP, least=6)
+    latest = fresh.lately(GAP)
     grown = change is not None and change[1] > max(5 * change[0], 0.05)
     if latest is not None and (latest > 0.1 or grown):
         yield Finding(
@@ -176,7 +181,8 @@ def gap_by_age(facts: Facts) -> Iterator[Finding]:
 
 def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
     """A few tokens with wholly different log-probs, while the rest agree."""
-    most, mean = facts.lately(f"{GAP}_max"), facts.lately(GAP)
+    most = facts.lately(f"{GAP}_max")
+    mean = facts.lately(GAP)
     if most is not None and mean is not None and most > 10.0 and mean <= 0.1:
         yield Finding(
             "logprob_outliers",
@@ -194,7 +200,8 @@ def unstable(facts: Facts) -> Iterator[Finding]:
     norms = facts.series("train/grad_norm")
     usual = sorted(norms)[len(norms) // 2] if norms else 0.0
     if len(norms) >= 8 and max(norms) > max(20 * usual, 10.0):
-        at, steps = norms.index(max(norms)), facts.steps_of("train/grad_norm")
+        at = norms.index(max(norms))
+        steps = facts.steps_of("train/grad_norm")
         yield Finding(
             "gradient_spike",
             f"The gradient norm jumped to {max(norms):.3g} at step {steps[at]}; its median is {usual:.3g}.",
@@ -259,7 +266,8 @@ def thresholds(facts: Facts) -> Iterator[Finding]:
 
 def entropy(facts: Facts) -> Iterator[Finding]:
     """A policy that became deterministic, or random."""
-    change, reward = facts.change(ENTROPY), facts.change(REWARD)
+    change = facts.change(ENTROPY)
+    reward = facts.change(REWARD)
     if change is None or reward is None:
         return
     # Both ends are a fault only while the task is not solved.
@@ -290,7 +298,8 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     # The best window against the last one, beyond what noise explains.
     width = max(len(rewards) // 5, 3)
     means = [sum(rewards[i : i + width]) / width for i in range(len(rewards) - width + 1)]
-    best, last = max(means), means[-1]
+    best = max(means)
+    last = means[-1]
     around = facts.steps_of(REWARD)[means.index(best) + width // 2]
     if best > 0 and best - last > max(0.3 * abs(best), 0.1, 3 * noise(rewards) * (2 / width) ** 0.5):
         yield Finding(
@@ -328,7 +337,8 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
 
 def lengths(facts: Facts) -> Iterator[Finding]:
     """Responses that are cut off, or shrink to nothing."""
-    cut, reward = facts.change("rollout/truncated_ratio", least=6), facts.change(REWARD, least=6)
+    cut = facts.change("rollout/truncated_ratio", least=6)
+    reward = facts.change(REWARD, least=6)
     if cut is not None and cut[1] > 0.6 and cut[1] >= cut[0] - 0.1 and not (reward and reward[1] > reward[0] + 0.1):
         yield Finding(
             "truncated",

@@ -63,7 +63,8 @@ def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:
 
 
 def _status(facts: Facts) -> str:
-    steps, state = f"{len(facts.steps)} steps", facts.state
+    steps = f"{len(facts.steps)} steps"
+    state = facts.state
     if state is None:
         why = "damaged" if (facts.folder / STATE).is_file() else "missing, as in runs of older releases"
         return f"{steps}; how the run ended is not known ({STATE} is {why})"

@@ -35,7 +35,8 @@ def samples(facts: Facts) -> Iterator[Finding]:
 
 def verifiers(facts: Facts) -> Iterator[Finding]:
     """Rewards that could not be computed."""
-    failed, timed_out = facts.lately("rollout/reward_error_count"), facts.lately("rollout/reward_timeout_count")
+    failed = facts.lately("rollout/reward_error_count")
+    timed_out = facts.lately("rollout/reward_timeout_count")
     for kind, count, what in (
         ("reward_timeouts", timed_out, "did not end in time"),
         ("reward_errors", failed, "raised an error"),
@@ -98,7 +99,8 @@ def slower(facts: Facts) -> Iterator[Finding]:
         return
     third = len(times) // 3
     # Both in a third of the run and now: a pause that is over is no trend.
-    first, last = median(times[:third]), min(median(times[-third:]), median(times[-3:]))
+    first = median(times[:third])
+    last = min(median(times[-third:]), median(times[-3:]))
     if last < 1.8 * first:
         return
     # The phase that grew most is the one to look at.
@@ -141,8 +143,10 @@ def slow_parts(facts: Facts) -> Iterator[Finding]:
 
 def long_tail(facts: Facts) -> Iterator[Finding]:
     """A generation that waits for a few long responses."""
-    total, rollout = _steady(facts, "perf/step_time"), _steady(facts, "perf/rollout_time")
-    longest, mean = facts.lately("rollout/response_len/max"), facts.lately("rollout/response_len/mean")
+    total = _steady(facts, "perf/step_time")
+    rollout = _steady(facts, "perf/rollout_time")
+    longest = facts.lately("rollout/response_len/max")
+    mean = facts.lately("rollout/response_len/mean")
     if not total or rollout is None or longest is None or not mean:
         return
     if rollout > 0.6 * total and rollout > 10.0 and longest > 5 * mean:

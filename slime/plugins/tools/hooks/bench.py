@@ -359,11 +359,13 @@ class ScriptedEngine:
         finish: JsonObject
         if asked.aborted:
             ids = ids[: len(ids) // 2] if number == self.abort_at else []
-            text, finish = self.tokenizer.decode(ids), {"type": "abort", "message": "Abort in waiting queue"}
+            text = self.tokenizer.decode(ids)
+            finish = {"type": "abort", "message": "Abort in waiting queue"}
         else:
             text, ids, finish = self._ended(text, ids, params)
         asked.cut = finish["type"] == "length"
-        asked.ids, asked.log_probs = ids, [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
+        asked.ids = ids
+        asked.log_probs = [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
         scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
         meta = {"finish_reason": finish, "completion_tokens": len(ids), "output_token_logprobs": scored}
         answer["text"], answer["meta_info"] = text, answer["meta_info"] | meta
@@ -380,7 +382,8 @@ class ScriptedEngine:
         # At a stop string, which the answer keeps only if that is asked for.
         if at >= 0:
             count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
-            ids, finish = ids[:count], {"type": "stop", "matched": stop}
+            ids = ids[:count]
+            finish = {"type": "stop", "matched": stop}
             text = text[: at + len(stop)] if params.get("no_stop_trim") else text[:at]
         elif self.tokenizer.eos_token_id is not None:
             ids = [*ids, self.tokenizer.eos_token_id]
@@ -388,7 +391,8 @@ class ScriptedEngine:
         most = int(params.get("max_new_tokens") or len(ids))
         if len(ids) > most:
             ids = ids[:most]
-            text, finish = self.tokenizer.decode(ids), {"type": "length", "length": most}
+            text = self.tokenizer.decode(ids)
+            finish = {"type": "length", "length": most}
         return text, ids, finish
 
 

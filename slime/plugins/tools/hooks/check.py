@@ -70,7 +70,8 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     first = [name for name in PROBES if name in FLAGS]
     others = [name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") and name not in first]
     for name in (*first, *others):
-        flag, value = FLAGS[name], getattr(args, name)
+        flag = FLAGS[name]
+        value = getattr(args, name)
         if value in _OWN or (name in _EXCLUDED and value == args.rollout_function_path):
             continue
         for path in (value or []) if flag.kind == "repeat" else [value]:

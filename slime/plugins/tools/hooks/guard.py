@@ -31,7 +31,8 @@ class Complaint(Exception):
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
-        self.text, self.place = text, place
+        self.text = text
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,12 @@ class Watch:
     """
 
     def __init__(self, file: str) -> None:
-        self.file, self.beat, self.longest, self.place = file, 0.0, 0.0, ""
-        self._seen, self._looks = 0.0, 0
+        self.file = file
+        self.beat = 0.0
+        self.longest = 0.0
+        self.place = ""
+        self._seen = 0.0
+        self._looks = 0
 
     async def inside(self, start: Callable[[], object]) -> object:
         # The heartbeat shares the loop with the function, so that it stops when the function blocks.

@@ -130,7 +130,8 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
     bench.start_engine()
-    source, args = bench.source, bench.evaluation() if evaluation else bench.args
+    source = bench.source
+    args = bench.evaluation() if evaluation else bench.args
     # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe of its own.
     args = args.with_values(dynamic_sampling_filter_path=None)
     # The whole function with the data and the engine, as the rollout manager calls it.

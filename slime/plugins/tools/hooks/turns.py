@@ -36,7 +36,8 @@ class _Try:
     """Calls the function on the first prompts with a scripted engine."""
 
     def __init__(self, bench: Bench, fn: Hook) -> None:
-        self.bench, self.fn = bench, fn
+        self.bench = bench
+        self.fn = fn
         self.url = f"http://{bench.args.sglang_router_ip}:{bench.args.sglang_router_port}"
         self.listed = takes_list(fn)
         group = flatten(bench.prompts()[0])
@@ -83,8 +84,10 @@ class _Try:
                 again: list[Any] = []
                 if go_on and all(isinstance(part, Sample) for part in first):
                     before = copy.deepcopy(first)
-                    engine.abort_at, state.aborted = None, False
-                    again, first = await self._unless_runaway(call(here, first), engine), before
+                    engine.abort_at = None
+                    state.aborted = False
+                    again = await self._unless_runaway(call(here, first), engine)
+                    first = before
                 return first, again, engine.requests
 
         first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
@@ -92,7 +95,8 @@ class _Try:
 
     async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
         # A function that ignores aborts would run until its deadline, and say nothing.
-        task, runaway = asyncio.ensure_future(work), asyncio.ensure_future(engine.runaway.wait())
+        task = asyncio.ensure_future(work)
+        runaway = asyncio.ensure_future(engine.runaway.wait())
         try:
             await asyncio.wait({task, runaway}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -120,14 +124,16 @@ def check_turns(bench: Bench, fn: Hook) -> str:
     """
     tried = _Try(bench, fn)
     # One of the common forms of calls makes most functions run their tool.
-    turn, said = None, "no tool turn with the tested forms of calls"
+    turn = None
+    said = "no tool turn with the tested forms of calls"
     for form in [bench.tool_answer] if bench.tool_answer else _tool_turns(tried.samples):
         results, _, requests = tried.run([form])
         check_sampled(bench, fn, flatten(results), requests)
         if not requests:
             return "it does not use /generate, so tool turns and aborts were not tested"
         if len(requests) > len(tried.samples):
-            turn, said = form, f"a tool turn of {len(requests) // len(tried.samples)} answers"
+            turn = form
+            said = f"a tool turn of {len(requests) // len(tried.samples)} answers"
             break
     if bench.tool_answer and turn is None:
         raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer), it sent no other request")
@@ -216,7 +222,8 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     if not length:
         return
     tokens = list(sample.tokens)
-    sampled, scores = np.zeros(len(tokens), bool), np.zeros(len(tokens))
+    sampled = np.zeros(len(tokens), bool)
+    scores = np.zeros(len(tokens))
     given = np.zeros(len(tokens))
     if sample.rollout_log_probs is not None:
         given[-length:] = sample.rollout_log_probs
@@ -238,7 +245,9 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     for begin, (count, _, theirs) in nearest.items():
         sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
     # Of a function that sends texts, the text decides.
-    sampled, scores, given = sampled[-length:], scores[-length:], given[-length:]
+    sampled = sampled[-length:]
+    scores = scores[-length:]
+    given = given[-length:]
     in_text = _answered_in_text(bench, tokens[-length:], [request for request in requests if request.of_text])
     scores[~sampled & in_text] = given[~sampled & in_text]  # of tokens that were made anew from a text, none are known
     sampled |= in_text
@@ -277,7 +286,8 @@ def _answered_in_text(bench: Bench, response: list[int], requests: Sequence[Requ
     # Where each token ends in the text of the response.
     ends = np.array([len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))])
     starts = np.concatenate([[0], ends[:-1]])
-    whole, belongs = bench.tokenizer.decode(response), np.zeros(len(response), bool)
+    whole = bench.tokenizer.decode(response)
+    belongs = np.zeros(len(response), bool)
     # The longest beginning of each answer that the response has; half of it may be cut off.
     for answer in {bench.tokenizer.decode(request.ids) for request in requests}:
         sizes = range(len(answer), len(answer) // 2, -1)

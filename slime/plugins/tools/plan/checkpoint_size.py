@@ -88,7 +88,8 @@ def memory_lines(args: Args) -> Iterator[str]:
     if not args.debug_rollout_only:
         yield f"training        {_training(args, parameters)}"
     if not args.debug_train_only:
-        gpus, width = args.rollout_num_gpus_per_engine or 1, 4 if args.rollout_dtype == "float32" else 2
+        gpus = args.rollout_num_gpus_per_engine or 1
+        width = 4 if args.rollout_dtype == "float32" else 2
         split = f" on each of its {gpus} GPUs" if gpus > 1 else ""
         yield f"an engine       {_gib(parameters * width / gpus)} of weights in {args.rollout_dtype}{split}"
     if args.save:
@@ -123,7 +124,8 @@ def count_trained(checkpoint: str, lora_rank: int) -> int:
 def _training(args: Args, parameters: int) -> str:
     if args.train_backend != "fsdp":
         return "depends on Megatron's layout; it is measured when the ranks have started"
-    shards, roles = args.fsdp_shard_size or args.world_size, 2 if args.use_critic else 1
+    shards = args.fsdp_shard_size or args.world_size
+    roles = 2 if args.use_critic else 1
     each = 2 * master_bytes(args.bf16_master_weights)
     each += moment_bytes(not args.use_stateless_adam, args.optimizer_8bit)
     dtype = "bfloat16" if args.bf16_master_weights else "float32"

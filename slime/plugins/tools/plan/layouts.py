@@ -25,7 +25,8 @@ def layouts(
     parallelism is at most 8; expert parallelism divides the experts. The samples of an optimizer step are divisible
     among the data-parallel ranks.
     """
-    shape, samples = run.model.shape, run.work.count // run.work.steps
+    shape = run.model.shape
+    samples = run.work.count // run.work.steps
     nodes = run.place.gpus_per_node
     # FSDP is divided over data and context alone.
     for cp in (size for size in divisors(gpus) if size <= 8):

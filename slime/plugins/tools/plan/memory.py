@@ -21,7 +21,8 @@ KEPT_LOGITS = 4.0 * GIB
 """Logits of a micro-batch up to this size stay for the backward pass; larger ones are computed again in chunks."""
 CHUNK = 1.0 * GIB
 """A chunk of the LM head's float32 work."""
-GATHERED_BUCKETS, BUCKETS = 3.0 * GIB, 0.5 * GIB
+GATHERED_BUCKETS = 3.0 * GIB
+BUCKETS = 0.5 * GIB
 """Trainer's memory in a weight sync with buckets of 512 MiB: FSDP also gathers and casts the parameters (h200_step);
 Megatron has them in bf16 (h200_recipe_qwen3_4b)."""
 FRAGMENTATION = 0.06
@@ -101,7 +102,8 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         experts = model.experts / (layout.ep * layout.etp * layout.pp)
         weights = 2.0 * (own + experts)
         if train.lora_rank:  # the base has neither gradients nor optimizer
-            own, experts = trained / layout.pp / layout.tp, 0.0
+            own = trained / layout.pp / layout.tp
+            experts = 0.0
             weights += 2.0 * own
         gradients = float(train.gradient_bytes) * (own + experts)
         replicas = layout.dp * layout.cp
@@ -130,7 +132,8 @@ def _trained(model: PlannedModel, train: TrainSetup) -> float:
         return float(model.parameters)
     # A and B of queries, keys and values, output, and the matrices of the MLP.
     s = model.shape
-    q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
+    q = s.heads * s.key_width
+    kv = s.kv_heads * s.key_width
     widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
     count = train.lora_rank * widths * s.layers
     if train.lora_experts:  # gate and up share the factor of their input

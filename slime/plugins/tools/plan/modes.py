@@ -14,12 +14,15 @@ from .seconds import decode_seconds, prefill_seconds, response_lengths
 from .setups import EngineSetup
 from .simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 
-STEPS, FIRST, LAST = 14, 2, 5
+STEPS = 14
+FIRST = 2
+LAST = 5
 """Simulated steps, and those at the start and at the end that do not count: there, an asynchronous run fills or drains
 its pool."""
 SAMPLES = 1024
 """Samples of a simulated step. Of a larger one, a share is simulated, with the same share of the engines."""
-START_TOGETHER, START_ALONE = 1.3e-3, 2.2e-3
+START_TOGETHER = 1.3e-3
+START_ALONE = 2.2e-3
 """Seconds for which the start of a short request keeps the others of its engine waiting, at the start of a rollout and
 in a standing pool: 40 tokens at 30k and at 18k tokens/s, in the engine's log of h200_async_two_gpus."""
 ABORT = 1.0
@@ -115,7 +118,8 @@ def _training(plan: Plan) -> float:
 
 def _curve(plan: Plan, engine: EngineSetup) -> tuple[tuple[int, float], ...]:
     """The output tokens/s of an engine by the number of running requests, at the mean context."""
-    run, most = plan.run, slots(plan.run, engine)
+    run = plan.run
+    most = slots(plan.run, engine)
     context = _context(plan)
     points = sorted({1, *(max(most * part // 4, 1) for part in (1, 2, 3, 4))})
     return tuple((n, n / decode_seconds(run.model, run.kind, engine, n, context)) for n in points)
@@ -129,7 +133,8 @@ def _context(plan: Plan) -> float:
 
 def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     """Return what is simulated of a plan, and which share of it."""
-    run, work = plan.run, plan.run.work
+    run = plan.run
+    work = plan.run.work
     _, engine = run.both
     # A large run is simulated in part, with the same samples for each engine.
     parts = max(size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1))

@@ -88,7 +88,8 @@ def _modes(ways: Sequence[Way]) -> Iterator[str]:
 
 def describe(plan: Plan) -> str:
     """Backend, layout, engines and placement in one line."""
-    run, words = plan.run, []
+    run = plan.run
+    words = []
     if run.train is not None:
         layout = run.train.layout
         # Only what is divided.

@@ -69,7 +69,8 @@ class Plan:
 
 def make_plan(run: Run) -> Plan:
     """Compute the plan of a run."""
-    train, work = run.train, run.work
+    train = run.train
+    work = run.work
     longest = work.prompt_tokens + work.longest
     # Memory must suffice for the largest micro-batch, seconds are those of the mean.
     batch = full(packs(work, train or TrainSetup("fsdp", ParallelLayout())), train, longest)

@@ -81,7 +81,8 @@ def read_run(
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:
     """``micro_batch``: the largest number of tokens of a micro-batch with ``--micro-batch-size``."""
     # What is recomputed: Megatron says so in several flags.
-    given, layout = args.megatron, ParallelLayout.from_args(args)
+    given = args.megatron
+    layout = ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
     if args.train_backend == "megatron":

@@ -43,7 +43,8 @@ HEAD_BYTES = 12.0
 """Bytes moved per logit for log-probs, entropy and gradient; a third of it forward."""
 LAUNCH = 0.7e-3
 """Idle seconds of the GPU per layer and micro-batch between kernels, forward and backward; a third of it forward."""
-FSDP_STEP_BYTES, MEGATRON_STEP_BYTES = 40.0, 56.0
+FSDP_STEP_BYTES = 40.0
+MEGATRON_STEP_BYTES = 56.0
 """Bytes per parameter and optimizer step: norm, clipping, Adam; Megatron also clears and copies its gradients."""
 CPU_ADAM = 20e9
 """Bytes/s of Adam on 16 CPU cores, transfers included (h200_optimizer_cpu_offload is the only measurement)."""
@@ -59,7 +60,8 @@ DECODE_STEP = 1.5e-3
 """Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA graphs."""
 DECODE_LAYER = 0.9e-3
 """Seconds per layer and decode step without CUDA graphs, when the host launches each kernel."""
-HOST_STEP, HOST_REQUEST = 2.0e-3, 31e-6
+HOST_STEP = 2.0e-3
+HOST_REQUEST = 31e-6
 """Seconds of SGLang's scheduler in each decode step, and for each running request. They overlap the GPU's work, so they
 limit small models: 490, 16,200 and 25,500 tokens/s at 1, 64 and 256 requests (synchronous run of h200_async_two_gpus).
 """
@@ -131,7 +133,8 @@ def _backward(forward: _Forward, train: TrainSetup) -> float:
 def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs) -> tuple[_Forward, _Forward]:
     """Seconds of a micro-batch's forward pass on one group of model-parallel ranks: layers without attention, and the
     LM head."""
-    s, layout = model.shape, train.layout
+    s = model.shape
+    layout = train.layout
     split = layout.tp * layout.cp
     tokens = batch.tokens / split
     # Products with weights: two FLOPs for each parameter and token.
@@ -155,7 +158,8 @@ def _read_from_cpu(model: PlannedModel, train: TrainSetup) -> float:
 
 def _attention(model: PlannedModel, kind: GpuKind, batch: Packs) -> float:
     """Seconds of causal attention, forward, on one GPU for all tokens of a micro-batch."""
-    s, length = model.shape, batch.length * batch.squares
+    s = model.shape
+    length = batch.length * batch.squares
     flops = s.layers * s.heads * (s.key_width + s.value_width) * length * batch.tokens
     return flops / (ATTENTION * kind.flops * length / (length + ATTENTION_HALF))
 
@@ -166,7 +170,8 @@ def _link(kind: GpuKind, size: int, gpus_per_node: int) -> float:
 
 def _exchange(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, gpus_per_node: int) -> float:
     """Seconds of a micro-batch's forward pass in which ranks of one model wait for each other's tensors."""
-    s, layout = model.shape, train.layout
+    s = model.shape
+    layout = train.layout
     row = 2.0 * s.hidden * batch.tokens / layout.cp
     seconds = 0.0
     if layout.tp > 1:  # two gathers and two scatters of the sequence in each layer
@@ -231,7 +236,8 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step costs besides; or the
     time of the scheduler, if that is longer.
     """
-    s, split = model.shape, engine.gpus
+    s = model.shape
+    split = engine.gpus
     touched = float(model.parameters - model.experts)
     if s.experts:  # the expected share of experts that some request chooses
         missed = (1 - min(s.experts_per_token / s.experts, 1.0)) ** running
@@ -299,7 +305,8 @@ def response_lengths(work: Workload, count: int) -> list[int]:
         return lengths
     if not work.sigma:
         return [max(round(min(work.response_tokens, work.longest)), 1)] * count
-    normal, median = NormalDist(), work.response_tokens / exp(work.sigma**2 / 2)
+    normal = NormalDist()
+    median = work.response_tokens / exp(work.sigma**2 / 2)
     quantiles = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
     lengths = [max(round(min(median * exp(work.sigma * z), work.longest)), 1) for z in quantiles]
     Random(0).shuffle(lengths)

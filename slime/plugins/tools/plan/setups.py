@@ -323,8 +323,10 @@ class PlannedModel:
         measured: the outputs of the two norms and a second copy of queries, keys and values.
         """
         s = self.shape
-        q, kv = s.heads * s.key_width, s.kv_heads * s.key_width
-        dense, sparse = s.ffn, s.experts_per_token * s.expert_width + s.shared_expert_width
+        q = s.heads * s.key_width
+        kv = s.kv_heads * s.key_width
+        dense = s.ffn
+        sparse = s.experts_per_token * s.expert_width + s.shared_expert_width
         middle = (dense * (s.layers - s.sparse_layers) + sparse * s.sparse_layers) / s.layers
         # In the order of the layer.
         needed = s.hidden + (q + 2 * kv) + (q + kv) + q + s.hidden + (self.matrices - 1) * middle
@@ -332,7 +334,8 @@ class PlannedModel:
 
     def cache_bytes_per_token(self, width: int = 2) -> int:
         """Bytes of the KV cache per token, with ``width`` bytes per element."""
-        s, layers = self.shape, self.shape.layers if self.cached_layers is None else self.cached_layers
+        s = self.shape
+        layers = self.shape.layers if self.cached_layers is None else self.cached_layers
         if s.kv_rank is not None:
             return layers * (s.kv_rank + s.rope_width) * width
         return layers * s.kv_heads * (s.key_width + s.value_width) * width

@@ -209,12 +209,14 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, object
     """The generate function of a simulated run (``--custom-generate-function-path``)."""
     fleet = _fleet()
     assert sample.index is not None
-    length, step = fleet.lengths[sample.index], fleet.held_step
+    length = fleet.lengths[sample.index]
+    step = fleet.held_step
     sample.weight_versions.append(f"0.{step}")
     sample.version_spans.append((f"0.{step}", 0, length))  # of its oldest token
     await fleet.engines.generate(length)
     fleet.divided += fleet.held_step != step
-    sample.response, sample.response_length = "-", length
+    sample.response = "-"
+    sample.response_length = length
     tokens: Any = range(length)  # as long as the answer, and no memory for each
     sample.tokens = tokens
     sample.status = sample.Status.COMPLETED

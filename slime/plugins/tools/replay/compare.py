@@ -128,7 +128,8 @@ SHOWN = {
 
 def page(result: Replayed) -> Iterator[str]:
     """Yield the lines that describe a replay."""
-    layout, ranks = layout_text(result.layout), result.layout.world_size
+    layout = layout_text(result.layout)
+    ranks = result.layout.world_size
     yield f"step {result.step} again, on the {result.device}, {ranks} rank{'s' * (ranks > 1)}{layout}"
     through = f", then {steps_text(result.start, result.step)} again" if result.start < result.step else ""
     yield f"state before it: {result.state}{through}"

@@ -114,7 +114,8 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
     backend = create_backend(args, job.role, place.rank, place.world_size, place.address, place.port, place.rank)
     if job.load is not None:
         backend.load(job.load / job.role)
-    copies, old = _Copies(backend), OldActor.from_args(args, job.asynchronous, _manifest(job))
+    copies = _Copies(backend)
+    old = OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
     data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
     # The copies of the weights are those of the run only if they are refreshed in the same order.
@@ -172,7 +173,8 @@ def _replay(
 ) -> None:
     """Train the replayed step and fill in the result."""
     assert isinstance(backend, SharedBackend)
-    actor, first = job.role == "actor", place.rank == 0
+    actor = job.role == "actor"
+    first = place.rank == 0
     before = _copy_of_weights(backend, job) if actor else {}
     result.before = _digests(before)
     result.changing = backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
@@ -241,7 +243,8 @@ def _compare(
     recorded = _copy_of_weights(backend, job)
     result.expected = _digests(recorded)
     for name, tensor in recorded.items():
-        now, old = after[name].double(), before[name].double()
+        now = after[name].double()
+        old = before[name].double()
         result.distances[name] = _largest(now - tensor.double()), _largest(tensor.double() - old)
 
 

@@ -180,7 +180,8 @@ def read_run(
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
     # Only data is taken from the folder. Code that it names runs with the consent of the caller.
-    settled, changes = chosen.settled, _changes(flags)
+    settled = chosen.settled
+    changes = _changes(flags)
     directory = Path(settled.working_directory)
     recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
     for name in changes:
@@ -261,7 +262,8 @@ def _ends(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, int | None]]:
 def _all_dumps(attempts: Sequence[Attempt]) -> frozenset[int]:
     found: set[int] = set()
     for attempt, end in _ends(attempts):
-        first, template = attempt.settled.first_rollout, _template(attempt)
+        first = attempt.settled.first_rollout
+        template = _template(attempt)
         dumps = dumps_of(template) if template is not None else frozenset()
         found |= {number for number in dumps if number >= first and (end is None or number < end)}
     return frozenset(found)
@@ -271,7 +273,8 @@ def _all_snapshots(attempts: Sequence[Attempt]) -> dict[int, Snapshot]:
     """Return each snapshot that an attempt saved of the steps that count."""
     found: dict[int, Snapshot] = {}
     for attempt, end in _ends(attempts):
-        first, save = attempt.settled.first_rollout, attempt.settings.get("save")
+        first = attempt.settled.first_rollout
+        save = attempt.settings.get("save")
         folder = Path(attempt.settled.working_directory) / str(save)
         for one in snapshots(folder) if save and folder.is_dir() else ():
             if one.iteration >= first and (end is None or one.iteration < end):

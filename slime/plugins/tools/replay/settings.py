@@ -128,7 +128,8 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
             data[name] = _resolved(value, directory) if FLAGS[name].kind == "path" else value
     # Those that are passed on to Megatron.
     own_names = {name for name, spelling in spellings().items() if spelling.family is None}
-    megatron, given = by_name("megatron"), known.get("megatron")
+    megatron = by_name("megatron")
+    given = known.get("megatron")
     for name, value in given.items() if isinstance(given, Mapping) else ():
         if name in MEGATRON_CODE:
             code[name] = value

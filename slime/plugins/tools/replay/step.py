@@ -117,7 +117,8 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
     start = run.start_of(wanted.step, wanted.through)
     if wanted.step not in run.steps:
         raise ReplayError(f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not complete")
-    args, on_gpu = run.args_from(start), _has_gpu()
+    args = run.args_from(start)
+    on_gpu = _has_gpu()
     # Kernels that are not deterministic would differ from themselves.
     if on_gpu:
         args = args.with_values(deterministic=True)
@@ -221,7 +222,8 @@ def _has_gpu() -> bool:
 
 
 def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
-    args, first = run.args, trained.ranks[0]
+    args = run.args
+    first = trained.ranks[0]
     exact = not trained.on_gpu and not run.settled.on_gpu and not run.changes
     tolerance = wanted.tolerance
     if tolerance is None:
@@ -233,7 +235,8 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
         frozen = lambda name: name not in changing  # noqa: E731
     frozen = whole_frozen(frozen) if frozen is not None else None
     # What the engines got before and after the step, and the snapshot after it.
-    earlier, later = run.weights.get(wanted.step), run.weights.get(wanted.step + 1)
+    earlier = run.weights.get(wanted.step)
+    later = run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
     state = run.state_before(trained.start)
     return Replayed(

@@ -112,7 +112,8 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
     axes.fill_between(steps, rewards, color="#4C72B0", alpha=0.08)
     for color, (name, series) in zip(itertools.cycle(_EVAL_COLORS), summary["eval"].items(), strict=False):
         points = sorted(zip(series["steps"], series["values"], strict=True))
-        x, y = [point[0] for point in points], [point[1] for point in points]
+        x = [point[0] for point in points]
+        y = [point[1] for point in points]
         label = _plain(f"evaluation: {name}")
         axes.plot(x, y, color=color, linestyle=":", linewidth=1.2, alpha=0.7)
         axes.plot(x, y, color=color, linestyle="", marker="D", markersize=8, label=label)

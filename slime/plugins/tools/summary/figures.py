@@ -138,7 +138,8 @@ def _eval_table(summary: Summary) -> Table:
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
     for name, series in summary["eval"].items():
-        before, after = series["values"][0], series["values"][-1]
+        before = series["values"][0]
+        after = series["values"][-1]
         style = "green" if after > before else "red" if after < before else ""
         change = Text(f"{after - before:+.3f}", style=style)
         table.add_row(Text(shown(name)), f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change)

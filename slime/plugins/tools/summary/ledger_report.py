@@ -51,7 +51,8 @@ def read_ledger(path: Path) -> Report:
         FileNotFoundError: The file does not exist.
         OSError: It cannot be read.
     """
-    report, closed = Report(), Numbers()
+    report = Report()
+    closed = Numbers()
     again: set[tuple[int, int]] = set()
     with open(path, "rb") as file:
         for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
@@ -82,7 +83,8 @@ def _line(report: Report, line: Line, closed: Numbers, again: set[tuple[int, int
 
 
 def _row(report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> None:
-    group, turn = row["group"], row.get("again", 0)
+    group = row["group"]
+    turn = row.get("again", 0)
     if (turn and (group, turn) in again) or (not turn and group in closed):
         report.problems.append(f"line {number}: group {group} is closed a second time")
     if row["state"] not in CLOSED:
@@ -115,4 +117,5 @@ def _cut(report: Report, line: Line, closed: Numbers) -> None:
         report.problems.append(
             f"{where}: groups that were lost: {missing or 'none'}; groups never supplied: {strange or 'none'}"
         )
-    report.cut, report.beyond = line, 0
+    report.cut = line
+    report.beyond = 0

@@ -123,7 +123,8 @@ class Series(Followed):
     def _add(self, row: JsonObject) -> None:
         # A row counts in the unit of its key: rollouts, evaluations or optimizer steps.
         key = next(key for key in STEP_KEYS if key in row)
-        step, moment = _number(row.pop(key)), _number(row.pop("time", 0.0))
+        step = _number(row.pop(key))
+        moment = _number(row.pop("time", 0.0))
         began = moment - _number(row.get("perf/step_time") or 0.0)
         if key == "rollout/step":
             self.steps += 1
@@ -186,7 +187,8 @@ class Series(Followed):
             curve["high"] = numbers(np.maximum.reduceat(np.where(finite, values, -np.inf), edges))
             with np.errstate(invalid="ignore", divide="ignore"):
                 values = sums / counts  # NaN where no value is finite
-            steps, times = steps[edges], times[edges]
+            steps = steps[edges]
+            times = times[edges]
         moments = np.round(times - start, 2).tolist()
         return curve | {"steps": steps.tolist(), "times": moments, "values": numbers(values)}
 
@@ -226,7 +228,8 @@ class EngineLoads(Followed):
         self._engines: dict[int, EngineColumns] = {}
 
     def _add(self, row: JsonObject) -> None:
-        moment, engines = _number(row["time"]), row["engines"]
+        moment = _number(row["time"])
+        engines = row["engines"]
         for index, state, *loads in engines if isinstance(engines, list) else ():  # type: ignore[misc, str-unpack]
             engine = self._engines.setdefault(int(_number(index)), EngineColumns())
             engine.times.append(moment)
@@ -299,7 +302,8 @@ class Ledger(Followed):
         return self._report[1]
 
     def _add(self, row: JsonObject) -> None:
-        group, rollout = row.get("group"), row.get("rollout")
+        group = row.get("group")
+        rollout = row.get("rollout")
         if isinstance(group, int):
             self.rows[group] = row
             # A group comes again with a later state, in the same or another rollout.

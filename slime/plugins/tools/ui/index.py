@@ -286,7 +286,8 @@ def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object,
 
 
 def _versions(record: JsonObject) -> list[str]:
-    spans, versions = record.get("version_spans"), record.get("weight_versions")
+    spans = record.get("version_spans")
+    versions = record.get("weight_versions")
     found = [str(span[0]) for span in spans if isinstance(span, list) and span] if isinstance(spans, list) else []
     return sorted({*found, *(map(str, versions) if isinstance(versions, list) else ())})
 

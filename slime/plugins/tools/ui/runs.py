@@ -87,7 +87,8 @@ class Runs:
     """
 
     def __init__(self, places: Sequence[Path], cache: Path | None) -> None:
-        self.places, self.cache = [place.expanduser() for place in places], cache
+        self.places = [place.expanduser() for place in places]
+        self.cache = cache
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
         self._folders: dict[Path, str] = {}
@@ -145,7 +146,9 @@ class Refresher(threading.Thread):
 
     def __init__(self, runs: Runs, seconds: float = 1.0) -> None:
         super().__init__(name="slime-ui-refresh", daemon=True)
-        self._runs, self._seconds, self._stop_event = runs, seconds, threading.Event()
+        self._runs = runs
+        self._seconds = seconds
+        self._stop_event = threading.Event()
 
     def run(self) -> None:
         found = time.monotonic()

@@ -122,10 +122,12 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             value = await asyncio.to_thread(answer, runs, request.rel_url.raw_path)
             status = 200
         except NotFound as error:
-            value, status = {"error": str(error)}, 404
+            value = {"error": str(error)}
+            status = 404
         except Exception as error:
             logger.exception("%s failed", request.path)
-            value, status = {"error": f"{type(error).__name__}: {error}"}, 500
+            value = {"error": f"{type(error).__name__}: {error}"}
+            status = 500
         return _json(request, value, status)
 
     app.add_routes([web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)])
@@ -170,7 +172,8 @@ def _refusal(request: web.Request, door: Door, own: set[str]) -> tuple[int, str]
     if not names_this_server(host, own):
         return 403, f"the Host header names {host!r}, which is not this server"
     # A link to the page may come from elsewhere; only the page itself may ask for what it shows.
-    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin", f"http://{host}")
+    site = request.headers.get("Sec-Fetch-Site")
+    origin = request.headers.get("Origin", f"http://{host}")
     foreign = site in _FOREIGN if site is not None else origin != f"http://{host}"
     if foreign and request.path != "/":
         return 403, "requests from other web pages are refused"

@@ -66,7 +66,8 @@ def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] 
     names = {e["tid"]: str(e["args"]["name"]) for e in events if e["pid"] == DRIVER and e["name"] == "thread_name"}
     lanes: dict[tuple[int, int], Lane] = {}
     for event in complete:
-        process, thread = int(event["pid"]), int(event["tid"])
+        process = int(event["pid"])
+        thread = int(event["tid"])
         begin = (event["ts"] - start) / 1e6
         span = (str(event["name"]), begin, begin + event["dur"] / 1e6)
         if process != DRIVER:
@@ -170,11 +171,13 @@ def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end
 
 def _last_rank(ranks: Mapping[str, Sequence[Span]]) -> list[str]:
     """Name the rank for which the others waited longest at the beginning of a phase."""
-    widest, note = _SHORT, ""
+    widest = _SHORT
+    note = ""
     for name in dict.fromkeys(span[0] for spans in ranks.values() for span in spans):
         begins = {rank: next((s[1] for s in spans if s[0] == name), None) for rank, spans in ranks.items()}
         known = {rank: begin for rank, begin in begins.items() if begin is not None}
-        first, last = min(known, key=lambda rank: known[rank]), max(known, key=lambda rank: known[rank])
+        first = min(known, key=lambda rank: known[rank])
+        last = max(known, key=lambda rank: known[rank])
         if known[last] - known[first] > widest:
             widest = known[last] - known[first]
             note = f"{last} was the last to begin {name}, {widest:.2f} s after {first}."
@@ -187,7 +190,8 @@ def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
         return []
     # An engine without requests while another still runs some had too little to do.
     ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
-    first, last = min(ends, key=lambda name: ends[name]), max(ends, key=lambda name: ends[name])
+    first = min(ends, key=lambda name: ends[name])
+    last = max(ends, key=lambda name: ends[name])
     if ends[last] - ends[first] < _SHORT:
         return []
     if not any(running for _, running, _ in engines[first]):

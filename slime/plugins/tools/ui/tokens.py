@@ -151,7 +151,8 @@ class TokenDumps:
     def _tokenizer_folders(self) -> list[Path]:
         folders = []
         # The dump has a copy of the tokenizer; the model itself may be gone.
-        details, model = self.settings.get("dump_details"), self.settings.get("hf_checkpoint")
+        details = self.settings.get("dump_details")
+        model = self.settings.get("hf_checkpoint")
         if isinstance(details, str):
             name = Path(details).name
             folders += [Path(details) / "tokenizer", self.folder / name / "tokenizer"]

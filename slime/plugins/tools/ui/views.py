@@ -350,7 +350,8 @@ def ledger(run: Run) -> View:
     }
 
 
-_LOG_BYTES, _LOG_LINES = 40_000, 60
+_LOG_BYTES = 40_000
+_LOG_LINES = 60
 ENGINE_METRICS = (
     "perf/tokens_per_gpu_per_sec", "rollout/prefix_cache_hit_rate", "perf/longest_sample_tokens_per_sec",
     "perf/rollout_time", "rollout/staleness/mean", "rollout/http_retry_count", "rollout/engine_lost_count",

@@ -69,12 +69,14 @@ def check_round_trip(expected: Mapping[str, Tensor], ranks: Sequence[Scores]) ->
 def check_log_probs(expected: Mapping[int, Tensor], found: Sequence[Mapping[int, Tensor]], what: str) -> Check:
     """Compare log-probs of all samples. ``found`` has those of each rank, which may be of a part of the samples."""
     # Ranks have parts of the samples, and all together every one.
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for number, rank in enumerate(found):
         for position, mine in rank.items():
             far = _nan_last(_largest(mine - expected[position]))
             if far > worst:
-                worst, where = far, f"sample {position} on rank {number}"
+                worst = far
+                where = f"sample {position} on rank {number}"
     missing = set(expected) - {position for rank in found for position in rank}
     if missing:
         return Check(what, False, math.inf, LOG_PROB, note=f"no rank scored sample {min(missing)}")
@@ -128,7 +130,8 @@ def _begin_of_error(wrong: Collection[str], everything: Collection[str]) -> list
     An error of a gradient spreads to all parts before it. Parameters outside of layers are returned only if there are
     no others: the embedding comes before all layers, and may be shared with the output layer.
     """
-    part_of, parts = parts_of(everything), dict[str, list[str]]()
+    part_of = parts_of(everything)
+    parts = dict[str, list[str]]()
     for name in wrong:
         if name in part_of:
             parts.setdefault(part_of[name], []).append(name)

@@ -93,8 +93,10 @@ def leave_model() -> None:
 
 
 def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
-    rank, size = backend.data_parallel_rank, backend.data_parallel_size
-    batch, found = batch_of_rank(rank, size), Scores()
+    rank = backend.data_parallel_rank
+    size = backend.data_parallel_size
+    batch = batch_of_rank(rank, size)
+    found = Scores()
     batch.pop("rollout_log_probs")  # with them, the loss would be corrected for a gap to an engine
     everyone = [i for i, group in enumerate(batch_of_rank(0, 1)["group_indices"]) if group % size == rank]
     scored = backend.log_probs(batch, temperature=1.0)["log_probs"]
@@ -105,7 +107,8 @@ def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
     before = _weights(backend)
     metrics, _ = train_on_rollout(backend, args, batch)
     after = _weights(backend)
-    found.loss, found.grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    found.loss = metrics["train/loss"]
+    found.grad_norm = metrics["train/grad_norm"]
     found.weights = before
     found.gradients = {name: (before[name] - after[name]) / STEP for name in before}
     return found

@@ -55,7 +55,8 @@ def reference_scores(
         found.weights = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
     # One sample at a time, without padding: nothing but the model and autograd decides about the numbers.
     for position, sample in enumerate(samples):
-        tokens, mask = torch.tensor(sample["tokens"]), torch.tensor(sample["mask"], dtype=torch.float32)
+        tokens = torch.tensor(sample["tokens"])
+        mask = torch.tensor(sample["mask"], dtype=torch.float32)
         with torch.set_grad_enabled(with_gradients):
             logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
             scored = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0][-len(mask) :]

@@ -190,7 +190,8 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
 
     try:
         config = plain_config(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
-        text, kind = config.get_text_config(), config.model_type
+        text = config.get_text_config()
+        kind = config.model_type
     except (OSError, StrictDataclassError, *UNKNOWN) as error:
         absent = "" if Path(model).exists() else "there is no such folder on this machine, and "
         raise VerifyError(f"{model}: {absent}its config.json cannot be read: {error}") from error

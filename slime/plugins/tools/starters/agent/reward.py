@@ -35,7 +35,8 @@ async def run(task: Any) -> float:
 
 async def ask(session: aiohttp.ClientSession, task: Any, messages: list[dict[str, str]]) -> str:
     """Send the conversation, and return what the model answers."""
-    url, headers = f"{task.openai_base_url}/chat/completions", {"Authorization": f"Bearer {task.api_key}"}
+    url = f"{task.openai_base_url}/chat/completions"
+    headers = {"Authorization": f"Bearer {task.api_key}"}
     body = {"model": task.model, "messages": messages, "max_tokens": 16}
     async with session.post(url, json=body, headers=headers) as response:
         response.raise_for_status()
