@@ -118,7 +118,7 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
     return words if given and value != flag.default else None
 
 
-def _compared(words: str, value: Any, sign: str, wanted: str, args: Args) -> str | None:
+def _compared(words: str, value: object, sign: str, wanted: str, args: Args) -> str | None:
     holds, says = _COMPARISONS[sign]
     other = look_up(wanted, args)[0] if wanted.startswith("--") else float(wanted)
     if value is None or other is None or not holds(value, other):

@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FOR_USERS = ("eval_max_context_len",)  # no room reads them: they are for the user's functions
 DERIVED = tuple(f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser"))
 OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
-OWN_NAMESPACE = ("slime/cli/", "slime/config/")  # argparse namespaces of other commands
+OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")  # argparse namespaces of other commands
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -64,8 +64,9 @@ def names_read(tree: ast.AST) -> set[str]:
     names: set[str] = set()
     strings: set[str] = set()
     from_table = False
+    sections = sections_of(tree) - {"self"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_args(node.value):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_args(node.value, sections):
             names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
@@ -77,13 +78,20 @@ def names_read(tree: ast.AST) -> set[str]:
     return names | (strings & FLAGS.keys() if from_table else set())
 
 
-def is_args(node: ast.expr) -> bool:
+def is_args(node: ast.expr, sections: frozenset[str] = frozenset()) -> bool:
     """``args``, ``self.args``, ``_target(self._args)``: the arguments, by the names that they go by; ``own``: those of
-    an estimator's own flags; ``observability``: the section of that name."""
+    an estimator's own flags; ``observability``: the section of that name; ``sections``: other names of sections."""
     if isinstance(node, ast.Call) and node.args:
-        return is_args(node.args[0])
+        return is_args(node.args[0], sections)
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
-    return name in ("args", "_args", "own", "observability")
+    return name in ("args", "_args", "own", "observability") or name in sections
+
+
+def sections_of(tree: ast.AST) -> frozenset[str]:
+    """The parameters of the functions in a file that are sections of the arguments (``settings: CheckpointConfig``)."""
+    bases = {base.__name__ for base in Args.__mro__}
+    parameters = (node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None)
+    return frozenset(node.arg for node in parameters if node.annotation and ast.unparse(node.annotation) in bases)
 
 
 def test_every_flag_that_works_is_read_somewhere() -> None:

@@ -155,9 +155,9 @@ def test_what_a_change_can_break() -> None:
 
     views = affected_tests(["slime/plugins/tools/ui/views.py"])
     assert "tests/plugins/tools/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
-    kl = affected_tests(["slime/algorithms/losses.py"])
-    assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(kl)
-    assert "tests/plugins/tools/ui/test_site.py" not in kl
+    ratios = affected_tests(["slime/algorithms/off_policy.py"])
+    assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(ratios)
+    assert "tests/plugins/tools/ui/test_site.py" not in ratios
     assert affected_tests(["tests/plugins/tools/ui/test_site.py"]) == ["tests/plugins/tools/ui/test_site.py"]
     assert {test.split("/")[1] for test in affected_tests(["docs/en/plan.md"])} == {"docs"}
     assert len(affected_tests(["tests/conftest.py"])) == len(list(CHECKOUT.glob("tests/**/test_*.py")))

@@ -178,7 +178,7 @@ def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
     return (NOT_RECORDED,)
 
 
-def _read_samples(path: Any) -> list[Mapping[str, Any]]:
+def _read_samples(path: Path) -> list[Mapping[str, Any]]:
     from slime.data.value_files import load_plain
 
     try:
