@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FOR_USERS = ("eval_max_context_len",)  # no room reads them: they are for the user's functions
 DERIVED = tuple(f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser"))
 OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
-OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")  # argparse namespaces of other commands
+OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")  # `args` of argparse
 
 
 def sources() -> Iterator[tuple[str, str]]:
