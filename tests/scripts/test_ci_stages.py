@@ -150,6 +150,12 @@ def test_the_tests_of_a_file_run_in_one_process() -> None:
     assert len({process for process, _ in ran}) == 2
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names, and refuses the second one when both are collected."""
+    names = [file.name for file in CHECKOUT.glob("tests/**/test_*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
 def test_what_a_change_can_break() -> None:
     from affected import affected_tests
 
