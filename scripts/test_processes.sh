@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests that start processes (engines, ranks, Ray) or whole runs, without SGLang's and those of the long circle.
-# The last line is pytest's own summary.
+# It lists the slowest at its end; the last line is pytest's own summary.
 #
 #   bash scripts/test_processes.sh                      # all of them, shared by two processes
 #   bash scripts/test_processes.sh tests/e2e -k train   # any arguments of pytest
@@ -9,6 +9,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [ $# -eq 0 ]; then
     # A group is a file, or a whole run. Those that are longest come first, so that both processes end together.
-    set -- -n 2 --dist loadfile
+    set -- -n 2 --dist loadfile --durations 40
 fi
 exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not cuda" "$@"
