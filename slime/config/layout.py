@@ -102,12 +102,16 @@ def _model_chunks(given: Mapping[str, Any], pp: int, checkpoint: str | None) -> 
     if stages := given.get("pipeline_model_parallel_layout"):
         return max(_count_stages(str(stages)) // pp, 1)
     per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    layers = _layers_to_divide(given, checkpoint) if per_chunk else 0
+    return max(layers // (pp * int(per_chunk)), 1) if per_chunk and layers else 1
+
+
+def _layers_to_divide(given: Mapping[str, Any], checkpoint: str | None) -> int:
+    """Return the number of layers that the stages divide, 0 if it is not known."""
     layers = given.get("num_layers") or lookup_dimension(model_config(checkpoint), "num_layers")[1]
-    if not per_chunk or not layers:
-        return 1
-    # Flags can count embedding and output as layers, which the stages divide as well.
+    # Flags can count embedding and output as layers.
     counted = [bool(given.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
-    return max((int(layers) + sum(counted)) // (pp * int(per_chunk)), 1)
+    return int(layers) + sum(counted) if layers else 0
 
 
 def _count_stages(text: str) -> int:
@@ -116,4 +120,14 @@ def _count_stages(text: str) -> int:
 
 
 def check_layout(args: Args) -> list[str]:
-    return ParallelLayout.from_args(args).problems()
+    problems = ParallelLayout.from_args(args).problems()
+    pp = args.megatron.get("pipeline_model_parallel_size") or 1
+    per_chunk = args.megatron.get("num_layers_per_virtual_pipeline_stage")
+    layers = _layers_to_divide(args.megatron, args.hf_checkpoint) if per_chunk else 0
+    # Megatron would round, and train with another number of chunks than the user asked for.
+    if per_chunk and layers % (pp * per_chunk):
+        problems.append(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x --pipeline-model-parallel-size {pp} does not "
+            f"divide the {layers} layers: use another number, or --num-virtual-stages-per-pipeline-rank"
+        )
+    return problems

@@ -25,7 +25,7 @@ def test_a_copy_with_run_time_values_leaves_the_original_as_it_is() -> None:
 def test_a_copy_refuses_names_that_args_does_not_have() -> None:
     with pytest.raises(AttributeError, match=r"'num_rolout'.*did you mean num_rollout") as raised:
         make_args().with_values(num_rolout=12)
-    assert "'num_rollout'" in str(pickle.loads(pickle.dumps(raised.value))), "the message survives pickling"
+    assert "did you mean num_rollout" in str(pickle.loads(pickle.dumps(raised.value))), "the message survives pickling"
 
 
 def test_made_args_are_resolved_as_after_parsing() -> None:

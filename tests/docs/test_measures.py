@@ -31,7 +31,7 @@ TOKENS = {
     "checkpoint": 8_181,
     "cli": 762,
     "cluster": 45_606,
-    "config": 35_538,
+    "config": 35_631,
     "data": 38_517,
     "engines": 18_528,
     "environments": 44,
